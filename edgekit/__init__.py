@@ -1,0 +1,1 @@
+"""Check, quantize, convert, bundle and verify ONNX models for phones and boards."""

@@ -1,0 +1,115 @@
+"""The only door to written files: whole or not at all, and their digests."""
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path, PurePosixPath
+
+from edgekit.errors import BundleError, OutputError
+
+_CHUNK_BYTES = 1 << 20
+
+
+def digest_file(path: Path) -> str:
+    """Returns the sha256 of a file in hex; the file is read in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def digest_bytes(data: bytes) -> str:
+    """Returns the sha256 of some bytes in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all, through a temporary file in the same folder.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    with replacing_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Generator[Path]:
+    """Yields a temporary path beside `path`, which becomes `path` if the block ends well and is gone if not.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
+    try:
+        temporary = folder / path.name
+        yield temporary
+        with _writing(path):
+            temporary.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def staged_folder(path: Path) -> Generator[Path]:
+    """Yields an empty folder beside `path`, which takes the place of `path` if the block ends well and is gone if not.
+
+    Raises:
+        OutputError: the parent cannot be written, or `path` is a file.
+    """
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"'{path}' is a file, not a folder", hint="give another --out")
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        holder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
+    try:
+        staging = holder / path.name
+        staging.mkdir()
+        yield staging
+        with _writing(path):
+            if path.exists():
+                path.replace(holder / "replaced")
+            staging.replace(path)
+    finally:
+        shutil.rmtree(holder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def work_folder() -> Generator[Path]:
+    """Yields a folder for intermediate files that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="edgekit-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def safe_join(root: Path, name: str) -> Path:
+    """Returns `root / name` for a relative name that stays below `root`.
+
+    Raises:
+        BundleError: the name is absolute, climbs out, or leads out through a link.
+    """
+    parts = PurePosixPath(name)
+    path = root / name
+    if parts.is_absolute() or "\\" in name or not parts.parts or ".." in parts.parts:
+        raise BundleError(f"'{name}' is not a safe file name", hint="the bundle was altered: build it again")
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise BundleError(f"'{name}' leads out of '{root}'", hint="the bundle was altered: build it again")
+    return path
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"cannot write '{path}': {reason}", hint="choose a place you may write, with space"
+        ) from error

@@ -1,0 +1,120 @@
+"""The only door to onnxruntime in this process: sessions, graph optimisation, and its errors in our words."""
+
+import contextlib
+import enum
+import importlib
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import onnxruntime as _ort
+
+from edgekit.errors import RuntimeRefusal
+from edgekit.tensors import Array, Tensors
+
+_state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+VERSION: str = _ort.__version__
+CPU_PROVIDER = "CPUExecutionProvider"
+
+REFUSALS: tuple[type[Exception], ...] = tuple(
+    cast("type[Exception]", getattr(_state, name))
+    for name in (
+        "EPFail", "EngineError", "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "ModelLoadCanceled",
+        "ModelLoaded", "ModelRequiresCompilation", "NoModel", "NoSuchFile", "NotFound", "NotImplemented",
+        "RuntimeException", "DeviceReset",
+    )
+)  # fmt: skip
+"""Every exception class that onnxruntime defines; they share no base (a test enumerates them)."""
+
+
+class Level(enum.StrEnum):
+    """How far ONNX Runtime optimises a graph."""
+
+    DISABLED = "disabled"
+    BASIC = "basic"
+    EXTENDED = "extended"
+    LAYOUT = "layout"
+    ALL = "all"
+
+
+_LEVELS: dict[Level, Any] = {
+    Level.DISABLED: _ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    Level.BASIC: _ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    Level.EXTENDED: _ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    Level.LAYOUT: _ort.GraphOptimizationLevel.ORT_ENABLE_LAYOUT,
+    Level.ALL: _ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+
+
+class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session on the CPU provider is made with."""
+
+    level: Level = Level.ALL
+    config: dict[str, str] = {}
+    disabled_optimizers: tuple[str, ...] = ()
+    threads: int = 0
+    save_to: Path | None = None
+
+
+class CpuSession:
+    """A loaded model on the CPU provider of this process."""
+
+    def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str = "the model") -> None:
+        name = str(model) if isinstance(model, Path) else subject
+        with translated(name):
+            self._session: Any = _ort.InferenceSession(
+                str(model) if isinstance(model, Path) else model,
+                _session_options(settings),
+                providers=[CPU_PROVIDER],
+                disabled_optimizers=list(settings.disabled_optimizers) or None,
+            )
+        self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
+        self._name = name
+
+    def run(self, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        """Returns the outputs (all of them, or the named ones) for one sample."""
+        names = list(self.output_names if outputs is None else outputs)
+        with translated(self._name):
+            values = self._session.run(names, dict(inputs))
+        return {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
+
+
+def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str = "the model") -> None:
+    """Writes the graph that ONNX Runtime makes of a model at `settings.level`; `subject` names a model given as bytes.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime cannot load or write the model.
+    """
+    CpuSession(model, msgspec.structs.replace(settings, save_to=out), subject=subject)
+
+
+@contextlib.contextmanager
+def translated(subject: str) -> Generator[None]:
+    """Turns any exception of onnxruntime into a `RuntimeRefusal` that names the subject in one line."""
+    try:
+        yield
+    except REFUSALS as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RuntimeRefusal(f"ONNX Runtime refuses '{subject}': {first[:400]}", hint=_hint(first)) from error
+
+
+def _hint(message: str) -> str:
+    if "Opset" in message or "opset" in message:
+        return "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"
+    if "NOT_IMPLEMENTED" in message:
+        return "the model uses an operator that this ONNX Runtime does not have"
+    return "check that the model runs in ONNX Runtime: edgekit inspect MODEL"
+
+
+def _session_options(settings: SessionSettings) -> Any:
+    options = cast("Any", _ort).SessionOptions()
+    options.graph_optimization_level = _LEVELS[settings.level]
+    options.log_severity_level = 4
+    options.intra_op_num_threads = settings.threads
+    for key, value in settings.config.items():
+        options.add_session_config_entry(key, value)
+    if settings.save_to is not None:
+        options.optimized_model_filepath = str(settings.save_to)
+    return options

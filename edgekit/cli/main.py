@@ -1,0 +1,99 @@
+"""The command line's way in: which commands there are, how errors look, and the exit code."""
+
+import difflib
+import importlib
+import sys
+
+import click
+
+from edgekit.errors import EdgekitError
+
+YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
+
+COMMANDS = {
+    "build": "Make a verified bundle of a model for each target.",
+    "check": "Say node by node what each target would take, why not, and what to do.",
+    "convert": "Write the files that a runtime loads: ORT format, full or runtime style.",
+    "demo": "Build and verify four bundles of the demo model.",
+    "devices": "List, install or test what can run a bundle here.",
+    "doctor": "Say what this machine has, what it lacks, and how to get it.",
+    "inspect": "Print what a model contains.",
+    "prepare": "Fix shapes and clean the graph, as a provider will see it.",
+    "quantize": "Make a static INT8 model for a target.",
+    "targets": "List the targets, or show one.",
+    "verify": "Run a bundle on devices and compare with the float model.",
+}
+"""Every command and its one line of help; `edgekit.cli.<name>` holds it, imported when it is used."""
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"edgekit.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(sorted(COMMANDS))}"
+            raise click.UsageError(f"there is no command '{name}' ({hint})", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="edgekit", message="edgekit %(version)s")
+def group() -> None:
+    r"""Take an ONNX model to phones and boards: check, quantize, convert, bundle, verify.
+
+    \b
+    Example:
+      edgekit build model.onnx --data samples.npz --out bundles
+    """
+
+
+def main() -> None:
+    """Runs the command line and ends the process with the exit code."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        code = group.main(arguments, prog_name="edgekit", standalone_mode=False)
+    except EdgekitError as error:
+        return _complain(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        return WRONG
+    except click.ClickException as error:
+        return _complain(_usage_message(error))
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("edgekit: interrupted; nothing half-written is left", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return NO
+    return code if isinstance(code, int) else YES
+
+
+def _complain(message: str) -> int:
+    click.echo(f"edgekit: error: {' '.join(message.split())}", err=True)
+    return WRONG
+
+
+def _usage_message(error: click.ClickException) -> str:
+    message = error.format_message()
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{message} (see '{context.command_path} --help')" if context else message

@@ -1,0 +1,73 @@
+"""The errors a user can meet.
+
+EdgekitError
+ ├── UsageError      an option, a name or a combination of options that does not exist
+ ├── ModelError      a model file that cannot be read, or that edgekit cannot handle
+ ├── DataError       sample inputs or labels that do not fit the model
+ ├── TargetError     a target folder or a target parameter that is wrong
+ ├── RuntimeRefusal  ONNX Runtime refused a model or a run
+ ├── DeviceError     a device, an emulator or a child process that is missing, died or timed out
+ ├── BundleError     a bundle that is incomplete, altered or unsafe
+ ├── OutputError     a place that cannot be written
+ └── MissingExtraError  an optional package that is not installed
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class EdgekitError(Exception):
+    """Something the user can mend: the message says what is wrong, the hint says what to do next."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})"
+
+
+class UsageError(EdgekitError):
+    """An option, a name or a combination of options does not exist."""
+
+
+class ModelError(EdgekitError):
+    """A model file cannot be read, or edgekit cannot handle what is in it."""
+
+
+class DataError(EdgekitError):
+    """Sample inputs or labels do not fit the model."""
+
+
+class TargetError(EdgekitError):
+    """A target folder or a target parameter is wrong."""
+
+
+class RuntimeRefusal(EdgekitError):  # noqa: N818 - a refusal is what it is; RuntimeError is Python's word
+    """ONNX Runtime refused a model or a run."""
+
+
+class DeviceError(EdgekitError):
+    """A device, an emulator or a child process is missing, died or timed out."""
+
+
+class BundleError(EdgekitError):
+    """A bundle is incomplete, altered or unsafe."""
+
+
+class OutputError(EdgekitError):
+    """A place cannot be written."""
+
+
+class MissingExtraError(EdgekitError):
+    """An optional package is not installed."""
+
+
+def suggest_name(word: str, valid: Iterable[str]) -> str:
+    """Returns a hint for a misspelled word: the nearest valid name, or the list of all of them."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"valid: {', '.join(names)}" if names else "there is nothing to choose from"

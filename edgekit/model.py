@@ -1,0 +1,190 @@
+"""A model file and the facts read from it."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import onnx
+from google.protobuf.message import DecodeError
+
+from edgekit._files import digest_file, safe_join
+from edgekit.errors import BundleError, ModelError
+from edgekit.tensors import TensorSpec
+
+MAX_OPSET = 26
+"""The newest ai.onnx opset that ONNX Runtime 1.31 supports officially (its own error message says so)."""
+MAX_IR_VERSION = 13
+"""The newest IR version that ONNX Runtime 1.31 loads (its own error message says so)."""
+MAX_PROTOBUF_BYTES = 2**31 - 1
+
+_MAIN_DOMAIN = "ai.onnx"
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """An ONNX file, its digest, and the facts that every stage needs.
+
+    `sha256` covers the file and, in the order of their names, its external data files. `inputs` leaves out
+    initializers. `size_bytes` counts external data. `node_count` counts the nodes of the main graph.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+    size_bytes: int
+    ir_version: int
+    opsets: dict[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    node_count: int
+    external_files: tuple[str, ...]
+
+    @property
+    def is_static(self) -> bool:
+        """True if every input has only known dimensions."""
+        return all(spec.is_static for spec in self.inputs)
+
+
+def load_model(path: Path) -> Model:
+    """Reads the facts of an ONNX model; weights in external files are digested, not loaded.
+
+    Raises:
+        ModelError: the file is missing, empty, truncated, no ONNX model, too new, or refers to external data that is
+            missing or outside its folder.
+    """
+    proto = _parse(path)
+    external = tuple(sorted(set(_external_files(proto))))
+    for name in external:
+        _check_external(path, name)
+    opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
+    _check_versions(path, proto.ir_version, opsets)
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    return Model(
+        path=path,
+        name=path.name.removesuffix(".onnx"),
+        sha256=_digest(path, external),
+        size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / name for name in external))),
+        ir_version=proto.ir_version,
+        opsets=opsets,
+        inputs=tuple(_spec(value) for value in proto.graph.input if value.name not in initializers),
+        outputs=tuple(_spec(value) for value in proto.graph.output),
+        node_count=len(proto.graph.node),
+        external_files=external,
+    )
+
+
+def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
+    """Returns the protobuf of a model, with external weights loaded unless `weights` is False."""
+    return onnx.load(str(model.path), load_external_data=weights)
+
+
+def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
+    """Writes a protobuf deterministically and returns its model; weights go beside it where 2 GB do not hold them."""
+    size_bytes = sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
+    onnx.save(
+        proto,
+        str(path),
+        save_as_external_data=size_bytes > MAX_PROTOBUF_BYTES - (64 << 20),
+        location=f"{path.name}.data",
+    )
+    return load_model(path)
+
+
+def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields a graph and, depth first, the bodies of its control-flow nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                if body.node or body.output:
+                    yield from iterate_graphs(body)
+
+
+def tensor_dtype(elem_type: int) -> str:
+    """Returns numpy's name of an ONNX element type, or ONNX's own name where numpy has none."""
+    name = onnx.TensorProto.DataType.Name(elem_type).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    if path.suffix == ".ort":
+        raise ModelError(f"'{path}' is in ORT format, which is final", hint="give the .onnx model it was made from")
+    try:
+        size_bytes = path.stat().st_size
+        if path.is_file() and size_bytes == 0:
+            raise ModelError(f"'{path}' is empty", hint="export or download the model again")
+        proto = onnx.load(str(path), load_external_data=False)
+    except FileNotFoundError as error:
+        raise ModelError(f"there is no file '{path}'", hint="check the path of the model") from error
+    except OSError as error:
+        raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
+    except DecodeError as error:
+        raise ModelError(
+            f"'{path}' is not an ONNX model, or is cut off", hint="export or download the model again"
+        ) from error
+    if not proto.graph.node and not proto.graph.output:
+        raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
+    return proto
+
+
+def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:
+    opset = opsets.get(_MAIN_DOMAIN, 1)
+    if opset > MAX_OPSET:
+        raise ModelError(
+            f"'{path}' has opset {opset}, newer than {MAX_OPSET}, the newest that ONNX Runtime supports",
+            hint=f"export it with opset {MAX_OPSET} or lower",
+        )
+    if ir_version > MAX_IR_VERSION:
+        raise ModelError(
+            f"'{path}' has IR version {ir_version}, newer than {MAX_IR_VERSION}, the newest that ONNX Runtime loads",
+            hint=f"save it with ir_version={MAX_IR_VERSION} or lower",
+        )
+
+
+def _external_files(proto: onnx.ModelProto) -> Iterator[str]:
+    for graph in iterate_graphs(proto.graph):
+        yield from _external_locations(graph.initializer)
+        for node in graph.node:
+            yield from _external_locations(attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _external_locations(tensors: Iterable[onnx.TensorProto]) -> Iterator[str]:
+    for tensor in tensors:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            yield from (entry.value for entry in tensor.external_data if entry.key == "location")
+
+
+def _check_external(path: Path, name: str) -> None:
+    try:
+        file = safe_join(path.parent, name)
+    except BundleError as error:
+        raise ModelError(
+            f"'{path}' refers to external data '{name}' outside its folder", hint="do not trust this model"
+        ) from error
+    if not file.is_file():
+        raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
+
+
+def _digest(path: Path, external: tuple[str, ...]) -> str:
+    if not external:
+        return digest_file(path)
+    digest = hashlib.sha256(digest_file(path).encode())
+    for name in external:
+        digest.update(digest_file(path.parent / name).encode())
+    return digest.hexdigest()
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return TensorSpec(name=value.name, dtype=(kind or "unknown").removesuffix("_type"), shape=None)
+    tensor = value.type.tensor_type
+    shape = tuple(_dimension(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
+    return TensorSpec(name=value.name, dtype=tensor_dtype(tensor.elem_type), shape=shape)
+
+
+def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    kind = dim.WhichOneof("value")
+    if kind == "dim_value":
+        return dim.dim_value if dim.dim_value >= 0 else None
+    return dim.dim_param or None

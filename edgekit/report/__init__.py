@@ -1,0 +1,1 @@
+"""Reports as text and HTML: facts and verdicts are rendered here, never made."""

@@ -1,0 +1,67 @@
+"""What a build made: the facts of each bundle, and the verdict computed from them."""
+
+from pathlib import Path
+
+import msgspec
+
+from edgekit.check.report import CheckReport
+from edgekit.target import Form, Precision
+from edgekit.verify.report import VerifyReport
+
+
+class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One target of a build.
+
+    `failure` says in one line why there is no bundle; then `path` is None. `notes` say what the bundle lacks or what
+    was decided for the user. `sha256` is the digest of the manifest, which holds the digests of `files`. Sizes are
+    those of the float model as it was given and of the file that an app should load, with what lies beside it.
+    `quantized_nodes` and `float_nodes` count the nodes that became INT8 and those that stayed float.
+    """
+
+    target: str
+    title: str
+    path: Path | None = None
+    failure: str | None = None
+    notes: tuple[str, ...] = ()
+    precision: Precision | None = None
+    precision_reason: str = ""
+    forms: dict[Form, tuple[str, ...]] = {}
+    form_reason: str = ""
+    sha256: str = ""
+    files: dict[str, str] = {}
+    size_before: int = 0
+    size_after: int = 0
+    quantized_nodes: int = 0
+    float_nodes: int = 0
+    census: dict[str, dict[str, int]] = {}
+    check: CheckReport | None = None
+    verify: VerifyReport | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True if the bundle was made and, where it was verified, passed."""
+        return self.path is not None and self.verify is not None and self.verify.passed
+
+
+class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole build.
+
+    `peak_rss_bytes` is the peak of this process plus that of its largest child. `verified` tells whether
+    verification was asked for.
+    """
+
+    model: str
+    sha256: str
+    verified: bool
+    calibration_samples: int
+    golden_samples: int
+    bundles: tuple[BundleSummary, ...]
+    seconds: float
+    peak_rss_bytes: int
+    versions: dict[str, str]
+    report: Path
+
+    @property
+    def passed(self) -> bool:
+        """True if every bundle was made and, if verification was asked for, passed it."""
+        return all(bundle.passed or (not self.verified and bundle.path is not None) for bundle in self.bundles)

@@ -1,0 +1,145 @@
+"""Reports as tables for a terminal."""
+
+from collections.abc import Iterable
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from edgekit.check.report import CheckReport
+from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.verify.report import RunReport, VerifyReport
+
+_GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
+
+
+def table_build(report: BuildReport) -> Table:
+    """Returns a build as a table: a row a target."""
+    table = _table("target", "precision", "nodes taken", "size", "agreement", "evidence", "result")
+    for bundle in report.bundles:
+        table.add_row(
+            bundle.target,
+            bundle.precision or "-",
+            describe_taken(bundle.check),
+            describe_size(bundle),
+            describe_agreement(bundle.verify),
+            describe_evidence(bundle.verify),
+            _result(report, bundle),
+        )
+    return table
+
+
+def list_remarks(report: BuildReport) -> list[str]:
+    """Returns, target by target, what failed, what was skipped and how to get it, and what was decided."""
+    return [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
+
+
+def describe_remarks(bundle: BundleSummary) -> Iterable[str]:
+    """Yields what a user must know about a bundle, worst first."""
+    if bundle.failure is not None:
+        yield bundle.failure
+    if bundle.verify is not None:
+        for run in bundle.verify.runs:
+            yield from (f"{run.device}: {failure}" for failure in run.failures)
+        for skip in bundle.verify.skipped:
+            yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+    yield from bundle.notes
+
+
+def table_check(report: CheckReport) -> Table:
+    """Returns a check as a table: a row a node that is not taken, with its reasons."""
+    table = _table("node", "op", "why not")
+    for node in report.node_list:
+        if not node.taken:
+            table.add_row(node.name or "(no name)", node.op, "\n".join(node.reasons))
+    return table
+
+
+def table_verify(report: VerifyReport) -> Table:
+    """Returns a verification as a table: a row an output of each run."""
+    table = _table("device", "evidence", "output", "cosine", "SQNR", "top-1", "ms", "result")
+    for run in report.runs:
+        for output in run.outputs:
+            table.add_row(
+                run.device,
+                run.evidence.value,
+                output.name,
+                _number(output.cosine, "{:.5f}"),
+                _number(output.sqnr_db, "{:.1f} dB"),
+                _number(output.top1_agreement, "{:.1%}"),
+                _number(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
+                _verdict(passed=run.passed),
+            )
+    for skip in report.skipped:
+        table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
+    return table
+
+
+def describe_taken(check: CheckReport | None) -> str:
+    """Returns how many nodes a provider takes, and the share of the work."""
+    return "-" if check is None else f"{check.taken}/{check.nodes} ({check.taken_macs:.0%} of MACs)"
+
+
+def describe_size(bundle: BundleSummary) -> str:
+    """Returns the size before and after."""
+    if not bundle.size_after:
+        return "-"
+    return f"{format_bytes(bundle.size_before)} -> {format_bytes(bundle.size_after)}"
+
+
+def describe_agreement(verify: VerifyReport | None) -> str:
+    """Returns how far the worst run agrees with the float model: top-1 where classes are ranked, else SQNR."""
+    runs = [] if verify is None else [run for run in verify.runs if run.outputs]
+    if not runs:
+        return "-"
+    top1 = [output.top1_agreement for run in runs for output in run.outputs if output.top1_agreement is not None]
+    sqnr = [output.sqnr_db for run in runs for output in run.outputs if output.sqnr_db is not None]
+    parts = [f"{min(top1):.1%} top-1"] if top1 else []
+    parts += [f"{min(sqnr):.1f} dB"] if sqnr else []
+    return ", ".join(parts) or "-"
+
+
+def describe_evidence(verify: VerifyReport | None) -> str:
+    """Returns the kinds of evidence among the runs, best first."""
+    if verify is None or not verify.runs:
+        return "none"
+    return ", ".join(dict.fromkeys(f"{run.evidence.value} ({run.device})" for run in sorted(verify.runs, key=_rank)))
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Returns a size for people, in decimal units."""
+    size, unit = float(size_bytes), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit in {"B", "kB"} else f"{size:.1f} {unit}"
+
+
+def _rank(run: RunReport) -> int:
+    return list(type(run.evidence)).index(run.evidence)
+
+
+def _result(report: BuildReport, bundle: BundleSummary) -> Text:
+    if bundle.path is None:
+        return Text("no bundle", _BAD)
+    if bundle.verify is None:
+        return Text("not verified", _UNKNOWN)
+    if not bundle.verify.runs:
+        return Text("nothing ran", _BAD if report.verified else _UNKNOWN)
+    return _verdict(passed=bundle.passed)
+
+
+def _verdict(*, passed: bool) -> Text:
+    return Text("pass", _GOOD) if passed else Text("fail", _BAD)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,168 @@
+"""A target: data read from `targets/<name>/`, with its parameters set."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekit.errors import TargetError, UsageError, suggest_name
+
+Precision = Literal["int8", "int16", "fp16", "fp32"]
+Form = Literal["onnx", "full", "runtime", "context"]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Parameter(_Strict, frozen=True, kw_only=True):
+    """A property of the device that changes placement or conversion, such as its SoC or API level."""
+
+    description: str
+    default: str
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+
+
+class Quantization(_Strict, frozen=True, kw_only=True):
+    """How the provider wants INT8.
+
+    `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
+    Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
+    are quantized (empty: all that can be).
+    """
+
+    scheme: Literal["qnn", "ort"]
+    activation: Literal["uint8", "int8", "uint16"]
+    weight: Literal["uint8", "int8"]
+    activation_symmetric: bool = False
+    weight_symmetric: bool = True
+    per_channel_ops: tuple[str, ...] = ()
+    op_types: tuple[str, ...] = ()
+
+
+class Conversion(_Strict, frozen=True, kw_only=True):
+    """Which files the target loads: `forms` in the order of preference, the first is the one an app should load."""
+
+    forms: tuple[Form, ...]
+    cpu: Literal["arm", "x64"]
+    reason: str
+
+
+class Session(_Strict, frozen=True, kw_only=True):
+    """What an app must pass when it makes a session; `{name}` in a value stands for a parameter of the target."""
+
+    provider_options: dict[str, str] = {}
+    config: dict[str, str] = {}
+
+
+class Verification(_Strict, frozen=True, kw_only=True):
+    """A device that verifies the target off-device, the file it runs, and how many samples it is given at most."""
+
+    device: str
+    form: Form
+    samples: int
+
+
+class Thresholds(_Strict, frozen=True, kw_only=True):
+    """What a run must reach to pass, over all samples, output by output.
+
+    `min_top1_agreement` counts for outputs that rank classes. `max_cpu_nodes` limits the nodes that a provider left to
+    the CPU; None sets no limit.
+    """
+
+    min_cosine: float
+    min_top1_agreement: float
+    min_sqnr_db: float
+    max_cpu_nodes: int | None = None
+
+
+class Target(_Strict, frozen=True, kw_only=True):
+    """Everything edgekit knows about a target, with `settings` holding the value of each parameter."""
+
+    name: str
+    title: str
+    provider: str
+    minimum_ort: str
+    runtime: str
+    precisions: tuple[Precision, ...]
+    precision_reason: str
+    parameters: dict[str, Parameter] = {}
+    quantization: Quantization
+    conversion: Conversion
+    session: Session
+    verification: tuple[Verification, ...]
+    thresholds: Thresholds
+    settings: dict[str, str] = {}
+    folder: Path = Path()
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that `auto` means for this target."""
+        return self.precisions[0]
+
+
+def target_names() -> tuple[str, ...]:
+    """Returns the names of the targets that edgekit ships, sorted."""
+    return tuple(sorted(path.parent.name for path in _targets_folder().glob("*/target.toml")))
+
+
+def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
+    """Returns a target by name or by the path of its folder, with parameters set.
+
+    Raises:
+        UsageError: there is no such target or parameter, or a parameter's value is not allowed.
+        TargetError: `target.toml` is malformed.
+    """
+    folder = _find_folder(name)
+    file = folder / "target.toml"
+    try:
+        target = msgspec.toml.decode(file.read_bytes(), type=Target)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{_targets_folder()}'") from error
+    except OSError as error:
+        raise TargetError(
+            f"cannot read '{file}': {error.strerror}", hint="a target is a folder with target.toml"
+        ) from error
+    chosen = {key: parameter.default for key, parameter in target.parameters.items()}
+    for key, value in (settings or {}).items():
+        chosen[key] = _check_setting(target, key, value)
+    session = Session(
+        provider_options=_fill(target.session.provider_options, chosen), config=_fill(target.session.config, chosen)
+    )
+    return msgspec.structs.replace(target, settings=chosen, folder=folder, session=session)
+
+
+def _targets_folder() -> Path:
+    shipped = Path(__file__).parent / "_targets"
+    return shipped if shipped.is_dir() else Path(__file__).parent.parent / "targets"
+
+
+def _find_folder(name: str) -> Path:
+    if name in target_names():
+        return _targets_folder() / name
+    path = Path(name)
+    if path.is_dir():
+        return path
+    raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), "all")))
+
+
+def _check_setting(target: Target, key: str, value: str) -> str:
+    parameter = target.parameters.get(key)
+    if parameter is None:
+        raise UsageError(f"target '{target.name}' has no parameter '{key}'", hint=suggest_name(key, target.parameters))
+    if parameter.choices and value not in parameter.choices:
+        raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=suggest_name(value, parameter.choices))
+    if parameter.minimum is not None or parameter.maximum is not None:
+        low, high = parameter.minimum or 0, parameter.maximum
+        if not re.fullmatch(r"\d{1,9}", value) or int(value) < low or (high is not None and int(value) > high):
+            top = "" if high is None else f" to {high}"
+            raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"a whole number from {low}{top}")
+    return value
+
+
+def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value.format_map(settings) for key, value in entries.items()}

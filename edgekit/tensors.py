@@ -1,0 +1,55 @@
+"""Tensor names, types and shapes, and the arrays that fit them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Tensors = Mapping[str, Array]
+"""One sample: an array per tensor name."""
+
+DTYPES: dict[str, npt.DTypeLike] = {
+    "float32": np.float32, "float64": np.float64, "float16": np.float16,
+    "int8": np.int8, "uint8": np.uint8, "int16": np.int16, "uint16": np.uint16,
+    "int32": np.int32, "uint32": np.uint32, "int64": np.int64, "uint64": np.uint64,
+    "bool": np.bool_, "string": np.str_,
+}  # fmt: skip
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Name, element type and shape of a model input or output.
+
+    `dtype` is numpy's name ("float32", "string", ...), or "sequence" or "map" for values that are no tensor. In
+    `shape` a known dimension is an int, a named one its name, an unnamed unknown one None. `shape` is None where
+    not even the rank is known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+
+    @property
+    def is_static(self) -> bool:
+        """True if every dimension is a known number."""
+        return self.shape is not None and all(isinstance(dim, int) for dim in self.shape)
+
+    @property
+    def is_tensor(self) -> bool:
+        """True if the value is a tensor of a type edgekit can carry."""
+        return self.dtype in DTYPES
+
+    def __str__(self) -> str:
+        dims = "?" if self.shape is None else ",".join("?" if dim is None else str(dim) for dim in self.shape)
+        return f"{self.name}: {self.dtype}[{dims}]"
+
+
+def shape_matches(shape: Sequence[int], spec: TensorSpec) -> bool:
+    """Returns True if an array of this shape fits the spec; an unknown dimension fits any size."""
+    if spec.shape is None:
+        return True
+    return len(shape) == len(spec.shape) and all(
+        not isinstance(want, int) or want == got for got, want in zip(shape, spec.shape, strict=True)
+    )

@@ -1,0 +1,42 @@
+"""Files appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from edgekit._files import replacing_file, safe_join, staged_folder, write_file
+from edgekit.errors import BundleError, OutputError
+
+
+def test_a_failed_block_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "out") as folder:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="stop"), replacing_file(tmp_path / "file") as file:
+        file.write_text("half")
+        raise ValueError("stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        with staged_folder(tmp_path / "out") as folder:
+            (folder / name).write_text(name)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    write_file(tmp_path / "file", b"")
+    with pytest.raises(OutputError, match="cannot write"):
+        write_file(tmp_path / "file" / "below", b"")
+    with pytest.raises(OutputError, match="is a file"), staged_folder(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../up", "", "link/file", "a\\b"])
+def test_a_name_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    with pytest.raises(BundleError):
+        safe_join(tmp_path / "root", name)

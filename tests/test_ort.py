@@ -1,0 +1,34 @@
+"""The door to ONNX Runtime: its errors become ours, all of them."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgekit._ort import REFUSALS, CpuSession, Level, SessionSettings, translated
+from edgekit.errors import RuntimeRefusal
+
+
+def test_every_exception_of_onnxruntime_is_translated() -> None:
+    state = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+    classes = {value for value in vars(state).values() if isinstance(value, type) and issubclass(value, Exception)}
+    assert classes == set(REFUSALS)
+
+
+def test_a_refusal_is_one_line_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"junk")
+    with pytest.raises(RuntimeRefusal, match=r"bad\.onnx") as caught:
+        CpuSession(tmp_path / "bad.onnx", SessionSettings())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bug_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError), translated("x"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_a_session_runs_at_every_level(relu_model: Path, level: Level) -> None:
+    session = CpuSession(relu_model, SessionSettings(level=level))
+    assert session.run({"x": np.array([[-1, 0, 2]], np.float32)})["y"].tolist() == [[0, 0, 2]]

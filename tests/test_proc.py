@@ -1,0 +1,39 @@
+"""Child processes: how they end is a finding."""
+
+import sys
+import time
+
+import pytest
+
+from edgekit._proc import run_process
+from edgekit.errors import DeviceError
+
+
+def _run(code: str, timeout_s: float = 30) -> str:
+    finished = run_process([sys.executable, "-c", code], timeout_s=timeout_s)
+    return f"{finished.stdout.strip()} {finished.ending} {finished.succeeded}"
+
+
+def test_endings_are_told_apart() -> None:
+    assert _run("print('hi')") == "hi ended with exit code 0 True"
+    assert _run("raise SystemExit(3)") == " ended with exit code 3 False"
+    assert _run("import os; os.abort()") == " was ended by SIGABRT False"
+
+
+def test_a_child_that_hangs_ends_with_its_own_children() -> None:
+    start = time.monotonic()
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    assert _run(code, timeout_s=1) == " ran out of time False"
+    assert time.monotonic() - start < 20
+
+
+def test_long_output_keeps_its_tail_and_memory_is_measured() -> None:
+    finished = run_process([sys.executable, "-c", "print('x' * 3_000_000 + 'end')"], timeout_s=30)
+    assert len(finished.stdout) == 1 << 20
+    assert finished.stdout.endswith("end\n")
+    assert finished.peak_rss_bytes > 1_000_000
+
+
+def test_a_program_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(DeviceError, match="cannot start"):
+        run_process(["edgekit-no-such-program"], timeout_s=1)

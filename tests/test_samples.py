@@ -1,0 +1,137 @@
+"""Samples: every form they come in, and one way to be wrong each."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from PIL import Image
+
+from edgekit.errors import DataError
+from edgekit.images import Preprocess, load_preprocess, read_image
+from edgekit.samples import check_samples, load_samples, select_samples, spread_indices
+from edgekit.tensors import TensorSpec
+
+X = TensorSpec(name="x", dtype="float32", shape=(1, 2))
+ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+def _save(path: Path, **arrays: object) -> str:
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # numpy's own annotation is narrower than what it takes
+    return str(path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_npz_rows_are_samples_and_get_a_batch_axis(tmp_path: Path, compressed: bool) -> None:
+    (np.savez_compressed if compressed else np.savez)(tmp_path / "d.npz", x=ROWS)
+    samples = load_samples(str(tmp_path / "d.npz"), [X])
+    assert samples.count == 3
+    assert [sample["x"].tolist() for sample in samples] == [[row.tolist()] for row in ROWS]
+    assert check_samples(samples) == check_samples(samples)
+
+
+def test_the_digest_tells_content_apart(tmp_path: Path) -> None:
+    one = load_samples(_save(tmp_path / "a.npz", x=ROWS), [X])
+    other = load_samples(_save(tmp_path / "b.npz", x=ROWS + 1), [X])
+    assert check_samples(one) != check_samples(other)
+
+
+def test_folders_of_npz_npy_and_data_sets_are_read(tmp_path: Path) -> None:
+    for name in ("npz", "npy", "pb/test_data_set_0", "pb/test_data_set_10", "pb/test_data_set_2"):
+        (tmp_path / name).mkdir(parents=True)
+    for index, row in enumerate(ROWS):
+        _save(tmp_path / "npz" / f"{index}.npz", x=row)
+        np.save(tmp_path / "npy" / f"{index}.npy", row[None])
+        folder = tmp_path / "pb" / f"test_data_set_{(0, 2, 10)[index]}"
+        onnx.save_tensor(numpy_helper.from_array(row[None]), str(folder / "input_0.pb"))
+    for name in ("npz", "npy", "pb"):
+        assert [sample["x"][0, 0] for sample in load_samples(str(tmp_path / name), [X])] == [0, 2, 4]
+
+
+def test_a_function_gives_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_data.py").write_text(
+        "import numpy as np\ndef give():\n    for i in range(4):\n        yield {'x': np.full(2, i, np.float32)}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [sample["x"][0, 0] for sample in load_samples("my_data:give", [X])] == [0, 1, 2, 3]
+    with pytest.raises(DataError, match="cannot load"):
+        load_samples("my_data:gone", [X])
+
+
+def test_images_become_tensors_as_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    Image.new("RGB", (40, 20), (255, 0, 0)).save(tmp_path / "cat" / "a.png")
+    (tmp_path / "p.toml").write_text('size = [8, 8]\nresize = 8\ncolor = "BGR"\nmean = [0.5]\nstd = [0.5]\n')
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, 3, 8, 8))
+    samples = load_samples(str(tmp_path), [spec], load_preprocess(tmp_path / "p.toml"))
+    image = next(iter(samples))["image"]
+    assert samples.class_names == ("cat",)
+    assert image[0, :, 0, 0].tolist() == [-1.0, -1.0, 1.0]
+
+
+def test_images_as_int8_and_grey_nhwc(tmp_path: Path) -> None:
+    Image.new("L", (4, 4), 200).save(tmp_path / "a.png")
+    preprocess = Preprocess(size=(4, 4), color="L", layout="NHWC", dtype="int8")
+    image = read_image(tmp_path / "a.png", preprocess)
+    assert (image.shape, image.dtype, int(image[0, 0, 0])) == ((4, 4, 1), np.dtype(np.int8), 72)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("size = [8, 8]\nmeen = [1.0]", "meen"), ("size = [8, 8]\nstd = [0.0]", "std"), ("size = 8", "malformed")],
+)
+def test_a_wrong_preprocessing_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "p.toml").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_preprocess(tmp_path / "p.toml")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"y": ROWS}, "'y', which is no model input"),
+        ({"x": ROWS, "y": ROWS}, "'y', which is no model input"),
+        ({"x": ROWS.astype(np.float64)}, "float64 for input 'x', the model wants float32"),
+        ({"x": ROWS[:, :1]}, r"shape \[1\] for input 'x'"),
+        ({"x": ROWS[:0]}, "no sample"),
+        ({}, "no sample"),
+        ({"x": np.float32(1)}, "scalar"),
+        ({"x": np.array([{}], object)}, "holds objects"),
+    ],
+)
+def test_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_samples(_save(tmp_path / "d.npz", **arrays), [X])
+
+
+def test_a_missing_input_and_unequal_lengths_are_refused(tmp_path: Path) -> None:
+    other = TensorSpec(name="y", dtype="float32", shape=(1, 2))
+    with pytest.raises(DataError, match="lacks the model input 'y'"):
+        load_samples(_save(tmp_path / "d.npz", x=ROWS), [X, other])
+    with pytest.raises(DataError, match="unequal length"):
+        load_samples(_save(tmp_path / "e.npz", x=ROWS, y=ROWS[:2]), [X, other])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
+    rows = ROWS.copy()
+    rows[1, 0] = value
+    with pytest.raises(DataError, match=r"sample 1 of .* in input 'x'"):
+        check_samples(load_samples(_save(tmp_path / "d.npz", x=rows), [X]))
+
+
+def test_a_cut_off_archive_and_other_files_are_refused(tmp_path: Path) -> None:
+    path = Path(_save(tmp_path / "d.npz", x=ROWS))
+    path.write_bytes(path.read_bytes()[:-30])
+    (tmp_path / "d.txt").write_text("1 2 3")
+    for source in (path, tmp_path / "d.txt", tmp_path / "none.npz", tmp_path):
+        with pytest.raises(DataError):
+            list(load_samples(str(source), [X]))
+
+
+def test_selection_keeps_order_and_spreads_evenly(tmp_path: Path) -> None:
+    samples = load_samples(_save(tmp_path / "d.npz", x=ROWS), [X])
+    assert [sample["x"][0, 0] for sample in select_samples(samples, [2, 0])] == [0, 4]
+    assert spread_indices(10, 4) == (0, 2, 5, 7)
+    assert spread_indices(2, 4) == (0, 1)
