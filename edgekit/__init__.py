@@ -1,1 +1,60 @@
-"""Check, quantize, convert, bundle and verify ONNX models for phones and boards."""
+"""Check, quantize, convert, bundle and verify ONNX models for phones and boards.
+
+The names of the interface are loaded when they are used, so that `edgekit --help` need not wait for ONNX Runtime.
+`__init__.pyi` shows them to people and type checkers.
+"""
+
+import importlib
+import os
+from typing import Any
+
+# ONNX Runtime 1.29 and later upload usage events unless this is set before it is loaded (its PR 27379).
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+_HOMES = {
+    "Bundle": "bundle.folder",
+    "BuildReport": "report.summary",
+    "Calibration": "quantize",
+    "CheckReport": "check.report",
+    "ConvertedModel": "convert.convert",
+    "Data": "recipe",
+    "EdgekitError": "errors",
+    "Evidence": "evidence",
+    "Golden": "bundle.golden",
+    "Model": "model",
+    "QuantPlan": "quantize",
+    "QuantizedModel": "quantize",
+    "Recipe": "recipe",
+    "Samples": "samples",
+    "Target": "target",
+    "VerifyReport": "verify.report",
+    "build": "pipeline",
+    "calibrate_model": "quantize",
+    "check_model": "check.check",
+    "convert_model": "convert.convert",
+    "find_device": "devices.find",
+    "load_model": "model",
+    "load_recipe": "recipe",
+    "load_samples": "samples",
+    "load_target": "target",
+    "make_golden": "bundle.golden",
+    "open_bundle": "bundle.folder",
+    "plan_quantization": "quantize",
+    "prepare_model": "prepare.clean",
+    "quantize_model": "quantize",
+    "target_names": "target",
+    "to_json": "plain",
+    "verify_bundle": "verify.verify",
+}
+
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"edgekit.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

@@ -62,31 +62,85 @@ def staged_folder(path: Path) -> Generator[Path]:
     Raises:
         OutputError: the parent cannot be written, or `path` is a file.
     """
+    with _holder(path) as holder:
+        staging = holder / path.name
+        staging.mkdir()
+        yield staging
+        _publish(staging, path, holder)
+
+
+@contextlib.contextmanager
+def staged_entries(path: Path) -> Generator[Path]:
+    """Yields an empty folder; if the block ends well its entries take their places in `path`, else they are gone.
+
+    What else lies in `path` stays. Each entry, file or folder, appears whole.
+
+    Raises:
+        OutputError: `path` cannot be written, or is a file.
+    """
+    with _holder(path) as holder:
+        staging = holder / "entries"
+        staging.mkdir()
+        yield staging
+        with _writing(path):
+            path.mkdir(exist_ok=True)
+        for entry in sorted(staging.iterdir()):
+            _publish(entry, path / entry.name, holder)
+
+
+@contextlib.contextmanager
+def _holder(path: Path) -> Generator[Path]:
     if path.exists() and not path.is_dir():
         raise OutputError(f"'{path}' is a file, not a folder", hint="give another --out")
+    made = _missing_parents(path)
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         holder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
     try:
-        staging = holder / path.name
-        staging.mkdir()
-        yield staging
-        with _writing(path):
-            if path.exists():
-                path.replace(holder / "replaced")
-            staging.replace(path)
+        yield holder
     finally:
         shutil.rmtree(holder, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    return [parent for parent in path.parents if not parent.exists()]
+
+
+def _publish(entry: Path, place: Path, holder: Path) -> None:
+    with _writing(place):
+        if place.is_dir() and not place.is_symlink():
+            place.replace(holder / f"replaced-{place.name}")
+        entry.replace(place)
 
 
 @contextlib.contextmanager
-def work_folder() -> Generator[Path]:
-    """Yields a folder for intermediate files that is gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="edgekit-"))
+def work_folder(parent: Path | None = None) -> Generator[Path]:
+    """Yields a folder for intermediate files that is gone afterwards; inside `parent`, files can be moved there.
+
+    Raises:
+        OutputError: `parent` cannot be written.
+    """
+    with _writing(parent or Path(tempfile.gettempdir())):
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".edgekit-" if parent else "edgekit-", dir=parent))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def move_file(source: Path, path: Path) -> None:
+    """Moves a whole file into place on the same file system, at once.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    with _writing(path):
+        source.replace(path)
 
 
 def safe_join(root: Path, name: str) -> Path:

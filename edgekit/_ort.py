@@ -59,7 +59,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuSession:
-    """A loaded model on the CPU provider of this process."""
+    """A loaded model on the CPU provider of this process; `output_types` are ORT's words, such as `tensor(float)`."""
 
     def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str = "the model") -> None:
         name = str(model) if isinstance(model, Path) else subject
@@ -71,6 +71,7 @@ class CpuSession:
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
             )
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
+        self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
         self._name = name
 
     def run(self, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:

@@ -74,8 +74,18 @@ def load_model(path: Path) -> Model:
 
 
 def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
-    """Returns the protobuf of a model, with external weights loaded unless `weights` is False."""
-    return onnx.load(str(model.path), load_external_data=weights)
+    """Returns the protobuf of a model, with external weights loaded unless `weights` is False.
+
+    Raises:
+        ModelError: onnx takes the external data for unsafe, such as a hard link.
+    """
+    try:
+        return onnx.load(str(model.path), load_external_data=weights)
+    except onnx.checker.ValidationError as error:
+        raise ModelError(
+            f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
+            hint="copy the file to a place of its own",
+        ) from error
 
 
 def save_proto(proto: onnx.ModelProto, path: Path) -> Model:

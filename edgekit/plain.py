@@ -1,9 +1,9 @@
 """Values as plain data: what JSON, reports and people read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -18,9 +18,10 @@ def to_plain(value: object) -> Any:
             names = (*value.__struct_fields__, *_property_names(type(value)))
             return {name: to_plain(getattr(value, name)) for name in names}
         case Mapping():
-            return {str(key): to_plain(item) for key, item in value.items()}
+            items = cast("Mapping[object, object]", value)
+            return {str(key): to_plain(item) for key, item in items.items()}
         case tuple() | list():
-            return [to_plain(item) for item in value]
+            return [to_plain(item) for item in cast("Sequence[object]", value)]
         case Path():
             return str(value)
         case float():

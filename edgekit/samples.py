@@ -79,6 +79,11 @@ def spread_indices(count: int, wanted: int) -> tuple[int, ...]:
     return tuple(index * count // wanted for index in range(wanted))
 
 
+def limit_samples(samples: Samples, most: int | None) -> Samples:
+    """Returns at most that many samples, spread evenly; all of them where `most` is None."""
+    return samples if most is None else select_samples(samples, spread_indices(samples.count, most))
+
+
 def check_samples(samples: Samples) -> str:
     """Reads every sample once, refuses NaN and infinity, and returns the sha256 of their content.
 

@@ -80,6 +80,14 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     max_cpu_nodes: int | None = None
 
 
+class Variant(_Strict, frozen=True, kw_only=True):
+    """What is different about a target where its parameters have the values in `when`."""
+
+    when: dict[str, str]
+    precisions: tuple[Precision, ...]
+    precision_reason: str
+
+
 class Target(_Strict, frozen=True, kw_only=True):
     """Everything edgekit knows about a target, with `settings` holding the value of each parameter."""
 
@@ -94,6 +102,7 @@ class Target(_Strict, frozen=True, kw_only=True):
     quantization: Quantization
     conversion: Conversion
     session: Session
+    variants: tuple[Variant, ...] = ()
     verification: tuple[Verification, ...]
     thresholds: Thresholds
     settings: dict[str, str] = {}
@@ -133,7 +142,7 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
     session = Session(
         provider_options=_fill(target.session.provider_options, chosen), config=_fill(target.session.config, chosen)
     )
-    return msgspec.structs.replace(target, settings=chosen, folder=folder, session=session)
+    return _vary(msgspec.structs.replace(target, settings=chosen, folder=folder, session=session))
 
 
 def _targets_folder() -> Path:
@@ -162,6 +171,15 @@ def _check_setting(target: Target, key: str, value: str) -> str:
             top = "" if high is None else f" to {high}"
             raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"a whole number from {low}{top}")
     return value
+
+
+def _vary(target: Target) -> Target:
+    for variant in target.variants:
+        if variant.when.items() <= target.settings.items():
+            target = msgspec.structs.replace(
+                target, precisions=variant.precisions, precision_reason=variant.precision_reason
+            )
+    return target
 
 
 def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

@@ -3,12 +3,10 @@
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
-import onnx
 import pytest
-from onnx import parser
+from tiny_models import parse_model
 
 hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", max_examples=5000, deadline=None)
@@ -30,15 +28,6 @@ def pytest_runtest_makereport(
             report.outcome = "failed"
             report.longrepr = f"skipped in CI, where it can run: {reason}"
     return report
-
-
-def parse_model(text: str, path: Path, **fields: Any) -> Path:
-    """Writes a model given in onnx's text form and returns its path; `fields` are set on the ModelProto."""
-    model = parser.parse_model(text)
-    for name, value in fields.items():
-        setattr(model, name, value)
-    onnx.save(model, str(path))
-    return path
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import parse_model
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from tiny_models import parse_model
 
 from edgekit.errors import ModelError
 from edgekit.model import load_model, read_proto, save_proto

@@ -9,20 +9,22 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("pipeline",),
+    ("steps",),
     ("report",),
-    ("verify", "bench"),
+    ("verify", "bench", "inspect"),
     ("devices",),
     ("bundle",),
     ("convert", "quantize", "check"),
     ("prepare",),
     ("_ort", "_proc"),
+    ("labels", "recipe"),
     ("model", "target", "samples"),
     ("images", "npz", "_files"),
     ("tensors", "evidence", "plain"),
     ("errors",),
 )
 DOORS = {
-    "onnxruntime": ("edgekit/_ort.py", "edgekit/quantize/_ort_quantizer.py", "edgekit/convert/_ort_schema.py"),
+    "onnxruntime": ("edgekit/_ort.py", "edgekit/quantize/_ort_quantizer.py", "edgekit/quantize/_ort_half.py"),
     "subprocess": ("edgekit/_proc.py",),
 }
 FAR_SIDE = "/far/"

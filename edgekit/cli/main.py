@@ -55,7 +55,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="edgekit", message="edgekit %(version)s")
 def group() -> None:
-    r"""Take an ONNX model to phones and boards: check, quantize, convert, bundle, verify.
+    """Take an ONNX model to phones and boards: check, quantize, convert, bundle, verify.
 
     \b
     Example:
@@ -75,7 +75,7 @@ def run_command(arguments: list[str]) -> int:
     except EdgekitError as error:
         return _complain(str(error))
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        click.echo(error.format_message(), err=True)
         return WRONG
     except click.ClickException as error:
         return _complain(_usage_message(error))

@@ -2,12 +2,20 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from edgekit.check.report import CheckReport
+from edgekit.convert.ort_report import OrtFileReport
+from edgekit.devices.device import DeviceStatus
+from edgekit.inspect import OnnxReport
 from edgekit.plain import to_json
+from edgekit.report import text
+from edgekit.report.summary import BuildReport
+from edgekit.target import Target
+from edgekit.verify.report import VerifyReport
 
 Progress = Callable[[str], None]
 
@@ -17,14 +25,71 @@ def show_json(value: object) -> None:
     click.echo(to_json(value), nl=False)
 
 
+def show_line(line: str) -> None:
+    """Prints a line on stdout."""
+    click.echo(line)
+
+
+def show_build(report: BuildReport) -> None:
+    """Prints a build: the table, what must be known, and where the report is."""
+    _print(text.table_build(report))
+    for remark in text.list_remarks(report):
+        click.echo(f"- {remark}")
+    click.echo(f"report: {report.report}")
+
+
+def show_checks(reports: Sequence[CheckReport]) -> None:
+    """Prints checks, one after another: the verdict, the nodes not taken, and what to do."""
+    for report in reports:
+        click.echo(text.describe_check(report))
+        if report.taken < report.nodes:
+            _print(text.table_check(report))
+        for advice in report.advice:
+            click.echo(f"- {advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes)")
+
+
+def show_verify(report: VerifyReport) -> None:
+    """Prints a verification: the table, each failure, each device that was skipped."""
+    _print(text.table_verify(report))
+    for remark in text.list_verify_remarks(report):
+        click.echo(f"- {remark}")
+    click.echo(f"{report.bundle}: {'pass' if report.passed else 'fail'}")
+
+
+def show_targets(targets: Sequence[Target]) -> None:
+    """Prints targets as a table."""
+    _print(text.table_targets(targets))
+
+
+def show_target(target: Target) -> None:
+    """Prints one target with its parameters."""
+    click.echo(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
+    _print(text.table_parameters(target))
+
+
+def show_devices(statuses: Sequence[DeviceStatus]) -> None:
+    """Prints devices as a table."""
+    _print(text.table_devices(statuses))
+
+
+def show_contents(report: OnnxReport | OrtFileReport) -> None:
+    """Prints what a model contains."""
+    _print(text.table_contents(report))
+
+
 @contextlib.contextmanager
 def showing_progress(volume: int) -> Generator[Progress]:
     """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     if volume > 0:
         yield lambda step: console.print(step, style="dim")
     elif volume < 0 or not sys.stderr.isatty():
         yield lambda _step: None
     else:
         with console.status("") as status:
-            yield lambda step: status.update(f"[dim]{step}")
+            yield status.update
+
+
+def _print(table: RenderableType) -> None:
+    wide = None if sys.stdout.isatty() else 160
+    Console(width=wide, highlight=False).print(table)

@@ -1,5 +1,7 @@
 """Reports as one HTML page: no script, nothing loaded from elsewhere."""
 
+from typing import Any
+
 import jinja2
 
 from edgekit.evidence import Evidence
@@ -20,14 +22,15 @@ _TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters.update(
-    taken=describe_taken,
-    size=describe_size,
-    agreement=describe_agreement,
-    evidence=describe_evidence,
-    remarks=describe_remarks,
-    bytes=format_bytes,
-)
+_FILTERS: dict[str, Any] = {
+    "taken": describe_taken,
+    "size": describe_size,
+    "agreement": describe_agreement,
+    "evidence": describe_evidence,
+    "remarks": describe_remarks,
+    "bytes": format_bytes,
+}
+_TEMPLATES.filters.update(_FILTERS)
 
 
 def render_build(report: BuildReport) -> str:

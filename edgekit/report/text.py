@@ -1,13 +1,19 @@
 """Reports as tables for a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from edgekit.check.report import CheckReport
+from edgekit.convert.ort_report import OrtFileReport
+from edgekit.devices.device import DeviceStatus
+from edgekit.inspect import OnnxReport
+from edgekit.plain import to_plain
 from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.target import Target
 from edgekit.verify.report import RunReport, VerifyReport
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
@@ -34,16 +40,31 @@ def list_remarks(report: BuildReport) -> list[str]:
     return [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
 
 
-def describe_remarks(bundle: BundleSummary) -> Iterable[str]:
+def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
     """Yields what a user must know about a bundle, worst first."""
     if bundle.failure is not None:
         yield bundle.failure
     if bundle.verify is not None:
-        for run in bundle.verify.runs:
-            yield from (f"{run.device}: {failure}" for failure in run.failures)
-        for skip in bundle.verify.skipped:
-            yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+        yield from list_verify_remarks(bundle.verify)
     yield from bundle.notes
+
+
+def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
+    """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
+    for run in report.runs:
+        yield from (f"{run.device}: {failure}" for failure in run.failures)
+        yield from (f"{run.device}: {note}" for note in run.notes)
+    for skip in report.skipped:
+        yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+
+
+def describe_check(report: CheckReport) -> str:
+    """Returns the verdict of a check in one line."""
+    settings = "".join(f"; {key} {value}" for key, value in report.settings.items())
+    return (
+        f"{report.target}: {report.verdict}; {describe_taken(report)} in {report.partitions} partitions"
+        f" ({report.evidence}{settings})"
+    )
 
 
 def table_check(report: CheckReport) -> Table:
@@ -72,6 +93,53 @@ def table_verify(report: VerifyReport) -> Table:
             )
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
+    return table
+
+
+def table_targets(targets: Sequence[Target]) -> Table:
+    """Returns targets as a table: a row a target."""
+    table = _table("target", "what it is", "precision", "verified here by")
+    for target in targets:
+        devices = ", ".join(planned.device for planned in target.verification)
+        table.add_row(target.name, target.title, target.precision, devices)
+    return table
+
+
+def table_parameters(target: Target) -> Table:
+    """Returns the parameters of a target as a table: a row a parameter."""
+    table = _table("--set", "value", "allowed", "what it is")
+    for name, parameter in target.parameters.items():
+        allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
+        table.add_row(name, target.settings[name], allowed, parameter.description)
+    return table
+
+
+def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
+    """Returns devices as a table: a row a device."""
+    table = _table("device", "evidence", "here", "what to do")
+    for status in statuses:
+        here = Text("ready", _GOOD) if status.available else Text("missing", _UNKNOWN)
+        table.add_row(
+            status.name, status.evidence.value, here, "; ".join(filter(None, (status.reason, status.command)))
+        )
+    return table
+
+
+def table_contents(report: OnnxReport | OrtFileReport) -> Table:
+    """Returns the contents of a model as a table: a row a fact."""
+    table = _table("", "")
+    table.show_header = False
+    for name, value in to_plain(report).items():
+        shown = "yes" if value is True else "no" if value is False else value
+        if name in {"inputs", "outputs"}:
+            shown = "\n".join(str(spec) for spec in getattr(report, name))
+        elif isinstance(shown, dict):
+            shown = ", ".join(f"{key} {item}" for key, item in cast("dict[str, object]", shown).items())
+        elif name.endswith("_bytes") or name == "size":
+            shown = format_bytes(value)
+        elif isinstance(shown, list):
+            shown = ", ".join(map(str, cast("list[object]", shown)))
+        table.add_row(name.replace("_", " "), str(shown) or "-")
     return table
 
 

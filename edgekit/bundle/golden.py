@@ -1,0 +1,108 @@
+"""Golden vectors: inputs, and what the user's own float model makes of them."""
+
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgekit._files import write_file
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.rows import write_rows
+from edgekit.errors import DataError, ModelError
+from edgekit.model import Model
+from edgekit.samples import Samples, load_samples
+from edgekit.tensors import DTYPES, Tensors, TensorSpec
+
+INPUTS, OUTPUTS, LABELS = "inputs.npz", "outputs.npz", "labels.npy"
+
+
+class Golden(msgspec.Struct, frozen=True, kw_only=True):
+    """Sample inputs and the outputs of the source model, in files of one folder, and how to read them.
+
+    The shapes in `inputs` and `outputs` are those of one sample, batch axis included. `has_labels` tells of a class
+    per sample in `labels.npy`.
+    """
+
+    folder: Path
+    samples: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    has_labels: bool
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that make it up."""
+        names = (INPUTS, OUTPUTS, LABELS) if self.has_labels else (INPUTS, OUTPUTS)
+        return tuple(self.folder / name for name in names)
+
+
+def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[int] | None = None) -> Golden:
+    """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
+
+    Inputs and outputs are streamed: memory holds one sample.
+
+    Raises:
+        ModelError: an output is no tensor, so that nothing can be compared with it.
+        DataError: an output changes its shape from sample to sample, or there are more or fewer labels than samples.
+        RuntimeRefusal: ONNX Runtime cannot run the model.
+    """
+    for spec in model.outputs:
+        if spec.dtype not in DTYPES:
+            raise ModelError(
+                f"output '{spec.name}' of '{model.path}' is a {spec.dtype}, which cannot be compared",
+                hint="leave it out: edgekit prepare MODEL --outputs NAME,...",
+            )
+    if labels is not None and len(labels) != samples.count:
+        raise DataError(
+            f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'",
+            hint="give one a sample",
+        )
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
+    inputs, count = write_rows(out / INPUTS, samples)
+    outputs, _ = write_rows(out / OUTPUTS, _run_all(session, samples))
+    if labels is not None:
+        _write_labels(out / LABELS, labels)
+    return Golden(folder=out, samples=count, inputs=inputs, outputs=outputs, has_labels=labels is not None)
+
+
+def read_inputs(golden: Golden) -> Samples:
+    """Returns the inputs of a golden set, streamed."""
+    return load_samples(str(golden.folder / INPUTS), golden.inputs)
+
+
+def read_outputs(golden: Golden) -> Samples:
+    """Returns the outputs that the source model gave, streamed."""
+    return load_samples(str(golden.folder / OUTPUTS), golden.outputs)
+
+
+def read_labels(golden: Golden) -> tuple[int, ...] | None:
+    """Returns the class of each sample, None where the golden set has none.
+
+    Raises:
+        DataError: the file is damaged, or does not hold one whole number a sample.
+    """
+    if not golden.has_labels:
+        return None
+    path = golden.folder / LABELS
+    try:
+        with path.open("rb") as file:
+            labels: npt.NDArray[np.int64] = np.lib.format.read_array(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"'{path}' is malformed: {error}", hint="write it with numpy.save") from error
+    if labels.dtype != np.int64 or labels.shape != (golden.samples,):
+        raise DataError(f"'{path}' does not hold {golden.samples} int64 labels", hint="write one label a sample")
+    return tuple(labels.tolist())
+
+
+def _run_all(session: CpuSession, samples: Samples) -> Iterator[Tensors]:
+    for sample in samples:
+        yield session.run(sample)
+
+
+def _write_labels(path: Path, labels: Sequence[int]) -> None:
+    buffer = BytesIO()
+    np.lib.format.write_array(buffer, np.asarray(labels, dtype=np.int64), version=(1, 0), allow_pickle=False)
+    write_file(path, buffer.getvalue())

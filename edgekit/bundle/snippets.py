@@ -1,0 +1,89 @@
+"""Code an app team can paste: rendered from the target's templates with exactly what the manifest requires."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
+from edgekit.bundle.manifest import Manifest
+from edgekit.errors import TargetError
+from edgekit.target import Target
+
+
+def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
+    """Returns the text of each snippet by file name; a target without templates has none.
+
+    Templates are the files `app/*.j2` of the target's folder. They see `manifest`, `runtime_version` (of the ONNX
+    Runtime that the bundle was tested with), `interface` (a table of inputs and outputs), and filters that make a
+    value safe: `kotlin`, `swift` and `cpp` write a string literal, `plain` text for Markdown.
+
+    Raises:
+        TargetError: a template is malformed, or uses a value that does not exist.
+    """
+    folder = target.folder / "app"
+    environment = _make_environment(folder)
+    values = {
+        "manifest": manifest,
+        "interface": _describe_interface(manifest),
+        "runtime_version": manifest.versions.get("onnxruntime", manifest.minimum_ort),
+    }
+    snippets: dict[str, str] = {}
+    for path in sorted(folder.glob("*.j2")):
+        try:
+            snippets[path.name.removesuffix(".j2")] = environment.get_template(path.name).render(values)
+        except jinja2.TemplateError as error:
+            raise TargetError(f"template '{path}' is malformed: {error}", hint="mend the template") from error
+    return snippets
+
+
+def quote_kotlin(text: str) -> str:
+    """Returns a Kotlin string literal; what is not plain ASCII is written as UTF-16 code units."""
+    return '"' + "".join(_kotlin_character(character) for character in text) + '"'
+
+
+def quote_swift(text: str) -> str:
+    """Returns a Swift string literal; what is not plain ASCII is written as a Unicode scalar."""
+    return '"' + "".join(_swift_character(character) for character in text) + '"'
+
+
+def quote_cpp(text: str) -> str:
+    """Returns a C++ string literal of the UTF-8 bytes, every byte that is not plain as a three-digit octal escape."""
+    plain = frozenset(b" !#$%&'()*+,-./0123456789:;<=>@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_`abcdefghijklmnopqrstuvwxyz{|}~")
+    return '"' + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in text.encode()) + '"'
+
+
+def _kotlin_character(character: str) -> str:
+    if character in '"\\$':
+        return f"\\{character}"
+    units = character.encode("utf-16-be").hex()
+    return character if " " <= character <= "~" else "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+def _swift_character(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    return character if " " <= character <= "~" else f"\\u{{{ord(character):x}}}"
+
+
+def _plain(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _describe_interface(manifest: Manifest) -> str:
+    rows = [("input", spec) for spec in manifest.inputs] + [("output", spec) for spec in manifest.outputs]
+    lines = [f"| {side} | `{_plain(spec.name)}` | {spec.dtype} | {list(spec.shape or ())} |" for side, spec in rows]
+    return "\n".join(("| | name | type | shape |", "|---|---|---|---|", *lines, ""))
+
+
+def _make_environment(folder: Path) -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update({"kotlin": quote_kotlin, "swift": quote_swift, "cpp": quote_cpp, "plain": _plain})
+    return environment

@@ -1,0 +1,206 @@
+"""Check: which nodes a target takes, which not and why, before anything runs."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from edgekit.check.advice import give_advice
+from edgekit.check.graph import Graph, read_graph
+from edgekit.check.kinds import Forms, Rule
+from edgekit.check.macs import count_bytes, count_macs, value_bytes
+from edgekit.check.placement import Placement, place_units
+from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.check.rulebook import Op, RuleBook, derive_settings, load_rules
+from edgekit.check.rules import judge_rule
+from edgekit.check.subject import Subject
+from edgekit.check.units import SELECTORS, Selector, Unit, group_units, unit_of_each
+from edgekit.evidence import Evidence
+from edgekit.model import Model
+from edgekit.target import Target
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rule refuses a unit; a fatal one makes the provider refuse the session."""
+
+    reason: str
+    fatal: bool = False
+
+
+def check_model(model: Model, target: Target) -> CheckReport:
+    """Returns the predicted placement of a prepared model on a target.
+
+    Raises:
+        TargetError: the target's `rules.toml` is missing or malformed.
+        ModelError: the model file is gone or unreadable.
+    """
+    book = load_rules(target)
+    settings = {**target.session.provider_options, **target.settings}
+    opset = model.opsets.get("ai.onnx", 1)
+    graph = read_graph(model)
+    nodes = check_graph(graph, book, settings, opset=opset)
+    crossings, crossing_bytes = count_crossings(graph, nodes)
+    return CheckReport(
+        target=target.name,
+        model=model.path.name,
+        sha256=model.sha256,
+        evidence=Evidence.PREDICTED.value,
+        settings=dict(target.settings),
+        node_list=nodes,
+        advice=give_advice(graph, nodes, lambda changed: check_graph(changed, book, settings, opset=opset)),
+        crossings=crossings,
+        crossing_bytes=crossing_bytes,
+    )
+
+
+def check_graph(graph: Graph, book: RuleBook, settings: Mapping[str, str], *, opset: int) -> tuple[CheckedNode, ...]:
+    """Returns the nodes of a graph with their placement, each node's bodies right after it."""
+    known = derive_settings(book, dict(settings))
+    provider = book.provider
+    blocked = None
+    if not provider.opset_min <= opset <= provider.opset_max:
+        blocked = f"the model's opset {opset} is outside {provider.opset_min} to {provider.opset_max}"
+    return tuple(_check_nodes(graph, _Judge(book=book, settings=known), blocked))
+
+
+class _Judge(msgspec.Struct, frozen=True, kw_only=True):
+    book: RuleBook
+    settings: dict[str, str]
+
+    def find_refusals(self, graph: Graph, unit: Unit) -> tuple[Refusal, ...]:
+        """Returns every reason why the rules refuse a unit, none if they do not."""
+        book, node = self.book, unit.node
+        ops = [op for op in book.op if node.op in op.types and _names_domain(op, book, node.domain or "ai.onnx")]
+        if not ops:
+            return (Refusal(reason=f"{book.provider.name} has no builder for {_full_name(node.op, node.domain)}"),)
+        found = [Refusal(reason=why) for why in _version_reasons(ops, book, unit)]
+        subject = Subject(graph=graph, unit=unit, settings=self.settings)
+        rules: list[Rule] = [*book.provider.rules]
+        for op in ops:
+            rules += [Forms(allowed=op.forms)] if op.forms else []
+            rules += [rule for group in op.use for rule in book.groups[group]]
+            rules += op.rules
+        for rule in rules:
+            reason = judge_rule(rule, subject)
+            if reason:
+                found.append(Refusal(reason=reason, fatal=rule.fatal))
+        return tuple({refusal.reason: refusal for refusal in found}.values())
+
+
+def _names_domain(op: Op, book: RuleBook, domain: str) -> bool:
+    domains = op.domains or book.provider.domains
+    return not domains or domain in domains
+
+
+def _full_name(op: str, domain: str) -> str:
+    return f"{domain}:{op}" if domain else op
+
+
+def _version_reasons(ops: Sequence[Op], book: RuleBook, unit: Unit) -> list[str]:
+    low = max(op.since[0] for op in ops)
+    high = min(book.provider.since_max, *(op.since[1] for op in ops))
+    since = unit.node.since
+    if since < low:
+        return [f"{unit.node.op} of opset {since} is older than {low}, the first that is taken"]
+    return [f"{unit.node.op} of opset {since} is newer than {high}, the last that is taken"] if since > high else []
+
+
+def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
+    book = judge.book
+    table: dict[str, Selector] = {**SELECTORS, **book.units.add}
+    selectors: dict[str, Selector] = {op: name for op, name in table.items() if op not in book.units.without}
+    clips = int(judge.settings["ort_minor"]) >= book.units.clip_from_ort_minor
+    units = group_units(graph, selectors if book.units.qdq else None, absorb_clips=clips)
+    refusals = [
+        (Refusal(reason=blocked),) if blocked else (*judge.find_refusals(graph, unit), *_body_refusals(unit, judge))
+        for unit in units
+    ]
+    placement = place_units(graph, units, [not found for found in refusals], book.placing)
+    return _list_nodes(graph, units, refusals, placement, judge, blocked)
+
+
+def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
+    if judge.book.provider.bodies != "whole":
+        return ()
+    for body in unit.node.bodies:
+        for inner in group_units(body, None):
+            for refusal in judge.find_refusals(body, inner):
+                return (Refusal(reason=f"'{inner.node.name}' in its body is not taken: {refusal.reason}"),)
+    return ()
+
+
+def _list_nodes(
+    graph: Graph, units: Sequence[Unit], refusals: Sequence[tuple[Refusal, ...]], placement: Placement, judge: _Judge,
+    blocked: str | None,
+) -> list[CheckedNode]:  # fmt: skip
+    owners = unit_of_each(units)
+    listed: list[CheckedNode] = []
+    for node in graph.nodes:
+        mine = owners[node.index]
+        places = [placement.partitions[at] for at in mine]
+        taken = None not in places
+        found = {refusal.reason: refusal for at in mine for refusal in refusals[at]}
+        reasons = (*found, *(placement.reasons[at] for at in mine if at in placement.reasons))
+        unit = units[mine[0]]
+        listed.append(
+            CheckedNode(
+                name=node.name,
+                op=node.op,
+                domain=node.domain or "ai.onnx",
+                taken=taken,
+                reasons=() if taken else tuple(dict.fromkeys(_for_member(why, unit, node.index) for why in reasons)),
+                macs=count_macs(graph, node),
+                bytes=count_bytes(graph, node),
+                partition=places[0] if taken else None,
+                unit=unit.node.name,
+                fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
+            )
+        )
+        for body in node.bodies:
+            listed += _check_body(body, listed[-1], judge, blocked)
+    return listed
+
+
+def _for_member(reason: str, unit: Unit, index: int) -> str:
+    return reason if index == unit.node.index else f"the {unit.node.op} of its unit is not taken: {reason}"
+
+
+def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
+    rule = judge.book.provider.bodies
+    if rule == "placed":
+        return _check_nodes(body, judge, blocked)
+    taken = parent.taken and rule == "whole"
+    why = f"it is in the body of '{parent.name}', " + (
+        "which is not taken" if rule == "whole" else "which the provider does not enter"
+    )
+    inside = _check_nodes(body, judge, why)
+    return [
+        msgspec.structs.replace(
+            node, taken=taken, partition=parent.partition if taken else None, reasons=() if taken else (why,)
+        )
+        for node in inside
+    ]
+
+
+def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, int]:
+    """Returns how many computed values of the main graph cross between two places, and their bytes."""
+    placed = dict(zip((node.index for node in graph.nodes), _main_nodes(graph, nodes), strict=True))
+    count = size_bytes = 0
+    for name, index in graph.producers.items():
+        here = placed[index].partition
+        if any(placed[consumer].partition != here for consumer in graph.consumers.get(name, ())):
+            count += 1
+            size_bytes += value_bytes(graph.value(name))
+    return count, size_bytes
+
+
+def _main_nodes(graph: Graph, nodes: Sequence[CheckedNode]) -> list[CheckedNode]:
+    kept: list[CheckedNode] = []
+    at = 0
+    for node in graph.nodes:
+        kept.append(nodes[at])
+        at += 1 + sum(_count_nodes(body) for body in node.bodies)
+    return kept
+
+
+def _count_nodes(graph: Graph) -> int:
+    return sum(1 + sum(_count_nodes(body) for body in node.bodies) for node in graph.nodes)

@@ -1,0 +1,99 @@
+"""Multiply-accumulates and bytes of a node, from shapes alone."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+
+from edgekit.check.graph import Graph, Node, Value
+
+_BITS = {
+    "float64": 64, "int64": 64, "uint64": 64, "float32": 32, "int32": 32, "uint32": 32, "float16": 16, "bfloat16": 16,
+    "int16": 16, "uint16": 16, "int4": 4, "uint4": 4, "int2": 2, "uint2": 2,
+}  # fmt: skip
+
+
+def count_macs(graph: Graph, node: Node) -> int:
+    """Returns the multiply-accumulates of one inference; unknown dimensions count as one, other operators as none."""
+    counter = _COUNTERS.get(node.op)
+    return counter(graph, node) if counter else 0
+
+
+def count_bytes(graph: Graph, node: Node) -> int:
+    """Returns the bytes of the computed values that a node reads and writes, weights left out."""
+    names = dict.fromkeys(name for name in (*node.inputs, *node.outputs) if name and name not in graph.constants)
+    return sum(value_bytes(graph.value(name)) for name in names)
+
+
+def value_bytes(value: Value) -> int:
+    """Returns the size of a value in bytes; a type that is not known counts one byte an element."""
+    return (value.elements * _BITS.get(value.dtype or "", 8) + 7) // 8
+
+
+def _dims(graph: Graph, node: Node, position: int) -> tuple[int, ...]:
+    shape = graph.value(node.inputs[position]).shape if node.has_input(position) else None
+    return tuple(1 if dim is None else dim for dim in shape or ())
+
+
+def _made(graph: Graph, node: Node) -> int:
+    return graph.value(node.outputs[0]).elements if node.outputs else 0
+
+
+def _conv(weight: int) -> Callable[[Graph, Node], int]:
+    return lambda graph, node: _made(graph, node) * prod(_dims(graph, node, weight)[1:])
+
+
+def _conv_transpose(graph: Graph, node: Node) -> int:
+    return prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:])
+
+
+def _matmul(graph: Graph, node: Node) -> int:
+    return _made(graph, node) * (_dims(graph, node, 0) or (1,))[-1]
+
+
+def _gemm(graph: Graph, node: Node) -> int:
+    one = _dims(graph, node, 0)
+    return _made(graph, node) * (one[0 if node.attributes.get("transA", 0) else -1] if one else 1)
+
+
+def _recurrent(graph: Graph, node: Node) -> int:
+    data = _dims(graph, node, 0)
+    return prod(data[:2]) * (prod(_dims(graph, node, 1)) + prod(_dims(graph, node, 2)))
+
+
+def _nbits(graph: Graph, node: Node) -> int:
+    return _made(graph, node) * int(node.attributes.get("K", 1))
+
+
+def _einsum(graph: Graph, node: Node) -> int:
+    terms = str(node.attributes.get("equation", "")).replace(" ", "").split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for position, term in enumerate(terms):
+        sizes.update(zip(term, _dims(graph, node, position), strict=False))
+    return prod(sizes.values()) if len(terms) > 1 else 0
+
+
+def _attention(graph: Graph, node: Node) -> int:
+    query, key = _dims(graph, node, 0), _dims(graph, node, 1)
+    return 2 * prod(query) * (key[-2] if len(key) >= 2 else 1)
+
+
+_COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
+    "Conv": _conv(1),
+    "FusedConv": _conv(1),
+    "ConvInteger": _conv(1),
+    "QLinearConv": _conv(3),
+    "ConvTranspose": _conv_transpose,
+    "MatMul": _matmul,
+    "FusedMatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "QLinearMatMul": _matmul,
+    "MatMulNBits": _nbits,
+    "Gemm": _gemm,
+    "FusedGemm": _gemm,
+    "LSTM": _recurrent,
+    "GRU": _recurrent,
+    "RNN": _recurrent,
+    "Einsum": _einsum,
+    "Attention": _attention,
+    "MultiHeadAttention": _attention,
+}
+"""How each operator that multiplies is counted."""

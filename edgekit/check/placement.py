@@ -1,0 +1,142 @@
+"""How supported units become partitions, as ONNX Runtime forms them (core/providers/partitioning_utils.cc)."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from edgekit.check.graph import Graph
+from edgekit.check.rulebook import Placing
+from edgekit.check.units import Unit, unit_of_each
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """The partition of each unit (None: not taken), and why a supported unit was left out after all."""
+
+    partitions: tuple[int | None, ...]
+    reasons: dict[int, str]
+
+
+def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> Placement:
+    """Returns which partition takes each unit; `supported` says for each whether its rules allow it."""
+    followers = _followers(graph, units)
+    reasons = _stopped(units, followers, placing) | _unfused(graph, units, supported, placing)
+    able = [fits and at not in reasons for at, fits in enumerate(supported)]
+    if placing.style == "node":
+        return Placement(partitions=tuple(0 if fits else None for fits in able), reasons=reasons)
+    partitions: list[int | None] = [None] * len(units)
+    number = 0
+    for group in _groups(followers, able):
+        dropped = _drop_reason(graph, [units[at] for at in group], placing)
+        if dropped:
+            reasons.update(dict.fromkeys(group, dropped))
+            continue
+        for at in group:
+            partitions[at] = number
+        number += 1
+    return Placement(partitions=tuple(partitions), reasons={at: why for at, why in reasons.items() if supported[at]})
+
+
+def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
+    owners = unit_of_each(units)
+    found: list[tuple[int, ...]] = []
+    for at, unit in enumerate(units):
+        edges = {
+            owner: None
+            for member in unit.members
+            for name in graph.nodes[member].outputs
+            for consumer in graph.consumers.get(name, ())
+            for owner in owners.get(consumer, ())
+            if owner != at and _feeds(graph, unit, at, member, owners)
+        }
+        found.append(tuple(edges))
+    return found
+
+
+def _feeds(graph: Graph, unit: Unit, at: int, member: int, owners: dict[int, tuple[int, ...]]) -> bool:
+    """A DQ that several units share is a copy in each of them, so it feeds none of the others."""
+    shared = graph.nodes[member].op == "DequantizeLinear" and unit.is_qdq and member != unit.node.index
+    return not shared or owners[member] == (at,)
+
+
+def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[list[int]]:
+    """Kahn's algorithm in waves: a wave takes what it can and stops at unsupported units that it feeds."""
+    waiting = [0] * len(followers)
+    for targets in followers:
+        for target in targets:
+            waiting[target] += 1
+    ready = deque(at for at, count in enumerate(waiting) if count == 0)
+    later: deque[int] = deque()
+    groups: list[list[int]] = []
+    group: list[int] = []
+    border: set[int] = set()
+    while ready or later:
+        if not ready:
+            groups.append(group)
+            group, border = [], set()
+            ready, later = later, ready
+            continue
+        at = ready.popleft()
+        if not able[at] and at in border:
+            later.append(at)
+            continue
+        if able[at]:
+            group.append(at)
+            border.discard(at)
+        for target in followers[at]:
+            if able[at]:
+                border.add(target)
+            waiting[target] -= 1
+            if waiting[target] == 0:
+                ready.append(target)
+    return [found for found in (*groups, group) if found]
+
+
+def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str | None:
+    names = [unit.node.op for unit in group]
+    if len(group) == 1 and len(group[0].members) == 1 and names[0] in placing.drop_alone:
+        return f"it would be alone in its partition, and the provider gives a lone {names[0]} back"
+    if placing.drop_if_only and all(name in placing.drop_if_only for name in names):
+        return "its partition would hold only nodes that compute nothing, and the provider gives such a partition back"
+    if placing.drop_constant and _is_constant(graph, group):
+        return "nothing that its partition reads is computed"
+    return None
+
+
+def _is_constant(graph: Graph, group: Sequence[Unit]) -> bool:
+    made = {name for unit in group for member in unit.members for name in graph.nodes[member].outputs}
+    read = {name for unit in group for member in unit.members for name in graph.nodes[member].inputs if name}
+    return all(name in graph.constants for name in read - made)
+
+
+def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placing: Placing) -> dict[int, str]:
+    reasons: dict[int, str] = {}
+    for start, unit in enumerate(units):
+        if unit.node.op not in placing.stop_ops:
+            continue
+        reasons.setdefault(start, f"the provider stops at {unit.node.op}")
+        ahead = list(followers[start])
+        while ahead:
+            at = ahead.pop()
+            if at not in reasons:
+                reasons[at] = f"it comes after {unit.node.op} '{unit.node.name}', where the provider stops"
+                ahead += followers[at]
+    return reasons
+
+
+def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> dict[int, str]:
+    if not placing.fused:
+        return {}
+    single = {unit.node.index: at for at, unit in enumerate(units) if not unit.is_qdq}
+    able = {unit.node.index for at, unit in enumerate(units) if supported[at]}
+    reasons: dict[int, str] = {}
+    for at, unit in enumerate(units):
+        if unit.node.op not in placing.fused:
+            continue
+        index = graph.producers.get(unit.node.inputs[0], -1)
+        fuser = graph.nodes[index] if index in single and index in able else None
+        alone = len(graph.consumers.get(unit.node.inputs[0], ())) == 1 and unit.node.inputs[0] not in graph.outputs
+        if fuser is None or fuser.op not in placing.fusers or unit.is_qdq or not alone:
+            fusers = ", ".join(placing.fusers)
+            reasons[at] = f"{unit.node.op} is taken only right after a {fusers} that is taken and feeds it alone"
+    return reasons

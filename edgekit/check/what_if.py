@@ -1,0 +1,131 @@
+"""Graphs as they would be after a change, so that the same rules can say what the change would gain."""
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekit.check.graph import Graph, Node, Value
+
+_RESHAPE_SINCE = 14
+_INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
+
+
+def with_op(graph: Graph, indices: Collection[int], op: str, since: int) -> Graph:
+    """Returns the graph with these nodes being another operator of ai.onnx."""
+    return _with_nodes(
+        graph,
+        [
+            msgspec.structs.replace(node, op=op, domain="", since=since) if node.index in indices else node
+            for node in graph.nodes
+        ],
+    )
+
+
+def with_inputs(graph: Graph, inputs: Mapping[int, tuple[str, ...]]) -> Graph:
+    """Returns the graph with some nodes reading other values."""
+    return _with_nodes(
+        graph,
+        [
+            msgspec.structs.replace(node, inputs=inputs[node.index]) if node.index in inputs else node
+            for node in graph.nodes
+        ],
+    )
+
+
+def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
+    """Returns the graph with every unknown dimension of a known rank being `size`."""
+    return msgspec.structs.replace(
+        graph,
+        values={
+            name: value
+            if value.shape is None
+            else Value(dtype=value.dtype, shape=tuple(size if dim is None else dim for dim in value.shape))
+            for name, value in graph.values.items()
+        },
+    )
+
+
+def as_reshapes(graph: Graph, indices: Collection[int]) -> Graph:
+    """Returns the graph with these nodes written as Reshape to the shape that they make."""
+    inputs: dict[int, tuple[str, ...]] = {}
+    constants = dict(graph.constants)
+    for index in indices:
+        node = graph.nodes[index]
+        shape = graph.value(node.outputs[0]).shape
+        if shape is not None and None not in shape:
+            name = f"shape of {node.outputs[0]}"
+            constants[name] = numpy_helper.from_array(np.asarray(shape, np.int64), name)
+            inputs[index] = (node.inputs[0], name)
+    changed = with_inputs(msgspec.structs.replace(graph, constants=constants), inputs)
+    return with_op(changed, set(inputs), "Reshape", _RESHAPE_SINCE)
+
+
+def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
+    """Returns the graph with 8-bit activations of another sign, and with weights of that sign too if asked."""
+    values = {
+        name: Value(dtype=new, shape=value.shape) if value.dtype == old else value
+        for name, value in graph.values.items()
+    }
+    constants, zeros = dict(graph.constants), _activation_zeros(graph)
+    for name, tensor in graph.constants.items():
+        array = graph.array(name) if tensor.data_type == _INTEGERS[old] else None
+        if array is not None and name in zeros:
+            shifted = array.astype(np.int16) + (128 if new == "uint8" else -128)
+            constants[name] = numpy_helper.from_array(shifted.astype(new), name)
+        elif weights and tensor.data_type == _INTEGERS[old]:
+            constants[name] = onnx.TensorProto(name=name, dims=tensor.dims, data_type=_INTEGERS[new])
+    return msgspec.structs.replace(graph, values=values, constants=constants)
+
+
+def _activation_zeros(graph: Graph) -> set[str]:
+    quantizers = [node for node in graph.nodes if node.op in {"QuantizeLinear", "DequantizeLinear"}]
+    return {node.inputs[2] for node in quantizers if node.has_input(2) and node.inputs[0] not in graph.constants}
+
+
+def without_quantization(graph: Graph) -> Graph:
+    """Returns the float graph: no Q and DQ nodes, what they made being what they read."""
+    source: dict[str, str] = {}
+    constants, values = dict(graph.constants), dict(graph.values)
+    kept: list[Node] = []
+    for node in graph.nodes:
+        inputs = tuple(source.get(name, name) for name in node.inputs)
+        if node.op not in {"QuantizeLinear", "DequantizeLinear"} or node.outputs[0] in graph.outputs:
+            kept.append(msgspec.structs.replace(node, inputs=inputs, index=len(kept)))
+            continue
+        name = inputs[0]
+        source[node.outputs[0]] = name
+        if name in constants:
+            constants[name] = onnx.TensorProto(name=name, dims=constants[name].dims, data_type=onnx.TensorProto.FLOAT)
+        else:
+            values[name] = Value(dtype="float32", shape=graph.value(name).shape)
+    return _with_nodes(msgspec.structs.replace(graph, constants=constants, values=values), kept)
+
+
+def without_op(graph: Graph, op: str) -> Graph:
+    """Returns the graph without the nodes of an operator that hands its first input on."""
+    source: dict[str, str] = {}
+    kept: list[Node] = []
+    for node in graph.nodes:
+        inputs = tuple(source.get(name, name) for name in node.inputs)
+        if node.op == op and node.outputs[0] not in graph.outputs:
+            source[node.outputs[0]] = inputs[0]
+        else:
+            kept.append(msgspec.structs.replace(node, inputs=inputs, index=len(kept)))
+    return _with_nodes(graph, kept)
+
+
+def _with_nodes(graph: Graph, nodes: list[Node]) -> Graph:
+    consumers: dict[str, list[int]] = {}
+    for node in nodes:
+        for name in node.inputs:
+            if name:
+                consumers.setdefault(name, []).append(node.index)
+    return msgspec.structs.replace(
+        graph,
+        nodes=tuple(nodes),
+        producers={name: node.index for node in nodes for name in node.outputs if name},
+        consumers={name: tuple(found) for name, found in consumers.items()},
+    )

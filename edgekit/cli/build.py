@@ -1,0 +1,76 @@
+"""`edgekit build`."""
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from edgekit.cli import options
+from edgekit.cli.main import NO, YES
+from edgekit.cli.terminal import show_build, show_json, showing_progress
+from edgekit.images import load_preprocess
+from edgekit.pipeline import build
+from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
+
+
+@click.command(short_help="Make a verified bundle of a model for each target.")
+@options.MODEL
+@options.DATA
+@options.PREPROCESS
+@click.option("--eval", "evaluation", metavar="DATA", help="Samples to verify with; else some of --data are kept back.")
+@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each --eval sample.")
+@click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
+@options.SET
+@options.DIM
+@click.option("--precision", type=click.Choice(["auto", "int8", "int16", "fp16", "fp32"]), help="Default: auto.")
+@options.SAMPLES
+@click.option("--max-drop", type=click.FloatRange(0, 100), metavar="PCT", help="Answers that may change, in percent.")
+@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
+@click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the bundles go.")
+@options.JSON
+@options.verbosity
+def command(
+    model: Path,
+    data: str,
+    preprocess: Path | None,
+    evaluation: str | None,
+    labels: Path | None,
+    targets: tuple[str, ...],
+    settings: tuple[str, ...],
+    dims: tuple[str, ...],
+    precision: PrecisionChoice | None,
+    samples: int | None,
+    max_drop: float | None,
+    recipe: Path | None,
+    verify: bool,
+    out: Path,
+    as_json: bool,
+    volume: int,
+) -> int:
+    """Make a verified bundle of MODEL for each target.
+
+    \b
+    Example:
+      edgekit build model.onnx --data samples.npz --target nnapi --target qnn --dim batch=1 --out bundles
+
+    Exit code 0: every bundle passed. 1: one did not. 2: an input is wrong, and nothing was written.
+    """
+    base = load_recipe(recipe) if recipe else Recipe()
+    given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop}
+    chosen = msgspec.structs.replace(
+        base,
+        dims={**base.dims, **options.parse_dims(dims)},
+        settings={**base.settings, **options.parse_assignments(settings, "--set")},
+        **{key: value for key, value in given.items() if value not in (None, ())},
+    )
+    samples_from = Data(
+        source=data,
+        evaluation=evaluation,
+        labels=labels,
+        preprocess=load_preprocess(preprocess) if preprocess else None,
+    )
+    with showing_progress(volume) as progress:
+        report = build(model, samples_from, out, chosen, verify=verify, progress=progress)
+    show_json(report) if as_json else show_build(report)
+    return YES if report.passed else NO

@@ -1,0 +1,35 @@
+"""`edgekit demo`."""
+
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import click
+
+from edgekit.cli import options
+from edgekit.cli.main import NO, YES
+from edgekit.cli.terminal import show_build, show_json, showing_progress
+from edgekit.pipeline import build
+from edgekit.recipe import Data, Recipe
+
+
+@click.command(short_help="Build and verify four bundles of the demo model.")
+@click.option("--out", default="edgekit-demo", type=click.Path(path_type=Path), metavar="DIR", help="Where they go.")
+@options.JSON
+@options.verbosity
+def command(out: Path, as_json: bool, volume: int) -> int:
+    """Build and verify four bundles of the demo model, a small network trained on handwritten digits.
+
+    \b
+    Example:
+      edgekit demo --out build/demo
+    """
+    recipe = Recipe(targets=("nnapi", "coreml", "qnn", "xnnpack"))
+    with as_file(files("edgekit") / "demo") as folder, showing_progress(volume) as progress:
+        data = Data(
+            source=str(folder / "calibration.npz"),
+            evaluation=str(folder / "evaluation.npz"),
+            labels=folder / "evaluation_labels.npy",
+        )
+        report = build(folder / "digits_mobilenet.onnx", data, out, recipe, progress=progress)
+    show_json(report) if as_json else show_build(report)
+    return YES if report.passed else NO

@@ -1,0 +1,1 @@
+"""Programs that run in a child process and import nothing of edgekit."""

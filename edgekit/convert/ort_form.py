@@ -1,0 +1,67 @@
+"""Writing ORT-format files: both styles, every level, for Arm and x64, in canonical order."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekit._ort import Level, SessionSettings, optimize_graph
+from edgekit.convert.canonical import canonicalize_file
+from edgekit.errors import ModelError
+from edgekit.model import Model
+
+Style = Literal["full", "runtime"]
+Cpu = Literal["arm", "x64"]
+
+MAX_ORT_BYTES = 2**31 - (64 << 20)
+"""A larger model is refused before work starts: the format ends at 2 GB, tables included."""
+
+
+class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to write an ORT-format file.
+
+    "full" bakes every fusion for the CPU in; "runtime" keeps the operators that providers take and saves the fusions
+    for what they leave. `cpu` is the CPU that will run it: Arm has kernels for signed 8-bit activations, x64 has
+    blocked layouts.
+    """
+
+    style: Style
+    cpu: Cpu
+    level: Level = Level.ALL
+
+
+def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
+    """Writes a model in canonical ORT format to `out`.
+
+    Raises:
+        ModelError: the model is too large for the format.
+        RuntimeRefusal: ONNX Runtime cannot load or convert the model.
+    """
+    refuse_large(model)
+    optimize_graph(model.path, out, _settings(options))
+    canonicalize_file(out)
+
+
+def refuse_large(model: Model) -> None:
+    """Refuses a model that the ORT format cannot hold.
+
+    Raises:
+        ModelError: the model is too large for the format.
+    """
+    if model.size_bytes > MAX_ORT_BYTES:
+        raise ModelError(
+            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and the ORT format ends at 2 GB",
+            hint="ship the .onnx with its external data: a target whose forms are only 'onnx' does",
+        )
+
+
+def _settings(options: OrtOptions) -> SessionSettings:
+    config = {
+        "session.save_model_format": "ORT",
+        "session.disable_prepacking": "1",
+        "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0",
+    }
+    if options.style == "runtime":
+        config["optimization.minimal_build_optimizations"] = "save"
+    disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
+    return SessionSettings(level=options.level, config=config, disabled_optimizers=disabled, threads=1)

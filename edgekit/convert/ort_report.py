@@ -1,0 +1,164 @@
+"""What an ORT-format file holds."""
+
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgekit.convert.tables import Record, TableFile, number, open_tables, records, table, text, texts
+
+ABSENT_NODE = 0xFFFFFFFF
+"""The node index that a saved optimisation writes where it has no node (ORT's kEmptyNodeIndex)."""
+
+
+class OrtNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of an ORT-format graph; `op` bears its domain unless that is ONNX's own."""
+
+    index: int
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class SavedOptimization(msgspec.Struct, frozen=True, kw_only=True):
+    """A fusion that the runtime style saved for the load: which nodes, by index, become which operators."""
+
+    optimizer: str
+    action: str
+    nodes: tuple[int, ...]
+    produces: tuple[str, ...]
+
+
+class OrtGraph(msgspec.Struct, frozen=True, kw_only=True):
+    """The main graph of an ORT-format file."""
+
+    nodes: tuple[OrtNode, ...]
+    saved: tuple[SavedOptimization, ...]
+    outputs: tuple[str, ...]
+
+
+class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of an ORT-format file.
+
+    `format_version` is what its writer put first ("6" since ONNX Runtime 1.31). `ops` counts the nodes of every graph,
+    bodies included, by domain and operator; `saved_optimizations` counts what the runtime style saved, by the operator
+    it produces. `kernels` are the operators with their versions that a build must have.
+    """
+
+    format_version: str
+    ir_version: int
+    producer: str
+    opsets: dict[str, int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ops: dict[str, int]
+    nodes: int
+    initializers: int
+    initializer_bytes: int
+    saved_optimizations: dict[str, int]
+    kernels: tuple[str, ...]
+    metadata: dict[str, str]
+    size_bytes: int
+
+
+def inspect_ort(path: Path) -> OrtFileReport:
+    """Returns what an ORT-format file of any known version holds; nothing of it is run.
+
+    Raises:
+        ModelError: the file is missing, cut off, altered, or no ORT-format file.
+    """
+    with open_tables(path) as file:
+        return _report_file(file, path.stat().st_size)
+
+
+def read_graph(path: Path) -> OrtGraph:
+    """Returns the nodes of the main graph and the optimisations saved for them.
+
+    Raises:
+        ModelError: the file is missing, cut off, altered, or no ORT-format file.
+    """
+    with open_tables(path) as file:
+        graph = table(table(file.root, "model"), "graph")
+        return OrtGraph(
+            nodes=tuple(_read_node(node) for node in records(graph, "nodes")),
+            saved=tuple(_saved_optimizations(graph)),
+            outputs=tuple(texts(graph, "outputs")),
+        )
+
+
+def bare_op(op_id: str) -> str:
+    """Returns the operator of ORT's `domain:op:version`, without the version."""
+    domain, _, rest = op_id.partition(":")
+    return _qualified(domain, rest.rpartition(":")[0] or rest)
+
+
+def _report_file(file: TableFile, size_bytes: int) -> OrtFileReport:
+    model = table(file.root, "model")
+    graph = table(model, "graph")
+    graphs = list(_iterate_graphs(graph))
+    nodes = [node for part in graphs for node in records(part, "nodes")]
+    tensors = [tensor for part in graphs for tensor in records(part, "initializers")]
+    produced = [op for part in graphs for saved in _saved_optimizations(part) for op in saved.produces]
+    return OrtFileReport(
+        format_version=text(file.root, "ort_version"),
+        ir_version=number(model, "ir_version"),
+        producer=" ".join(filter(None, (text(model, "producer_name"), text(model, "producer_version")))),
+        opsets={
+            text(entry, "domain") or "ai.onnx": number(entry, "version") for entry in records(model, "opset_import")
+        },
+        inputs=tuple(texts(graph, "inputs")),
+        outputs=tuple(texts(graph, "outputs")),
+        ops=_count(_qualified(text(node, "domain"), text(node, "op_type")) for node in nodes),
+        nodes=len(nodes),
+        initializers=len(tensors),
+        initializer_bytes=sum(len(tensor.get("raw_data", b"")) for tensor in tensors),
+        saved_optimizations=_count(bare_op(op) for op in produced),
+        kernels=tuple(sorted({_kernel(node) for node in nodes} | set(produced))),
+        metadata={text(entry, "key"): text(entry, "value") for entry in records(model, "metadata_props")},
+        size_bytes=size_bytes,
+    )
+
+
+def _iterate_graphs(graph: Record) -> Iterator[Record]:
+    yield graph
+    for node in records(graph, "nodes"):
+        for attribute in records(node, "attributes"):
+            for body in (table(attribute, "g"), *records(attribute, "graphs")):
+                if body:
+                    yield from _iterate_graphs(body)
+
+
+def _read_node(node: Record) -> OrtNode:
+    return OrtNode(
+        index=number(node, "index"),
+        name=text(node, "name"),
+        op=_qualified(text(node, "domain"), text(node, "op_type")),
+        inputs=tuple(texts(node, "inputs")),
+        outputs=tuple(texts(node, "outputs")),
+    )
+
+
+def _saved_optimizations(graph: Record) -> Iterator[SavedOptimization]:
+    for container in records(table(graph, "runtime_optimizations"), "records"):
+        for saved in records(container, "runtime_optimization_records"):
+            indices = table(saved, "nodes_to_optimize_indices").get("node_indices", memoryview(b""))
+            yield SavedOptimization(
+                optimizer=text(container, "optimizer_name"),
+                action=text(saved, "action_id"),
+                nodes=tuple(memoryview(bytes(indices)).cast("I")),  # type: ignore[arg-type]
+                produces=tuple(texts(saved, "produced_op_ids")),
+            )
+
+
+def _qualified(domain: str, op: str) -> str:
+    return f"{domain}.{op}" if domain else op
+
+
+def _kernel(node: Record) -> str:
+    return f"{text(node, 'domain')}:{text(node, 'op_type')}:{number(node, 'since_version')}"
+
+
+def _count(ops: Iterator[str]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(ops).items()))

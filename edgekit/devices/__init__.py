@@ -1,0 +1,1 @@
+"""Whatever runs a model for us: this machine, a simulator, an emulator, a device."""

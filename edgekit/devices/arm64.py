@@ -1,0 +1,171 @@
+"""ONNX Runtime for 64-bit Arm on this PC: its aarch64 wheel in a Debian root, executed by qemu."""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._proc import run_process
+from edgekit.devices.cache import find_installed, installing
+from edgekit.devices.child import FAR, ORT_RUNNER, Runner, collect_run, describe_job, refuse_run, require_device
+from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.exchange import write_job
+from edgekit.errors import DeviceError, EdgekitError
+from edgekit.evidence import Evidence
+from edgekit.model import load_model
+
+CPUS = ("cortex-a76", "cortex-a72")
+"""The first has the dot-product instructions, the second plain NEON: ONNX Runtime takes other kernels."""
+
+_REQUIREMENTS = FAR / "arm64" / "requirements.txt"
+_QEMU = "qemu-aarch64-static"
+_TOOLS = (_QEMU, "mmdebstrap")
+_INSTALL_TIMEOUT_S = 900.0
+_IMPORT = "import onnxruntime; print(onnxruntime.__version__)"
+_ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH=/site", "LC_ALL=C.UTF-8")
+
+
+class Arm64(msgspec.Struct, frozen=True, kw_only=True):
+    """An emulated Arm CPU, on the CPU provider: the kernels that an Arm device runs, without its speed."""
+
+    cpu: str = CPUS[0]
+    evidence: Evidence = Evidence.SAME_ARCH
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return "arm64" if self.cpu == CPUS[0] else f"arm64:{self.cpu}"
+
+    def find_missing(self) -> Missing | None:
+        """Returns what is lacking on this machine."""
+        if find_installed("arm64", _REQUIREMENTS) is None:
+            install = "edgekit devices install arm64"
+            absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+            if absent:
+                packages = "apt-get install qemu-user-static mmdebstrap"
+                return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {install}")
+            return Missing(reason="the Debian arm64 root is not installed", command=install)
+        if os.geteuid() != 0 and not run_process(["unshare", "--map-root-user", "true"], timeout_s=20).succeeded:
+            return Missing(reason="this user may not make a user namespace", command="sudo edgekit devices list")
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job under qemu.
+
+        Raises:
+            DeviceError: qemu or the Debian root is missing.
+        """
+        require_device(self.name, self.find_missing())
+        runner = Runner(device=self.name, evidence=self.evidence)
+        root = _installed_root()
+        with _folder_in(root) as folder:
+            inside = f"/jobs/{folder.name}"
+            try:
+                name = _copy_model(job.model, folder / "model")
+            except EdgekitError as error:
+                return refuse_run(runner, error.message)
+            far = msgspec.structs.replace(describe_job(job), model=f"{inside}/model/{name}", threads=_threads())
+            write_job(folder, far, job.samples)
+            shutil.copyfile(ORT_RUNNER, folder / ORT_RUNNER.name)
+            argv = _emulate(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
+            finished = run_process(argv, timeout_s=job.timeout_s)
+            for left in ("run.json", "out"):
+                if os.path.lexists(folder / left):
+                    shutil.move(folder / left, work / left)
+        return collect_run(runner, job, finished, work)
+
+
+def install_arm64(progress: Callable[[str], None]) -> None:
+    """Builds the Debian root with Python and the pinned aarch64 wheels in the cache, and tries it.
+
+    Raises:
+        DeviceError: a tool is missing, or a step fails.
+        OutputError: the cache cannot be written.
+    """
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        raise DeviceError(f"{' and '.join(absent)} not found", hint="apt-get install qemu-user-static mmdebstrap")
+    with installing("arm64", _REQUIREMENTS) as staging:
+        root = staging / "root"
+        (root / "jobs").mkdir(parents=True)
+        progress("fetching a Debian arm64 root with mmdebstrap")
+        _unpack_debian(staging / "debian.tar", root)
+        progress("fetching the aarch64 wheels with pip")
+        _install_wheels(root / "site")
+        shutil.copy(str(shutil.which(_QEMU)), root / "qemu")
+        progress("trying it")
+        _run_step("the emulated import of onnxruntime", _emulate(root, CPUS[0], ["-c", _IMPORT]))
+
+
+def _installed_root() -> Path:
+    folder = find_installed("arm64", _REQUIREMENTS)
+    if folder is None:
+        raise DeviceError("the Debian arm64 root is not installed", hint="edgekit devices install arm64")
+    return folder / "root"
+
+
+def _threads() -> int:
+    """Returns how many threads the emulated session gets; without a /sys it cannot find out itself."""
+    return min(os.cpu_count() or 1, 4)
+
+
+@contextlib.contextmanager
+def _folder_in(root: Path) -> Generator[Path]:
+    folder = Path(tempfile.mkdtemp(dir=root / "jobs"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_model(model: Path, folder: Path) -> str:
+    """Copies the files of a model, and returns the name of the one to load."""
+    external = load_model(model).external_files if model.suffix == ".onnx" else ()
+    for name in (model.name, *external):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model.parent / name, folder / name)
+    return model.name
+
+
+def _emulate(root: Path, cpu: str, arguments: Sequence[str]) -> list[str]:
+    """Returns the command that runs Python in the root, which has neither the host's /proc nor its /sys.
+
+    With them ONNX Runtime's cpuinfo would read the caches of an x86 and crash. Without a /proc the peak of memory is
+    ru_maxrss, which survives an exec: the fork keeps this process out of it.
+    """
+    enter = ["unshare", "--fork", *([] if os.geteuid() == 0 else ["--map-root-user"]), "chroot"]
+    python = ["/usr/bin/python3", "-P", *arguments]
+    return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu, *python]
+
+
+def _unpack_debian(archive: Path, root: Path) -> None:
+    """Fetches the packages and unpacks them; nothing of them runs, so that neither root nor binfmt_misc is needed."""
+    packages = "--include=python3,libstdc++6,libc6"
+    argv = ["mmdebstrap", "--mode=chrootless", "--arch=arm64", "--variant=extract", packages, "bookworm", str(archive)]
+    _run_step("mmdebstrap", argv, {"TMPDIR": str(archive.parent)})
+    _run_step("tar", ["tar", "-xf", str(archive), "-C", str(root), "--no-same-owner", "--exclude=./dev/*"])
+    archive.unlink()
+
+
+def _install_wheels(site: Path) -> None:
+    platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
+    _run_step(
+        "pip",
+        [
+            sys.executable, "-m", "pip", "install", "--require-hashes", "-r", str(_REQUIREMENTS), "--target", str(site),
+            "--only-binary=:all:", "--no-deps", "--no-compile", "--python-version=3.11", "--implementation=cp",
+            *platforms,
+        ],
+    )  # fmt: skip
+
+
+def _run_step(what: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    finished = run_process(argv, timeout_s=_INSTALL_TIMEOUT_S, env=env)
+    if not finished.succeeded:
+        words = " ".join(finished.stderr.split())[-400:]
+        raise DeviceError(f"{what} {finished.ending}: {words}", hint="check the connection, then install again")

@@ -1,0 +1,147 @@
+"""Runs a far-side program in a child process of its own, and judges what came back."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit._proc import Finished, run_process
+from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.exchange import FarJob, FarRun, open_outputs, read_run, write_job
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+from edgekit.samples import Samples
+
+FAR = Path(__file__).parent / "far"
+ORT_RUNNER = FAR / "ort_runner.py"
+
+_NOTHING = FarRun(
+    status="running",
+    message="",
+    load_ms=0.0,
+    latency_ms=(),
+    peak_rss_bytes=0,
+    versions={},
+    placement=(),
+    placement_source="session",
+)
+
+
+class Runner(msgspec.Struct, frozen=True, kw_only=True):
+    """The device that a child process stands for."""
+
+    device: str
+    evidence: Evidence
+
+
+def require_device(name: str, missing: Missing | None) -> None:
+    """Returns if nothing is missing.
+
+    Raises:
+        DeviceError: the device cannot run on this machine.
+    """
+    if missing is not None:
+        hint = missing.command or "use another device: edgekit devices list"
+        raise DeviceError(f"'{name}' cannot run here: {missing.reason}", hint=hint)
+
+
+def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
+    """Returns the far-side job that opens the model as an app on the target would, on a provider.
+
+    Options are those of the target where the provider is the target's. On the CPU provider nothing can fall back to
+    the CPU, and ONNX Runtime refuses a session that forbids it; the entry is left out.
+    """
+    session = job.target.session
+    config = dict(session.config)
+    if provider == CPU_PROVIDER:
+        config.pop("session.disable_cpu_ep_fallback", None)
+    return FarJob(
+        model=str(job.model.resolve()),
+        provider=provider,
+        provider_options=session.provider_options if provider == job.target.provider else {},
+        session_config=config,
+        samples=job.samples.count,
+        profile=job.model.suffix == ".ort",
+    )
+
+
+def refuse_run(runner: Runner, reason: str) -> DeviceRun:
+    """Returns the run of a job that could not be started on a device."""
+    return DeviceRun(
+        device=runner.device,
+        evidence=runner.evidence,
+        outputs=Samples(source=runner.device, count=0, read=lambda: iter(())),
+        placement=(),
+        placement_source="predicted",
+        load_ms=0.0,
+        latency_ms=(),
+        peak_rss_bytes=0,
+        versions={},
+        failure=reason,
+    )
+
+
+def run_python(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRun:
+    """Runs a job with the onnxruntime of this Python, in a child."""
+    write_job(work, far, job.samples)
+    finished = run_process([sys.executable, "-P", str(ORT_RUNNER), str(work)], timeout_s=job.timeout_s, cwd=work)
+    return collect_run(runner, job, finished, work)
+
+
+def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> DeviceRun:
+    """Returns what a child left in its folder; whatever it did wrong is the run's failure."""
+    try:
+        far, wrong = read_run(work), ""
+    except DeviceError as error:
+        far, wrong = _NOTHING, error.message if finished.succeeded else ""
+    outputs, malformed = open_outputs(work / "out", job.outputs, runner.device)
+    count = outputs.count
+    return DeviceRun(
+        device=runner.device,
+        evidence=runner.evidence,
+        outputs=outputs,
+        placement=_read_placement(far, job.model),
+        placement_source=far.placement_source,
+        load_ms=far.load_ms,
+        latency_ms=far.latency_ms[:count],
+        peak_rss_bytes=far.peak_rss_bytes,
+        versions=far.versions,
+        failure=wrong or _failure(far, finished) or malformed or _shortage(count, far, job.samples.count),
+    )
+
+
+def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
+    nodes = far.placement
+    if far.placed_whole:
+        graph = onnx.load(str(model), load_external_data=False).graph
+        return tuple(
+            PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=far.placed_whole)
+            for node in graph.node
+        )
+    return tuple(PlacedNode(name=node.name, op=node.op, domain=node.domain, provider=node.provider) for node in nodes)
+
+
+def _failure(far: FarRun, finished: Finished) -> str:
+    if not finished.succeeded:
+        return f"the child process {finished.ending}{_last_words(finished.stderr)}"
+    if far.status == "refused":
+        return f"refused: {_clean_line(far.message)[:400]}"
+    return "" if far.status == "done" else "the child process ended before its work was done"
+
+
+def _shortage(count: int, far: FarRun, wanted: int) -> str | None:
+    if count == wanted == len(far.latency_ms):
+        return None
+    return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
+
+
+def _last_words(stderr: str) -> str:
+    lines = [line for text in stderr.splitlines() if (line := _clean_line(text))]
+    return f": {lines[-1][-300:]}" if lines else ""
+
+
+def _clean_line(text: str) -> str:
+    """Returns one line without what could steer a terminal."""
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())

@@ -1,0 +1,108 @@
+"""The seam to whatever runs a model: a device gets a job and samples, and gives back tensors, times and placement."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from edgekit.check.report import CheckReport
+from edgekit.evidence import Evidence
+from edgekit.samples import Samples
+from edgekit.target import Precision, Target
+from edgekit.tensors import TensorSpec
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A model file and how an app would open it on the target.
+
+    `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
+    `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
+    which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order.
+    """
+
+    model: Path
+    target: Target
+    precision: Precision
+    outputs: tuple[TensorSpec, ...]
+    check: CheckReport
+    samples: Samples
+    timeout_s: float = 300.0
+
+
+class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node and the provider that a session gave it to."""
+
+    name: str
+    op: str
+    domain: str
+    provider: str
+
+
+class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What came back from a device.
+
+    `outputs` reads from the work folder that the run was given, so it is valid as long as that folder. `placement`
+    lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is
+    None when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what
+    came back until then. `notes` tell what was done differently from an app on the target, a line each.
+    """
+
+    device: str
+    evidence: Evidence
+    outputs: Samples
+    placement: tuple[PlacedNode, ...]
+    placement_source: Literal["session", "profile", "log", "predicted"]
+    load_ms: float
+    latency_ms: tuple[float, ...]
+    peak_rss_bytes: int
+    versions: Mapping[str, str]
+    failure: str | None
+    notes: tuple[str, ...] = ()
+
+
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, empty where it can."""
+
+    name: str
+    evidence: Evidence
+    available: bool
+    reason: str
+    command: str
+
+
+class Missing(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a device cannot be used here, and the command that changes it (None where nothing on this machine can)."""
+
+    reason: str
+    command: str | None
+
+
+class Device(Protocol):
+    """Something that can run a job."""
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it, for example `qnn-htp-sim:v79`."""
+        ...
+
+    @property
+    def evidence(self) -> Evidence:
+        """How good its word is."""
+        ...
+
+    def find_missing(self) -> Missing | None:
+        """Returns what is lacking on this machine, or None if the device can run."""
+        ...
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job; files go into the empty folder `work`.
+
+        Raises:
+            DeviceError: the device is not there. A device that refuses the model or dies is no error but a
+                `DeviceRun` with a `failure`.
+        """
+        ...
+
+
+Devices = Sequence[Device]

@@ -1,0 +1,109 @@
+"""The devices by name, what they lack, and how to install them."""
+
+from collections.abc import Callable
+
+from edgekit.devices.arm64 import CPUS, Arm64, install_arm64
+from edgekit.devices.coreml import PROVIDER as COREML
+from edgekit.devices.coreml import CoreMl
+from edgekit.devices.device import Device, DeviceStatus
+from edgekit.devices.emulated import Emulated
+from edgekit.devices.host import Host
+from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator
+from edgekit.devices.qnn_sim import PROVIDER as QNN
+from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
+from edgekit.devices.xnnpack_wasm import XnnpackWasm, install_xnnpack_wasm
+from edgekit.errors import UsageError, suggest_name
+from edgekit.target import Target
+
+_DEVICES: dict[str, Device] = {
+    "host": Host(),
+    "qnn-htp-sim": QnnSimulator(),
+    **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
+    "xnnpack-wasm": XnnpackWasm(),
+    "arm64": Arm64(),
+    **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
+    "emulated": Emulated(),
+    "coreml": CoreMl(),
+}
+
+_PROVIDERS = {"qnn-htp-sim": QNN, "xnnpack-wasm": XNNPACK, "coreml": COREML}
+"""Devices that run one provider only, and so only targets of that provider."""
+
+_INSTALLERS: dict[str, Callable[[Callable[[str], None]], None]] = {
+    "xnnpack-wasm": install_xnnpack_wasm,
+    "arm64": install_arm64,
+}
+
+
+def device_names() -> tuple[str, ...]:
+    """Returns the names of the devices, those with a variant as `device:variant`."""
+    return tuple(_DEVICES)
+
+
+def find_device(name: str, target: Target) -> Device:
+    """Returns a device that can run a target; whether it can run here, `find_missing` says.
+
+    Raises:
+        UsageError: there is no such device, or it stands for another provider than the target's.
+    """
+    device = _known_device(name)
+    provider = _PROVIDERS.get(name.partition(":")[0], target.provider)
+    if provider != target.provider:
+        raise UsageError(
+            f"'{name}' runs {provider}, and target '{target.name}' uses {target.provider}",
+            hint=f"devices of this target: {', '.join(_fitting_names(target))}",
+        )
+    return device
+
+
+def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
+    """Returns every device (those that can run `target`, where it is given) and whether it can run here."""
+    return tuple(
+        _describe_status(name)
+        for name in device_names()
+        if ":" not in name and (target is None or name in _fitting_names(target))
+    )
+
+
+def install_device(name: str, progress: Callable[[str], None]) -> None:
+    """Installs what a device needs into the user's cache; what is there already is left alone.
+
+    `progress` is told each step in words.
+
+    Raises:
+        UsageError: there is no such device, or it comes in another way, which the hint tells.
+        DeviceError: a step of the installation failed; nothing half is left.
+    """
+    missing = _known_device(name).find_missing()
+    install = _INSTALLERS.get(name.partition(":")[0])
+    if missing is None:
+        progress(f"'{name}' can run already")
+    elif install is None:
+        raise UsageError(
+            f"'{name}' is not installed by edgekit: {missing.reason}", hint=missing.command or "use another"
+        )
+    else:
+        install(progress)
+        progress(f"'{name}' is installed")
+
+
+def _known_device(name: str) -> Device:
+    if name not in _DEVICES:
+        raise UsageError(f"there is no device '{name}'", hint=suggest_name(name, device_names()))
+    return _DEVICES[name]
+
+
+def _fitting_names(target: Target) -> tuple[str, ...]:
+    return tuple(n for n in device_names() if _PROVIDERS.get(n.partition(":")[0], target.provider) == target.provider)
+
+
+def _describe_status(name: str) -> DeviceStatus:
+    device = _DEVICES[name]
+    missing = device.find_missing()
+    return DeviceStatus(
+        name=name,
+        evidence=device.evidence,
+        available=missing is None,
+        reason="" if missing is None else missing.reason,
+        command="" if missing is None or missing.command is None else missing.command,
+    )

@@ -1,0 +1,299 @@
+"""From a model to verified bundles: the only module that knows the order of the stages."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_file, staged_entries, work_folder, write_file
+from edgekit.bundle.folder import MANIFEST, Bundle, Contents, read_target, write_bundle
+from edgekit.bundle.golden import Golden, make_golden
+from edgekit.bundle.manifest import Ancestry
+from edgekit.check.check import check_model
+from edgekit.check.report import CheckReport
+from edgekit.convert.convert import ConvertedModel, convert_model
+from edgekit.devices.find import find_device
+from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError
+from edgekit.labels import read_labels
+from edgekit.model import Model, load_model
+from edgekit.plain import to_json
+from edgekit.prepare.clean import prepare_model
+from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.halve import halve_model
+from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.report.html import render_build
+from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.samples import Samples, check_samples, limit_samples, load_samples, select_samples, spread_indices
+from edgekit.steps import list_versions, peak_rss_bytes, say_nothing
+from edgekit.target import Precision, Target
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.verify import verify_bundle, write_report
+
+Progress = Callable[[str], None]
+
+GOLDEN_SHARE = 4
+"""Without data of its own for verification, one sample in four is kept from calibration and verifies."""
+MAX_GOLDEN_SAMPLES = 64
+
+
+class _Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result."""
+
+    recipe: Recipe
+    targets: tuple[Target, ...]
+    work: Path
+    staging: Path
+    progress: Progress
+
+    def wants_integers(self) -> bool:
+        return any(choose_precision(target, self.recipe.precision).startswith("int") for target in self.targets)
+
+
+class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The model made ready, its samples split, and what the float model makes of the golden ones.
+
+    `calibration` is None where no target needs it, and an error where no node can be quantized.
+    """
+
+    source: Model
+    prepared: Model
+    samples: Samples
+    samples_sha256: str
+    golden: Golden
+    calibration: Calibration | ModelError | None
+
+
+class _Built(msgspec.Struct, frozen=True, kw_only=True):
+    bundle: Bundle
+    target: Target
+    check: CheckReport
+    converted: ConvertedModel
+    quantized: QuantizedModel | None
+    notes: tuple[str, ...]
+
+
+def build(
+    model: Path,
+    data: Data,
+    out: Path,
+    recipe: Recipe | None = None,
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Makes a bundle of a model for each target, verifies it, and writes both and a report into `out`.
+
+    A target that cannot be built or does not pass is a finding of the report. Bundles appear whole or not at all.
+
+    Raises:
+        EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is as it was.
+    """
+    start = time.monotonic()
+    recipe, progress = recipe or Recipe(), progress or say_nothing
+    targets = load_targets(recipe)
+    source = load_model(model)
+    with work_folder() as work, staged_entries(out) as staging:
+        job = _Job(recipe=recipe, targets=targets, work=work, staging=staging, progress=progress)
+        inputs = _read_inputs(source, data, job)
+        built = [_build_target(inputs, target, job) for target in targets]
+        reports = _verify_all(built, progress) if verify else {}
+        report = BuildReport(
+            model=source.name,
+            sha256=source.sha256,
+            verified=verify,
+            calibration_samples=inputs.samples.count,
+            golden_samples=inputs.golden.samples,
+            bundles=tuple(
+                _summarize(source, target, result, reports.get(target.name), out)
+                for target, result in zip(targets, built, strict=True)
+            ),
+            seconds=round(time.monotonic() - start, 2),
+            peak_rss_bytes=peak_rss_bytes(),
+            versions=list_versions(),
+            report=out / "report.html",
+        )
+        write_file(staging / "report.json", to_json(report).encode())
+        write_file(staging / "report.html", render_build(report).encode())
+    return report
+
+
+def verify_on(bundle: Bundle, names: Sequence[str], progress: Progress | None = None) -> VerifyReport:
+    """Verifies a bundle on devices by name (none: those of its target) and writes `verify.json` into it.
+
+    Raises:
+        UsageError: there is no such device, or it runs another provider.
+    """
+    target = read_target(bundle)
+    chosen = names or [planned.device for planned in bundle.manifest.verification]
+    report = verify_bundle(bundle, [find_device(name, target) for name in chosen], progress=progress)
+    write_report(bundle, report)
+    return report
+
+
+def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
+    job.progress("prepare the model")
+    prepared = prepare_model(source, job.work / "prepared" / "model.onnx", job.recipe.dims)
+    job.progress("read the samples")
+    samples = load_samples(data.source, prepared.inputs, data.preprocess)
+    if data.evaluation is None:
+        samples, held_out = _hold_out(samples)
+    else:
+        held_out = load_samples(data.evaluation, prepared.inputs, data.preprocess)
+    samples = limit_samples(samples, job.recipe.samples)
+    digest = check_samples(samples)
+    check_samples(held_out)
+    labels = None if data.labels is None else read_labels(data.labels, held_out)
+    job.progress("run the float model")
+    golden = make_golden(source, held_out, job.work / "golden", labels=labels)
+    return _Inputs(
+        source=source,
+        prepared=prepared,
+        samples=samples,
+        samples_sha256=digest,
+        golden=golden,
+        calibration=_calibrate(prepared, samples, job),
+    )
+
+
+def _hold_out(samples: Samples) -> tuple[Samples, Samples]:
+    """Returns the samples to calibrate with and those to verify with: apart, unless there is only one."""
+    if samples.count == 1:
+        return samples, samples
+    kept = spread_indices(samples.count, min(MAX_GOLDEN_SAMPLES, max(1, samples.count // GOLDEN_SHARE)))
+    others = sorted(set(range(samples.count)) - set(kept))
+    return select_samples(samples, others), select_samples(samples, kept)
+
+
+def _calibrate(prepared: Model, samples: Samples, job: _Job) -> Calibration | ModelError | None:
+    if not job.wants_integers():
+        return None
+    job.progress(f"calibrate with {samples.count} samples")
+    try:
+        return calibrate_model(prepared, samples, work=job.work / "calibration")
+    except ModelError as error:
+        return error
+
+
+def _build_target(inputs: _Inputs, target: Target, job: _Job) -> _Built | EdgekitError:
+    job.progress(f"build for {target.name}")
+    try:
+        with work_folder() as work:
+            return _make_bundle(inputs, target, job, work)
+    except EdgekitError as error:
+        return error
+
+
+def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Built:
+    precision, notes = choose_precision(target, job.recipe.precision), list[str]()
+    quantized: QuantizedModel | None = None
+    if precision.startswith("int"):
+        try:
+            quantized = _quantize(inputs, target, precision, work / "quantized.onnx")
+        except ModelError as error:
+            if job.recipe.precision != "auto" or "fp32" not in target.precisions:
+                raise
+            precision = "fp32"
+            notes.append(f"built as fp32, because {error.message}")
+    model = inputs.prepared if quantized is None else quantized.model
+    check = check_model(model, target)
+    ort_source: Model | None = None
+    if precision == "fp16":
+        ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
+        check = check_model(model, target)
+    convert = partial(convert_model, model, out=work / "converted", ort_source=ort_source)
+    converted = _convert(convert, target, notes)
+    contents = Contents(
+        source=inputs.source,
+        target=target,
+        precision=precision,
+        files={form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()},
+        golden=inputs.golden,
+        check=check,
+        ancestry=Ancestry(
+            source=inputs.source.sha256,
+            prepared=inputs.prepared.sha256,
+            quantized=None if quantized is None else quantized.model.sha256,
+            data=None if quantized is None else inputs.samples_sha256,
+        ),
+        versions={**list_versions(), **converted.versions},
+    )
+    return _Built(
+        bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
+        target=target,
+        check=check,
+        converted=converted,
+        quantized=quantized,
+        notes=tuple(notes),
+    )
+
+
+def _quantize(inputs: _Inputs, target: Target, precision: Precision, out: Path) -> QuantizedModel:
+    if isinstance(inputs.calibration, ModelError):
+        raise inputs.calibration
+    if inputs.calibration is None:
+        raise DataError("there is no calibration", hint="give --data")
+    plan = plan_quantization(inputs.prepared, inputs.calibration, target, precision)
+    return quantize_model(inputs.prepared, plan, out)
+
+
+def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:
+    left = [node.name for node in check.node_list if not node.taken]
+    halved = halve_model(prepared, left, out)
+    if halved.clamped:
+        notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(halved.clamped[:5])}")
+    return halved.model
+
+
+def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:
+    """Converts to every form, or to those that need no absent extra: then `notes` says what is missing."""
+    try:
+        return convert(target=target)
+    except MissingExtraError as error:
+        forms = tuple(form for form in target.conversion.forms if form != "context")
+        if not forms:
+            raise
+        notes.append(f"no context model: {error}")
+        conversion = msgspec.structs.replace(target.conversion, forms=forms)
+        return convert(target=msgspec.structs.replace(target, conversion=conversion))
+
+
+def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> dict[str, VerifyReport]:
+    """Verifies bundles two at a time: an emulator mostly keeps one core busy."""
+    whole = [result for result in built if isinstance(result, _Built)]
+
+    def verify(result: _Built) -> VerifyReport:
+        return verify_on(result.bundle, (), progress)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        reports = list(pool.map(verify, whole))
+    return {result.target.name: report for result, report in zip(whole, reports, strict=True)}
+
+
+def _summarize(
+    source: Model, target: Target, result: _Built | EdgekitError, verify: VerifyReport | None, out: Path
+) -> BundleSummary:
+    if isinstance(result, EdgekitError):
+        return BundleSummary(target=target.name, title=target.title, failure=str(result))
+    manifest = result.bundle.manifest
+    return BundleSummary(
+        target=target.name,
+        title=target.title,
+        path=out / result.bundle.folder.name,
+        notes=result.notes,
+        precision=manifest.precision,
+        precision_reason=target.precision_reason,
+        forms=manifest.forms,
+        form_reason=target.conversion.reason,
+        sha256=digest_file(result.bundle.folder / MANIFEST),
+        files={name: entry.sha256 for name, entry in manifest.files.items()},
+        size_before=source.size_bytes,
+        size_after=manifest.model_size_bytes,
+        quantized_nodes=0 if result.quantized is None else result.quantized.quantized_nodes,
+        float_nodes=0 if result.quantized is None else len(result.quantized.float_nodes),
+        census={form: dict(counts) for form, counts in result.converted.census.items()},
+        check=result.check,
+        verify=verify,
+    )

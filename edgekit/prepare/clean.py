@@ -1,0 +1,89 @@
+"""Making the model that every later stage works on: static shapes and the clean graph that a provider sees."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import onnx
+
+from edgekit._files import move_file, replacing_file
+from edgekit.model import Model, load_model, read_proto
+from edgekit.prepare.basic import keeps_external, optimize_basic
+from edgekit.prepare.dims import fix_dims
+from edgekit.prepare.infer import infer_outputs
+from edgekit.prepare.interface import freeze_inputs, keep_outputs
+from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
+from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes, restore_stamps, sort_values
+
+
+def prepare_model(
+    model: Model,
+    out: Path,
+    dims: Mapping[str, int],
+    *,
+    opset: int | None = None,
+    outputs: Collection[str] = (),
+    constants: Mapping[str, float] | None = None,
+) -> Model:
+    """Writes a model with static inputs and a clean graph to `out`, and returns it.
+
+    Inputs and outputs keep their names and order, nodes get unique names, constants are folded and no-ops are gone
+    (ONNX Runtime's basic level, the graph that it shows to a provider), initializers are no inputs any more. An opset
+    below 13 becomes 17. Q and DQ nodes stay where they are. Weights of 1 GiB and more go into `out` + ".data".
+    Constants are folded before dimensions are fixed: a branch that is not taken need not fit these.
+
+    Args:
+        model: any ONNX model.
+        out: where the file goes.
+        dims: a number for each dynamic dimension of the inputs, by its name or as `INPUT:AXIS`.
+        opset: the opset to have, up or down.
+        outputs: the outputs to keep, all if none is named.
+        constants: inputs that become constants, by name, with the number that fills them.
+
+    Raises:
+        UsageError: a dimension, output or input that does not exist, or a dynamic dimension that got no number.
+        ModelError: the opset cannot be changed.
+        RuntimeRefusal: ONNX Runtime cannot load the model.
+        OutputError: `out` cannot be written.
+    """
+    proto = read_proto(model, weights=not keeps_external(model))
+    merge_domains(proto)
+    drop_initializer_inputs(proto.graph)
+    keep_outputs(proto.graph, outputs)
+    freeze_inputs(proto.graph, constants or {})
+    if not constants:
+        fix_dims(proto.graph, dims)
+    origin = _copy_texts(proto)
+    chosen = choose_opset(proto, opset)
+    lower_ir_version(proto, chosen)
+    with replacing_file(out) as temporary:
+        folder = model.path.parent
+        if constants or chosen < read_opset(proto):
+            proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
+            folder = temporary.parent
+        if constants:
+            fix_dims(proto.graph, dims)
+        proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
+        _tidy(proto, origin)
+        temporary.write_bytes(proto.SerializeToString(deterministic=True))
+        data = temporary.with_name(f"{out.name}.data")
+        if data.exists():
+            move_file(data, out.with_name(data.name))
+    return load_model(out)
+
+
+def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
+    name_nodes(proto.graph)
+    restore_stamps(proto, origin)
+    infer_outputs(proto)
+    sort_values(proto.graph)
+
+
+def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:
+    texts = onnx.ModelProto(
+        producer_name=proto.producer_name,
+        producer_version=proto.producer_version,
+        doc_string=proto.doc_string,
+        metadata_props=proto.metadata_props,
+    )
+    texts.graph.name = proto.graph.name
+    return texts

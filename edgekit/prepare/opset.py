@@ -1,0 +1,95 @@
+"""Changing the version of the operator set."""
+
+from collections.abc import Iterator
+
+import onnx
+from onnx import version_converter
+
+from edgekit.errors import ModelError, UsageError
+from edgekit.model import MAX_OPSET, iterate_graphs
+from edgekit.prepare.lower import find_newer_ops, lower_imports
+from edgekit.prepare.weights import put_weights, weights_aside
+
+OLDEST_OPSET = 13
+"""Q and DQ nodes have scales per channel from opset 13 on."""
+DEFAULT_OPSET = 17
+"""What an older model is lifted to: the newest opset that onnxruntime-web 1.16 and QNN both take whole."""
+
+_PORTABLE_IR_VERSION = 9
+_SCAN_SINCE = 9
+
+
+def read_opset(proto: onnx.ModelProto) -> int:
+    """Returns the version of ONNX's own operator set, 1 if the model imports none; its domain is written empty."""
+    return max((entry.version for entry in proto.opset_import if not entry.domain), default=1)
+
+
+def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
+    """Returns the opset to have: the wanted one, or the model's own unless that is too old for QDQ.
+
+    Raises:
+        UsageError: ONNX Runtime does not have the wanted opset.
+    """
+    if wanted is not None and not 1 <= wanted <= MAX_OPSET:
+        raise UsageError(f"there is no opset '{wanted}'", hint=f"a whole number from 1 to {MAX_OPSET}")
+    own = read_opset(proto)
+    if wanted is not None:
+        return wanted
+    return own if own >= OLDEST_OPSET or not _uses_main_domain(proto) else DEFAULT_OPSET
+
+
+def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Returns the model in another opset; large weights never pass through the converter.
+
+    Raises:
+        ModelError: onnx cannot convert an operator of the model, in either direction.
+    """
+    own = read_opset(proto)
+    if own == opset:
+        return proto
+    if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
+        raise ModelError(
+            f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
+            hint=f"export the model with opset {opset}",
+        )
+    newer = find_newer_ops(proto, own, opset) if opset < own else ()
+    if opset < own and not newer:
+        lower_imports(proto, opset)
+        return proto
+    with weights_aside(proto) as weights:
+        try:
+            converted = version_converter.convert_version(proto, opset)
+        except (version_converter.ConvertError, RuntimeError, ValueError) as error:
+            reason = f"it uses {', '.join(newer)}" if newer else " ".join(str(error).split())[:300]
+            raise ModelError(
+                f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
+            ) from error
+    put_weights(converted.graph, weights)
+    return converted
+
+
+def lower_ir_version(proto: onnx.ModelProto, opset: int) -> None:
+    """Sets an IR version that old runtimes take too, as far as the opset and the element types allow, in place.
+
+    IR version 9 belongs to the opsets up to 20. Below 8 it is raised: version 3 wants initializers among the inputs.
+    """
+    if proto.ir_version > _PORTABLE_IR_VERSION and opset <= 20 and not _uses_new_types(proto):
+        proto.ir_version = _PORTABLE_IR_VERSION
+    proto.ir_version = max(proto.ir_version, 8)
+
+
+def _uses_main_domain(proto: onnx.ModelProto) -> bool:
+    return any(not node.domain for graph in iterate_graphs(proto.graph) for node in graph.node)
+
+
+def _uses_new_types(proto: onnx.ModelProto) -> bool:
+    newest = onnx.TensorProto.FLOAT8E5M2FNUZ
+    return any(kind > newest for graph in iterate_graphs(proto.graph) for kind in _element_types(graph))
+
+
+def _element_types(graph: onnx.GraphProto) -> Iterator[int]:
+    yield from (tensor.data_type for tensor in graph.initializer)
+    yield from (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info))
+    for node in graph.node:
+        yield from (attribute.t.data_type for attribute in node.attribute)
+        yield from (attribute.i for attribute in node.attribute if attribute.name == "to")

@@ -1,0 +1,82 @@
+"""Small changes that leave what a model computes as it is: names, domains, order, stamps."""
+
+from collections.abc import Iterable, MutableSequence
+from typing import TypeVar
+
+import onnx
+from google.protobuf.message import Message
+
+from edgekit.model import iterate_graphs
+
+_MessageT = TypeVar("_MessageT", bound=Message)
+
+
+def merge_domains(proto: onnx.ModelProto) -> None:
+    """Writes ONNX's own domain empty everywhere, in place: "ai.onnx" means the same, and files mix the two."""
+    for part in iterate_graphs(proto.graph):
+        for node in part.node:
+            node.domain = _domain(node.domain)
+    for entry in proto.opset_import:
+        entry.domain = _domain(entry.domain)
+
+
+def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
+    """Takes initializers out of the inputs, so that they count as constants, in place.
+
+    IR version 3 wanted each initializer among the inputs, where a caller could replace it.
+    """
+    initializers = {tensor.name for tensor in graph.initializer}
+    _replace(graph.input, [value for value in graph.input if value.name not in initializers])
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Gives every node, in bodies too, a name of its own, in place; names that are unique already stay.
+
+    A node without a name is called after its operator and its first output, so that the name does not depend on what
+    stands before it.
+    """
+    nodes = [node for part in iterate_graphs(graph) for node in part.node]
+    taken = {node.name for node in nodes}
+    seen: set[str] = set()
+    for node in nodes:
+        if not node.name or node.name in seen:
+            stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
+            node.name = _free_name(stem, taken)
+            taken.add(node.name)
+        seen.add(node.name)
+
+
+def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
+    """Puts back the origin's metadata and texts, and drops the opsets that ONNX Runtime adds unasked, in place."""
+    used = {_domain(node.domain) for part in iterate_graphs(proto.graph) for node in part.node} | {""}
+    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
+    opsets.setdefault("", 17)
+    _replace(proto.opset_import, [onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets))])
+    _replace(proto.metadata_props, list(origin.metadata_props))
+    proto.producer_name = origin.producer_name
+    proto.producer_version = origin.producer_version
+    proto.doc_string = origin.doc_string
+    proto.graph.name = origin.graph.name or "graph"
+
+
+def sort_values(graph: onnx.GraphProto) -> None:
+    """Sorts initializers and value infos by name, in place: ONNX Runtime writes them in the order of a hash table."""
+    for part in iterate_graphs(graph):
+        part.initializer.sort(key=lambda tensor: tensor.name)
+        part.value_info.sort(key=lambda value: value.name)
+
+
+def _replace(field: MutableSequence[_MessageT], values: Iterable[_MessageT]) -> None:
+    kept = list(values)
+    del field[:]
+    field.extend(kept)
+
+
+def _free_name(stem: str, taken: set[str]) -> str:
+    if stem not in taken:
+        return stem
+    return next(name for count in range(1, len(taken) + 2) if (name := f"{stem}_{count}") not in taken)
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain

@@ -1,0 +1,90 @@
+"""Quantizes a model as planned, and checks that what came out is what was planned."""
+
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit.errors import DataError, ModelError
+from edgekit.model import Model, save_proto
+from edgekit.quantize.build import build_qdq
+from edgekit.quantize.graph import Graph, read_graph
+from edgekit.quantize.plan import FloatNode, QuantPlan
+
+_WEIGHT_BIAS_OPS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+
+
+class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A QDQ model, how many nodes compute in integers, which compute in float and why, and the sizes in bytes."""
+
+    model: Model
+    quantized_nodes: int
+    float_nodes: tuple[FloatNode, ...]
+    size_before: int
+    size_after: int
+
+
+def quantize_model(model: Model, plan: QuantPlan, out: Path) -> QuantizedModel:
+    """Writes the QDQ form of a prepared float model to the file `out`; same input, same bytes.
+
+    Raises:
+        DataError: the plan is of another model.
+        ModelError: ORT's quantizer refuses the model, or left no node or a wrong node quantized.
+        UsageError: the plan's statistics are gone.
+    """
+    if plan.model_sha256 != model.sha256:
+        raise DataError(f"the plan is not of '{model.path.name}'", hint="plan the quantization of this model")
+    graph = read_graph(model)
+    quantized = build_qdq(graph, plan, model.path.name)
+    units = _Units(quantized.graph)
+    units.refuse_float_weights()
+    if not units.quantized:
+        raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = save_proto(quantized, out)
+    return QuantizedModel(
+        model=written,
+        quantized_nodes=len(units.quantized),
+        float_nodes=_explain(units.floating, plan, graph),
+        size_before=model.size_bytes,
+        size_after=written.size_bytes,
+    )
+
+
+class _Units:
+    """The nodes of a QDQ graph, told apart by whether Q and DQ surround them."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+        self._requantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+        nodes = [node for node in graph.node if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}]
+        self._initializers = {tensor.name for tensor in graph.initializer}
+        self.quantized = [node for node in nodes if self._is_integer(node)]
+        self.floating = [node for node in nodes if not self._is_integer(node)]
+
+    def refuse_float_weights(self) -> None:
+        """Refuses a float weight between DQ and Q: ONNX Runtime's WeightBiasQuantization would round it per tensor."""
+        for node in self.quantized:
+            if node.op_type in _WEIGHT_BIAS_OPS and node.input[1] in self._initializers:
+                raise ModelError(
+                    f"node '{node.name}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds "
+                    "to 8 bits per tensor",
+                    hint="keep its neighbours float too, or quantize its weight",
+                )
+
+    def _is_integer(self, node: onnx.NodeProto) -> bool:
+        return (
+            bool(node.input)
+            and any(name in self._dequantized for name in node.input)
+            and any(name in self._requantized for name in node.output)
+        )
+
+
+def _explain(nodes: list[onnx.NodeProto], plan: QuantPlan, graph: Graph) -> tuple[FloatNode, ...]:
+    planned = {node.name: node for node in plan.float_nodes}
+    floats = (node for node in nodes if any(graph.is_float(name) for name in (*node.input, *node.output)))
+    return tuple(
+        planned.get(node.name)
+        or FloatNode(name=node.name, op=node.op_type, reason="it is not between quantized neighbours")
+        for node in floats
+    )

@@ -1,0 +1,58 @@
+"""The QDQ graph of a plan: placed by ONNX Runtime's quantizer, then with better weights."""
+
+from pathlib import Path
+
+import onnx
+
+from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
+from edgekit.quantize.correct import correct_weights
+from edgekit.quantize.graph import Graph
+from edgekit.quantize.plan import QuantPlan
+
+
+def build_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph as planned.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+        UsageError: the plan's statistics are gone.
+    """
+    qdq = place_qdq(graph.proto, _request(plan), subject)
+    _feed_floats(qdq.graph, {node.name for node in plan.float_nodes})
+    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding)
+    return qdq
+
+
+def _request(plan: QuantPlan) -> QdqRequest:
+    return QdqRequest(
+        scheme=plan.scheme,
+        activation=plan.activation,
+        weight=plan.weight,
+        activation_symmetric=plan.activation_symmetric,
+        weight_symmetric=plan.weight_symmetric,
+        op_types=plan.op_types,
+        excluded=tuple(node.name for node in plan.float_nodes),
+        ranges={name: (span.low, span.high) for name, span in plan.ranges.items()},
+        grids=plan.grids,
+        axes=plan.axes,
+    )
+
+
+def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
+    """Lets nodes kept float read float tensors that no quantized node makes as they are, not through Q and DQ."""
+    producers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.name not in kept:
+            continue
+        for index, name in enumerate(node.input):
+            source = _float_source(producers, name)
+            if source != name and (source not in producers or producers[source].name in kept):
+                node.input[index] = source
+
+
+def _float_source(producers: dict[str, onnx.NodeProto], name: str) -> str:
+    dequantize = producers.get(name)
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return name
+    quantize = producers.get(dequantize.input[0])
+    return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else name

@@ -1,0 +1,194 @@
+"""Better integers for the weights of a QDQ graph: rounded with second moments, their mean error put into the bias."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekit._files import replacing_file
+from edgekit.quantize.graph import Graph
+from edgekit.quantize.layers import Layer, read_layers
+from edgekit.quantize.moments import Moment, read_moments
+from edgekit.quantize.rounding import (
+    Rounded,
+    refit_weights,
+    round_nearest,
+    round_with_moment,
+    shrink_moment,
+    weight_scale,
+)
+from edgekit.tensors import Array
+
+Rounding = Literal["nearest", "bias", "gptq", "refit"]
+"""How weights are rounded.
+
+nearest: each by itself. bias: the same, and the mean of the error is taken out of the bias. gptq: so that the layer's
+output errs least, then bias. refit: first refitted to inputs that carry the noise of their own quantization, then gptq.
+"""
+
+_INT32_MARGIN = 1.001 / (2**31 - 1)
+
+
+class _Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a layer's parameters are in a QDQ graph: names of initializers, and the step of the quantized input."""
+
+    weight: str
+    weight_scale: str
+    bias: str | None
+    bias_scale: str | None
+    step: float
+    per_channel: bool
+
+
+def correct_weights(qdq: onnx.ModelProto, graph: Graph, statistics: Path, rounding: Rounding) -> None:
+    """Rewrites weights, their scales and biases of the QDQ form of `graph`; `qdq` is changed.
+
+    What was rounded once is kept in the folder `statistics` for other targets that quantize the same inputs alike.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    if rounding == "nearest":
+        return
+    initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
+    seats = _find_seats(qdq.graph, initializers)
+    layers = [layer for layer in read_layers(graph) if layer.node in seats]
+    layers = [layer for layer in layers if (layer.bias is None) == (seats[layer.node].bias is None)]
+    memory = statistics / f"rounded-{rounding}-{_digest_seats(graph, layers, seats, rounding)}.npz"
+    if not memory.is_file():
+        _save_corrections(memory, _round_all(graph, layers, seats, statistics, rounding))
+    with np.load(memory, allow_pickle=False) as corrections:
+        for index, layer in enumerate(layers):
+            if f"{index}.integers" in corrections:
+                fields = {field: corrections[f"{index}.{field}"] for field in ("integers", "scale", "bias")}
+                _write(initializers, seats[layer.node], **fields)
+
+
+def _round_all(
+    graph: Graph, layers: list[Layer], seats: dict[str, _Seat], statistics: Path, rounding: Rounding
+) -> Iterator[tuple[int, dict[str, Array]]]:
+    """Yields the position of each layer with moments, its integers, scale [channels] and corrected bias."""
+    places = {layer.node: (index, layer) for index, layer in enumerate(layers)}
+    for node, moment in read_moments(statistics / "moments.npz"):
+        if node not in places:
+            continue
+        (index, layer), seat = places[node], seats[node]
+        weight = numpy_helper.to_array(graph.initializers[layer.weight])
+        matrix, bias = layer.to_matrix(weight), _read_bias(graph, layer)
+        rounded = _round_layer(layer, matrix, moment, seat, _scale_floor(layer, bias, seat), rounding)
+        mean_error = ((matrix.astype(np.float64) - rounded.values) * moment.mean[:, None]).sum(axis=2)
+        yield (
+            index,
+            {
+                "integers": layer.from_matrix(rounded.integers, weight.shape),
+                "scale": rounded.scale.reshape(-1),
+                "bias": bias + mean_error.reshape(-1),
+            },
+        )
+
+
+def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor: Array, rounding: Rounding) -> Rounded:
+    if rounding == "bias":
+        return round_nearest(matrix, weight_scale(matrix, per_channel=seat.per_channel, floor=floor))
+    blocks = moment.blocks.astype(np.float64)
+    size = blocks.shape[-1]
+    if layer.bias is not None:
+        mean = moment.mean.reshape(-1, size, 1)
+        blocks = blocks - mean * np.swapaxes(mean, 1, 2)
+    blocks = shrink_moment(blocks, moment.count)
+    # An input may fire in a place that no vector was cut from: its energy is at least that of one vector more.
+    blocks += (moment.spread.reshape(-1, size) ** 2 / (moment.count + 1))[:, :, None] * np.eye(size)
+    pieces = layer.inputs // size
+    split = (
+        matrix.reshape(layer.groups, layer.outputs, pieces, size).transpose(0, 2, 1, 3).reshape(-1, layer.outputs, size)
+    )
+    noise = seat.step**2 / 12 if rounding == "refit" else 0.0
+    if rounding == "refit":
+        split = refit_weights(split, blocks, noise)
+    scale = weight_scale(_join(split, layer), per_channel=seat.per_channel, floor=floor)
+    found = round_with_moment(split, blocks, np.repeat(scale, pieces, axis=0), noise)
+    return Rounded(integers=_join(found.integers, layer), scale=scale)
+
+
+def _join(split: Array, layer: Layer) -> Array:
+    pieces = split.reshape(layer.groups, -1, layer.outputs, split.shape[-1])
+    return pieces.transpose(0, 2, 1, 3).reshape(layer.groups, layer.outputs, layer.inputs)
+
+
+def _find_seats(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto]) -> dict[str, _Seat]:
+    dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
+    seats: dict[str, _Seat] = {}
+    for node in graph.node:
+        sources = [dequantized.get(name) for name in node.input[:3]]
+        if (
+            node.op_type not in {"Conv", "Gemm", "MatMul"}
+            or len(sources) < 2
+            or sources[0] is None
+            or sources[1] is None
+        ):
+            continue
+        weight, bias = sources[1], sources[2] if len(sources) == 3 else None
+        zero = initializers.get(weight.input[2])
+        stored = initializers.get(weight.input[0])
+        if stored is None or zero is None or stored.data_type != onnx.TensorProto.INT8:
+            continue
+        scale = numpy_helper.to_array(initializers[weight.input[1]])
+        if numpy_helper.to_array(zero).any() or scale.dtype != np.float32:
+            continue
+        seats[node.name] = _Seat(
+            weight=weight.input[0],
+            weight_scale=weight.input[1],
+            bias=bias.input[0] if bias is not None else None,
+            bias_scale=bias.input[1] if bias is not None else None,
+            step=float(numpy_helper.to_array(initializers[sources[0].input[1]])),
+            per_channel=scale.ndim > 0,
+        )
+    return seats
+
+
+def _write(
+    initializers: dict[str, onnx.TensorProto], seat: _Seat, *, integers: Array, scale: Array, bias: Array
+) -> None:
+    stored = scale if seat.per_channel else scale[0]
+    initializers[seat.weight].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(integers), seat.weight))
+    initializers[seat.weight_scale].CopyFrom(numpy_helper.from_array(np.asarray(stored), seat.weight_scale))
+    if seat.bias is None or seat.bias_scale is None:
+        return
+    step = (np.float32(seat.step) * scale).astype(np.float32)
+    counts = np.clip(np.rint(bias / step.astype(np.float64)), -(2**31), 2**31 - 1).astype(np.int32)
+    initializers[seat.bias].CopyFrom(numpy_helper.from_array(counts, seat.bias))
+    stored_step = step if seat.per_channel else step[:1]
+    initializers[seat.bias_scale].CopyFrom(numpy_helper.from_array(stored_step, seat.bias_scale))
+
+
+def _read_bias(graph: Graph, layer: Layer) -> Array:
+    stored = None if layer.bias is None else graph.constant(layer.bias)
+    return np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
+
+
+def _scale_floor(layer: Layer, bias: Array, seat: _Seat) -> Array:
+    """Returns the least weight scale with which each bias fits into 32 bits."""
+    return np.abs(bias).reshape(layer.groups, layer.outputs, 1) * _INT32_MARGIN / seat.step
+
+
+def _digest_seats(graph: Graph, layers: list[Layer], seats: dict[str, _Seat], rounding: Rounding) -> str:
+    """Returns a digest of what the integers depend on besides the statistics: the scales, and for refit the steps."""
+    digest = hashlib.sha256()
+    for layer in layers:
+        seat = seats[layer.node]
+        matrix = layer.to_matrix(numpy_helper.to_array(graph.initializers[layer.weight]))
+        floor = _scale_floor(layer, _read_bias(graph, layer), seat)
+        digest.update(f"{layer.node}:{seat.per_channel}:{seat.step.hex() if rounding == 'refit' else ''};".encode())
+        digest.update(weight_scale(matrix, per_channel=seat.per_channel, floor=floor).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _save_corrections(path: Path, corrections: Iterator[tuple[int, dict[str, Array]]]) -> None:
+    arrays = {f"{index}.{field}": value for index, fields in corrections for field, value in fields.items()}
+    with replacing_file(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)

@@ -1,0 +1,68 @@
+"""Histograms of activations that grow with their data and do not depend on its order."""
+
+import math
+
+import msgspec
+import numpy as np
+
+from edgekit.tensors import Array
+
+HALF_BINS = 2048
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of values at bin centres; bins without a value are left out.
+
+    `centers` rise and have shape [B], `counts` too; exact zeros have a bin of their own.
+    """
+
+    centers: Array
+    counts: Array
+
+    @property
+    def total(self) -> int:
+        """How many values were counted."""
+        return int(self.counts.sum())
+
+
+class HistogramGrower:
+    """Counts values in bins of a power-of-two width, which doubles when a value falls outside.
+
+    Bins begin at multiples of their width, so doubling merges pairs exactly and the order of the values is of no
+    matter. The width ends between 1/2048 and 1/1024 of the largest magnitude.
+    """
+
+    def __init__(self) -> None:
+        self._exponent = -126
+        self._counts = np.zeros(2 * HALF_BINS, np.int64)
+        self._zeros = 0
+
+    def add(self, values: Array) -> None:
+        """Counts finite values of any shape."""
+        flat = values.reshape(-1)
+        flat = flat[flat != 0]
+        self._zeros += values.size - flat.size
+        if not flat.size:
+            return
+        self._widen(float(np.abs(flat).max()))
+        bins = np.floor(flat.astype(np.float64) * 2.0**-self._exponent).astype(np.int64) + HALF_BINS
+        self._counts += np.bincount(np.clip(bins, 0, 2 * HALF_BINS - 1), minlength=2 * HALF_BINS)
+
+    def freeze(self) -> Histogram:
+        """Returns the histogram of everything counted."""
+        used = np.flatnonzero(self._counts)
+        centers = (used - HALF_BINS + 0.5) * 2.0**self._exponent
+        counts = self._counts[used]
+        if self._zeros:
+            at = int(np.searchsorted(centers, 0.0))
+            centers, counts = np.insert(centers, at, 0.0), np.insert(counts, at, self._zeros)
+        return Histogram(centers=centers, counts=counts)
+
+    def _widen(self, magnitude: float) -> None:
+        needed = max(-126, math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1))
+        if not self._counts.any():
+            self._exponent = max(self._exponent, needed)
+        while self._exponent < needed:
+            merged = self._counts.reshape(-1, 2).sum(axis=1)
+            self._counts = np.pad(merged, HALF_BINS // 2)
+            self._exponent += 1

@@ -1,0 +1,126 @@
+"""How near a quantized candidate comes to the float model on samples that were held out from fitting."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.model import MAX_PROTOBUF_BYTES, save_proto
+from edgekit.quantize.graph import Graph
+from edgekit.quantize.held_out import read_held_out
+from edgekit.tensors import Array
+
+_PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
+_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax", "TopK"})
+_WORST_DB, _BEST_DB = -20.0, 80.0
+_FEW = 32
+
+
+class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor to compare: an output, or what the node named `reader` squashes into one (`reader` is "" for outputs).
+
+    Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
+    mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
+    layer with weights reads is compared too.
+    """
+
+    tensor: str
+    reader: str
+    centred: bool
+
+
+def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
+    """Returns the float tensors that stand for the outputs of a graph."""
+    points: list[JudgePoint] = []
+    for value in graph.proto.graph.output:
+        point = _find_point(graph, value.name)
+        if graph.is_float(point.tensor):
+            points.append(point)
+            points += _find_features(graph, point.tensor)
+    return tuple(dict.fromkeys(points))
+
+
+def judge_candidate(qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statistics: Path) -> float:
+    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, the mean over the points.
+
+    It runs on the CPU provider with 16-bit products kept from saturating (`session.x64quantprecision`).
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    proto = onnx.ModelProto()
+    proto.CopyFrom(qdq)
+    nodes = {node.name: node for node in proto.graph.node}
+    names = {point: nodes[point.reader].input[0] if point.reader else point.tensor for point in points}
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
+    session = _open(proto, statistics / "candidate.onnx")
+    powers = {point: np.zeros(2) for point in points}
+    for inputs, expected in read_held_out(statistics):
+        found = session.run(inputs)
+        for point, name in names.items():
+            powers[point] += _powers(expected[point.tensor], found[name], centred=point.centred)
+    return float(np.mean([_ratio_db(*power) for power in powers.values()]))
+
+
+def sqnr_db(expected: Array, found: Array) -> float:
+    """Returns the power of `expected` over that of the difference in dB, within -20 and 80."""
+    return _ratio_db(*_powers(expected, found, centred=False))
+
+
+def has_held_out(statistics: Path) -> bool:
+    """Returns True if a calibration held samples out.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    return next(read_held_out(statistics), None) is not None
+
+
+def _powers(expected: Array, found: Array, *, centred: bool) -> Array:
+    one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
+    if centred:
+        one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
+    return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+
+
+def _ratio_db(signal: float, noise: float) -> float:
+    if not np.isfinite(noise):
+        return _WORST_DB
+    tiny = np.finfo(np.float64).tiny
+    return float(np.clip(10 * np.log10(max(signal, tiny) / max(noise, tiny)), _WORST_DB, _BEST_DB))
+
+
+def _find_point(graph: Graph, output: str) -> JudgePoint:
+    name = output
+    while name in graph.producers and graph.producers[name].op_type in _PASSED_THROUGH | _SQUASHING:
+        node = graph.producers[name]
+        name = node.input[0]
+        if node.op_type in _SQUASHING and graph.is_float(name):
+            return JudgePoint(tensor=name, reader=node.name, centred=node.op_type in {"Softmax", "LogSoftmax"})
+    return JudgePoint(tensor=output, reader="", centred=False)
+
+
+def _find_features(graph: Graph, name: str) -> list[JudgePoint]:
+    """Returns what the layer before a tensor of few values reads, if it is more."""
+    while (math.prod(graph.static_shape(name) or (_FEW,)) < _FEW) and name in graph.producers:
+        node = graph.producers[name]
+        name = node.input[0] if node.input else ""
+        if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
+            return [JudgePoint(tensor=name, reader=node.name, centred=False)]
+    return []
+
+
+def _open(proto: onnx.ModelProto, path: Path) -> CpuSession:
+    settings = SessionSettings(level=Level.ALL, config=dict(_PRECISE))
+    if proto.ByteSize() < MAX_PROTOBUF_BYTES // 2:
+        return CpuSession(proto.SerializeToString(), settings)
+    save_proto(proto, path)
+    return CpuSession(path, settings)
+
+
+_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}

@@ -1,0 +1,125 @@
+"""First and second moments of what layers multiply, gathered inside ONNX Runtime and summed in numpy."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgekit.errors import UsageError
+from edgekit.quantize.layers import Cut, Layer
+from edgekit.tensors import Array
+
+BUDGET_BYTES = 160 << 20
+_BLOCK_SIZES = (1152, 576, 288, 144)
+_FLUSH_ROWS = 256
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of a layer's input vectors: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
+
+    `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
+    only over the vectors cut: an input that seldom fires shows there.
+    `blocks` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into as
+    many parts of `size` and what one part has to do with another is left out.
+    """
+
+    count: int
+    mean: Array
+    spread: Array
+    blocks: Array
+
+
+class MomentGrower:
+    """Sums up the moments of one layer, a sample at a time."""
+
+    def __init__(self, layer: Layer, cut: Cut, size: int) -> None:
+        self._layer, self._cut, self._size = layer, cut, size
+        self._pieces = layer.inputs // size
+        self._sum = np.zeros((layer.groups, layer.inputs))
+        self._products = np.zeros((layer.groups * self._pieces, size, size), np.float32)
+        self._pending: list[Array] = []
+        self._count = 0
+
+    def add(self, values: Array) -> None:
+        """Takes in what the cut gathers from one sample."""
+        self._pending.append(self._cut.vectors(values))
+        if sum(map(len, self._pending)) >= _FLUSH_ROWS:
+            self._flush()
+
+    def freeze(self, lows: Array, highs: Array) -> Moment:
+        """Returns the moments of everything added, given the lowest and highest value of each channel of the source."""
+        self._flush()
+        count = max(1, self._count)
+        padded = not all(inside.all() for inside in self._cut.inside)
+        spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
+        taps = math.prod(self._cut.kernel)
+        return Moment(
+            count=self._count,
+            mean=(self._sum / count).astype(np.float32),
+            spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
+            blocks=self._products / np.float32(count),
+        )
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        rows = np.concatenate(self._pending).reshape(-1, self._layer.groups, self._layer.inputs)
+        self._pending = []
+        self._count += len(rows)
+        self._sum += rows.sum(axis=0, dtype=np.float64)
+        parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
+        self._products += np.swapaxes(parts, 1, 2) @ parts
+
+
+def block_sizes(layers: tuple[Layer, ...]) -> dict[str, int]:
+    """Returns for each layer (by its node) how many inputs a block of its second moment has, within the budget."""
+    sizes: dict[str, int] = {}
+    for limit in _BLOCK_SIZES:
+        sizes = {layer.node: _divide(layer.inputs, limit) for layer in layers}
+        if sum(4 * layer.groups * layer.inputs * sizes[layer.node] for layer in layers) <= BUDGET_BYTES:
+            break
+    return sizes
+
+
+def vectors_wanted(layer: Layer, samples: int) -> int:
+    """Returns how many vectors a sample should give: in all about four times as many as the layer has inputs."""
+    wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
+    return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
+
+
+def save_moments(path: Path, moments: Mapping[str, Moment]) -> None:
+    """Writes moments by node to an .npz file."""
+    arrays: dict[str, Array] = {}
+    for index, (node, moment) in enumerate(moments.items()):
+        arrays[f"{index}.node"] = np.array(node)
+        arrays[f"{index}.count"] = np.array(moment.count)
+        arrays[f"{index}.mean"] = moment.mean
+        arrays[f"{index}.spread"] = moment.spread
+        arrays[f"{index}.blocks"] = moment.blocks
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def read_moments(path: Path) -> Iterator[tuple[str, Moment]]:
+    """Yields node and moments from a file that `save_moments` wrote, one layer in memory at a time.
+
+    Raises:
+        UsageError: the file is gone.
+    """
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise UsageError(f"the statistics of the calibration, '{path}', are gone", hint="calibrate again") from error
+    with archive:
+        for index in range(sum(name.endswith(".node") for name in archive.files)):
+            fields = {field: archive[f"{index}.{field}"] for field in ("mean", "spread", "blocks")}
+            yield str(archive[f"{index}.node"]), Moment(count=int(archive[f"{index}.count"]), **fields)
+
+
+def _divide(inputs: int, limit: int) -> int:
+    pieces = -(-inputs // limit)
+    while inputs % pieces:
+        pieces += 1
+    return inputs // pieces

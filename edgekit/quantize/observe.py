@@ -1,0 +1,168 @@
+"""The float graph with reductions added, so that ONNX Runtime measures activations and only scalars come back."""
+
+import math
+from collections.abc import Collection, Iterator
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.quantize.graph import Graph, float_activations, folded_activations, known_bounds
+from edgekit.quantize.layers import Cut, Layer, cut_vectors, read_layers
+from edgekit.quantize.moments import vectors_wanted
+from edgekit.tensors import Array
+
+LOWS, HIGHS, SUMS = "edgekit.lows", "edgekit.highs", "edgekit.sums"
+PICKS, VECTORS = "edgekit.picks", "edgekit.vectors."
+
+PICKED_VALUES = 1 << 18
+"""About how many values of a tensor its histogram holds, over all samples."""
+
+_NAN_OPS = frozenset(
+    {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
+)
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph that measures, and the order in which its extra outputs hold the tensors.
+
+    `lows` and `highs` name the tensors of the vectors of minima and maxima, with how many entries each has: one, or
+    one a channel for a tensor that a layer with weights reads. `picks` names the tensors of the vector of
+    picked values with the number of values of each. `bounds` holds what operators alone say. `aliases` maps a tensor
+    before a Relu or Clip to the one after it. `sums` names tensors whose sum is there to catch NaN, which ONNX
+    Runtime's minimum and maximum skip. `cuts` says how to read
+    the vectors of each layer from its own output, named VECTORS and its node.
+    """
+
+    proto: onnx.ModelProto
+    lows: tuple[tuple[str, int], ...]
+    highs: tuple[tuple[str, int], ...]
+    sums: tuple[str, ...]
+    picks: tuple[tuple[str, int], ...]
+    cuts: tuple[tuple[Layer, Cut], ...]
+    bounds: dict[str, tuple[float | None, float | None]]
+    aliases: dict[str, str]
+
+
+def observe_graph(graph: Graph, samples: int, shown: Collection[str] = ()) -> Observation:
+    """Returns the graph with a minimum, a maximum and values at fixed positions for each float activation.
+
+    The more samples there are, the fewer values are picked from each. Of the input of each layer with weights, whole
+    vectors are picked.
+    """
+    picked = picked_values(samples)
+    aliases = folded_activations(graph)
+    names = [name for name in float_activations(graph) if name not in aliases and 0 not in graph.shapes.get(name, ())]
+    bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
+    builder = _Builder(graph)
+    builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
+    channels = {layer.source: layer.channel_axis(graph) for layer in read_layers(graph)}
+    lows = [name for name in names if bounds.get(name, (None, None))[0] is None]
+    highs = [name for name in names if bounds.get(name, (None, None))[1] is None]
+    sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
+    builder.concat(LOWS, [builder.reduce("ReduceMin", name, channels.get(name)) for name in lows])
+    builder.concat(HIGHS, [builder.reduce("ReduceMax", name, channels.get(name)) for name in highs])
+    builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
+    picks = tuple((name, builder.pick_count(name, picked)) for name in names)
+    picks = tuple((name, count) for name, count in picks if count)
+    builder.concat(PICKS, [builder.pick(name, count) for name, count in picks])
+    cuts = tuple(builder.cut(samples))
+    return Observation(
+        proto=builder.proto,
+        lows=tuple((name, _entries(graph, name, channels.get(name))) for name in lows),
+        highs=tuple((name, _entries(graph, name, channels.get(name))) for name in highs),
+        sums=sums,
+        picks=picks,
+        cuts=cuts,
+        bounds=bounds,
+        aliases=aliases,
+    )
+
+
+def picked_values(samples: int) -> int:
+    """Returns how many values of a tensor each of so many samples gives to its histogram."""
+    return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
+
+
+def _entries(graph: Graph, name: str, axis: int | None) -> int:
+    return 1 if axis is None else graph.shapes[name][axis] or 1
+
+
+class _Builder:
+    """Adds measuring nodes to a copy of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.proto = onnx.ModelProto()
+        self.proto.CopyFrom(graph.proto)
+        self._graph = graph
+        self._count = 0
+        self._constant("edgekit.flat", np.array([-1]))
+
+    def reduce(self, op: str, name: str, axis: int | None = None) -> str:
+        """Adds a reduction to one value, or to one for each index of an axis."""
+        inputs, attributes = [self._as_float(name)], {}
+        if axis is not None:
+            others = [index for index in range(len(self._graph.shapes[name])) if index != axis]
+            if self._graph.opset >= 18:
+                inputs.append(self._constant(f"edgekit.{op}.{name}", np.array(others)))
+            else:
+                attributes["axes"] = others
+        reduced = self._node(op, inputs, keepdims=0, **attributes)
+        return self._node("Reshape", [reduced, "edgekit.flat"])
+
+    def pick_count(self, name: str, picked: int) -> int:
+        shape = self._pickable_shape(name)
+        return 0 if shape is None else min(picked, math.prod(shape))
+
+    def pick(self, name: str, count: int) -> str:
+        shape = self._pickable_shape(name) or ()
+        size = math.prod(shape)
+        jitter = np.random.default_rng(0).random(count)
+        flat = ((np.arange(count) + jitter) * (size / count)).astype(np.int64).clip(0, size - 1)
+        indices = self._constant(f"{name}.edgekit.positions", np.stack(np.unravel_index(flat, shape), axis=1))
+        return self._node("GatherND", [self._as_float(name), indices])
+
+    def cut(self, samples: int) -> Iterator[tuple[Layer, Cut]]:
+        for layer in read_layers(self._graph):
+            if self._graph.elem_types[layer.source] != onnx.TensorProto.FLOAT:
+                continue
+            cut = cut_vectors(self._graph, layer, vectors_wanted(layer, samples))
+            if cut is not None:
+                self._gather(layer, cut)
+                yield layer, cut
+
+    def _gather(self, layer: Layer, cut: Cut) -> None:
+        name = layer.source
+        for axis, indices in cut.gathers:
+            name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
+        self.proto.graph.node.append(helper.make_node("Identity", [name], [VECTORS + layer.node]))
+        self.proto.graph.output.append(onnx.ValueInfoProto(name=VECTORS + layer.node))
+
+    def concat(self, name: str, parts: list[str]) -> None:
+        if parts:
+            self.proto.graph.node.append(helper.make_node("Concat", parts, [name], axis=0))
+            self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
+
+    def _pickable_shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape to pick from: only the first element where the batch is not known."""
+        first, *rest = self._graph.shapes.get(name, ()) or (None,)
+        known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
+        return tuple(known) if name in self._graph.shapes and len(known) == len(rest) + 1 and rest else None
+
+    def _as_float(self, name: str) -> str:
+        if self._graph.elem_types[name] == onnx.TensorProto.FLOAT:
+            return name
+        return self._node("Cast", [name], to=onnx.TensorProto.FLOAT)
+
+    def _node(self, op: str, inputs: list[str], **attributes: int | list[int]) -> str:
+        self._count += 1
+        output = f"edgekit.{self._count}"
+        node = helper.make_node(op, inputs, [output])
+        node.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
+        self.proto.graph.node.append(node)
+        return output
+
+    def _constant(self, name: str, value: Array) -> str:
+        self.proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.int64), name))
+        return name

@@ -1,0 +1,171 @@
+"""What quantizing a model for a target will do, as plain data that can be read before anything runs."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import onnx
+
+from edgekit.errors import DataError, ModelError, UsageError
+from edgekit.model import Model
+from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
+from edgekit.quantize.calibrate import Calibration
+from edgekit.quantize.correct import Rounding
+from edgekit.quantize.graph import Graph
+from edgekit.quantize.islands import float_islands
+from edgekit.quantize.ranges import TensorRange
+from edgekit.target import Precision, Quantization, Target
+
+
+class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node that computes in float, and why."""
+
+    name: str
+    op: str
+    reason: str
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A way to quantize that was tried, and the signal-to-noise ratio it reached on held-out samples."""
+
+    method: str
+    rounding: Rounding
+    sqnr_db: float
+
+
+class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What quantizing will do.
+
+    `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
+    `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
+    `judged` lists what was tried, best first. `statistics` is the calibration's folder, which rounding other than
+    "nearest" needs.
+    """
+
+    model_sha256: str
+    samples_sha256: str
+    target: str
+    precision: Precision
+    scheme: Literal["qnn", "ort"]
+    activation: Literal["uint8", "int8", "uint16"]
+    weight: Literal["uint8", "int8"]
+    activation_symmetric: bool
+    weight_symmetric: bool
+    method: str
+    rounding: Rounding
+    op_types: tuple[str, ...]
+    ranges: dict[str, TensorRange]
+    grids: dict[str, Grid]
+    axes: dict[str, int]
+    float_nodes: tuple[FloatNode, ...]
+    judged: tuple[Candidate, ...]
+    statistics: str
+
+
+def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Target, precision: Precision) -> QuantPlan:
+    """Returns a plan with exact ranges and plain rounding.
+
+    Raises:
+        UsageError: the precision is no integer precision.
+        DataError: the calibration is of another model.
+        ModelError: no node of the model can be quantized.
+    """
+    if precision not in {"int8", "int16"}:
+        raise UsageError(f"'{precision}' is no integer precision", hint="int8 or int16; others need no calibration")
+    if calibration.model_sha256 != model.sha256:
+        raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
+    rules = target.quantization
+    activation = rules.activation if precision == "int8" else "uint16"
+    op_types = _op_types(graph, rules)
+    float_nodes = tuple(_float_nodes(graph, op_types))
+    if len(float_nodes) == len(_float_computing(graph)):
+        raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
+    return QuantPlan(
+        model_sha256=model.sha256,
+        samples_sha256=calibration.samples_sha256,
+        target=target.name,
+        precision=precision,
+        scheme=rules.scheme,
+        activation=activation,
+        weight=rules.weight,
+        activation_symmetric=rules.activation_symmetric,
+        weight_symmetric=rules.weight_symmetric,
+        method="minmax",
+        rounding="nearest",
+        op_types=op_types,
+        ranges=calibration.ranges["minmax"],
+        grids=_grids(graph, rules.scheme, activation, op_types),
+        axes=_axes(graph, rules),
+        float_nodes=float_nodes,
+        judged=(),
+        statistics=calibration.statistics,
+    )
+
+
+def _op_types(graph: Graph, rules: Quantization) -> tuple[str, ...]:
+    present = {node.op_type for node in graph.proto.graph.node}
+    if rules.op_types:
+        return tuple(sorted(present & set(rules.op_types)))
+    allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
+    return tuple(sorted(allowed))
+
+
+def _float_computing(graph: Graph) -> list[onnx.NodeProto]:
+    return [
+        node
+        for node in graph.proto.graph.node
+        if any(graph.is_float(name) and name not in graph.initializers for name in node.input)
+    ]
+
+
+def _float_nodes(graph: Graph, op_types: tuple[str, ...]) -> Iterator[FloatNode]:
+    islands = float_islands(graph)
+    for node in _float_computing(graph):
+        if node.name in islands:
+            yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])
+        elif node.op_type not in op_types:
+            yield FloatNode(name=node.name, op=node.op_type, reason=f"no rule of this target quantizes {node.op_type}")
+        elif node.op_type in {"Relu", "Clip"} and node.input[0] in graph.captured:
+            yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input")
+
+
+def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]) -> dict[str, Grid]:
+    """Returns 1/256 for Softmax and Sigmoid outputs, which NNAPI demands exactly and XNNPACK within 1e-4."""
+    if scheme == "qnn" or activation == "uint16":
+        return {}
+    grid = Grid(scale=1 / 256, zero_point=-128 if activation == "int8" else 0)
+    return {
+        node.output[0]: grid
+        for node in graph.proto.graph.node
+        if node.op_type in {"Softmax", "Sigmoid"} and node.op_type in op_types and graph.is_float(node.output[0])
+    }
+
+
+def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    if rules.weight != "int8" or not rules.weight_symmetric:
+        return axes
+    for node in graph.proto.graph.node:
+        if node.op_type in rules.per_channel_ops and len(node.input) > 1:
+            axis = _channel_axis(graph, node)
+            if axis is not None and graph.consumers[node.input[1]] == (node,):
+                axes[node.input[1]] = axis
+    return axes
+
+
+def _channel_axis(graph: Graph, node: onnx.NodeProto) -> int | None:
+    """Returns the output-channel axis of a weighted node's constant weight, None where a scale per channel cannot be.
+
+    A grouped ConvTranspose shares an axis between groups, so its int32 bias could not follow the weight's scales.
+    """
+    weight = graph.initializers.get(node.input[1])
+    if weight is None or weight.data_type != onnx.TensorProto.FLOAT:
+        return None
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    if node.op_type == "Conv":
+        return 0
+    if node.op_type == "ConvTranspose":
+        return 1 if attributes.get("group", 1) == 1 else None
+    if node.op_type == "Gemm":
+        return 0 if attributes.get("transB", 0) else 1
+    return 1 if node.op_type == "MatMul" and len(weight.dims) == 2 else None

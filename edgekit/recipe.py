@@ -1,0 +1,102 @@
+"""What to build and how: the options of a build, which a recipe file can hold as well."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekit.errors import UsageError
+from edgekit.images import Preprocess
+from edgekit.target import Precision, Target, Thresholds, load_target, target_names
+
+PrecisionChoice = Literal["auto", "int8", "int16", "fp16", "fp32"]
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the samples of a build come from.
+
+    `source` calibrates; `evaluation` verifies, and where it is None part of `source` is kept back for it. `labels`
+    holds the class of each evaluation sample.
+    """
+
+    source: str
+    evaluation: str | None = None
+    labels: Path | None = None
+    preprocess: Preprocess | None = None
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to build bundles of a model.
+
+    `dims` gives dynamic dimensions their sizes, `settings` parameters of targets their values. `samples` limits the
+    calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
+    replaces the targets' own `min_top1_agreement`. `thresholds` replaces the thresholds of a target by name.
+    """
+
+    targets: tuple[str, ...] = ("all",)
+    dims: dict[str, int] = {}
+    settings: dict[str, str] = {}
+    precision: PrecisionChoice = "auto"
+    samples: int | None = None
+    max_drop: float | None = None
+    thresholds: dict[str, Thresholds] = {}
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads a recipe file.
+
+    Raises:
+        UsageError: the file cannot be read, is malformed, or has an unknown key.
+    """
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Recipe)
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--recipe takes a .toml file") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        keys = ", ".join(Recipe.__struct_fields__)
+        raise UsageError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+
+
+def load_targets(recipe: Recipe) -> tuple[Target, ...]:
+    """Returns the targets of a recipe with their parameters and thresholds set, each once.
+
+    Raises:
+        UsageError: a target, a parameter, its value or the precision does not exist for these targets.
+    """
+    names = [name for given in recipe.targets for name in (target_names() if given == "all" else (given,))]
+    loaded = [load_target(name) for name in dict.fromkeys(names)]
+    for key in recipe.settings:
+        if not any(key in target.parameters for target in loaded):
+            valid = ", ".join(sorted({name for target in loaded for name in target.parameters})) or "none"
+            raise UsageError(f"no target here has a parameter '{key}'", hint=f"parameters: {valid}")
+    for key in recipe.thresholds:
+        if key not in {target.name for target in loaded}:
+            raise UsageError(f"the recipe has thresholds for '{key}', which is not built", hint="name a built target")
+    return tuple(_adjust(name, target, recipe) for name, target in zip(dict.fromkeys(names), loaded, strict=True))
+
+
+def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
+    """Returns the precision to build a target with.
+
+    Raises:
+        UsageError: the target does not take the wanted precision.
+    """
+    if wanted == "auto":
+        return target.precision
+    if wanted not in target.precisions:
+        raise UsageError(
+            f"target '{target.name}' does not take {wanted}: {target.precision_reason}",
+            hint=f"it takes {', '.join(target.precisions)}, or leave --precision out",
+        )
+    return wanted
+
+
+def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
+    mine: Mapping[str, str] = {key: value for key, value in recipe.settings.items() if key in target.parameters}
+    target = load_target(name, mine)
+    choose_precision(target, recipe.precision)
+    thresholds = recipe.thresholds.get(target.name, target.thresholds)
+    if recipe.max_drop is not None:
+        thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=1 - recipe.max_drop / 100)
+    return msgspec.structs.replace(target, thresholds=thresholds)

@@ -1,0 +1,150 @@
+"""One stage at a time, for a model as the user has it: it is prepared, then the stage runs."""
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from edgekit import _ort
+from edgekit._files import digest_file, replacing_file, staged_entries, work_folder
+from edgekit.check.check import check_model
+from edgekit.check.report import CheckReport
+from edgekit.convert.census import count_ops, replay_saved
+from edgekit.convert.convert import ORT_FILES, convert_model
+from edgekit.convert.ort_form import OrtOptions, Style, write_ort
+from edgekit.convert.ort_report import read_graph
+from edgekit.model import load_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.quantize import FloatNode, calibrate_model, plan_quantization, quantize_model
+from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.samples import check_samples, limit_samples, load_samples
+from edgekit.target import Form, Precision
+
+Progress = Callable[[str], None]
+
+
+class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A model checked against several targets."""
+
+    model: str
+    sha256: str
+    targets: dict[str, CheckReport]
+
+
+class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The files written, by form, the one to load first; `census` counts the nodes that an `.ort` file will run."""
+
+    model: str
+    out: Path
+    files: dict[Form, tuple[str, ...]]
+    census: dict[Form, dict[str, int]]
+    sha256: dict[str, str]
+
+
+class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A model quantized for a target, and which nodes stayed float and why."""
+
+    model: str
+    out: Path
+    target: str
+    precision: Precision
+    samples: int
+    size_before: int
+    size_after: int
+    quantized_nodes: int
+    float_nodes: tuple[FloatNode, ...]
+    seconds: float
+    peak_rss_bytes: int
+
+
+def check_targets(model: Path, recipe: Recipe, progress: Progress | None = None) -> CheckSummary:
+    """Prepares a model and returns what each target of the recipe would take of it.
+
+    Raises:
+        EdgekitError: the model or the recipe is wrong.
+    """
+    progress = progress or say_nothing
+    targets, source = load_targets(recipe), load_model(model)
+    with work_folder() as work:
+        progress("prepare the model")
+        prepared = prepare_model(source, work / f"{source.name}.onnx", recipe.dims)
+        reports: dict[str, CheckReport] = {}
+        for target in targets:
+            progress(f"check {target.name}")
+            reports[target.name] = check_model(prepared, target)
+    return CheckSummary(model=source.name, sha256=source.sha256, targets=reports)
+
+
+def quantize_for(
+    model: Path, data: Data, out: Path, recipe: Recipe, progress: Progress | None = None
+) -> QuantizeReport:
+    """Writes the QDQ form of a model for the one target of the recipe.
+
+    Raises:
+        EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
+    """
+    start, progress = time.monotonic(), progress or say_nothing
+    (target,), source = load_targets(recipe), load_model(model)
+    precision = choose_precision(target, recipe.precision)
+    with work_folder() as work, replacing_file(out) as temporary:
+        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+        samples = limit_samples(load_samples(data.source, prepared.inputs, data.preprocess), recipe.samples)
+        check_samples(samples)
+        progress(f"calibrate with {samples.count} samples")
+        calibration = calibrate_model(prepared, samples, work=work / "calibration")
+        plan = plan_quantization(prepared, calibration, target, precision)
+        progress("quantize")
+        quantized = quantize_model(prepared, plan, temporary)
+    return QuantizeReport(
+        model=source.name,
+        out=out,
+        target=target.name,
+        precision=precision,
+        samples=samples.count,
+        size_before=source.size_bytes,
+        size_after=quantized.size_after,
+        quantized_nodes=quantized.quantized_nodes,
+        float_nodes=quantized.float_nodes,
+        seconds=round(time.monotonic() - start, 2),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def convert_for(model: Path, out: Path, recipe: Recipe, options: OrtOptions, styles: Sequence[Style]) -> ConvertReport:
+    """Writes a model into the folder `out`: for the one target of the recipe, or without one in the styles asked for.
+
+    Raises:
+        EdgekitError: the model or the recipe is wrong, or ONNX Runtime refuses the model.
+    """
+    targets, source = load_targets(recipe), load_model(model)
+    with work_folder() as work, staged_entries(out) as staging:
+        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+        files: dict[Form, tuple[str, ...]] = {}
+        census: dict[Form, dict[str, int]] = {}
+        if targets:
+            converted = convert_model(prepared, targets[0], staging)
+            files, census = converted.files, converted.census
+        for style in () if targets else styles:
+            write_ort(prepared, staging / ORT_FILES[style], msgspec.structs.replace(options, style=style))
+            files[style] = (ORT_FILES[style],)
+            census[style] = count_ops(replay_saved(read_graph(staging / ORT_FILES[style])))
+        sha256 = {name: digest_file(staging / name) for names in files.values() for name in names}
+    return ConvertReport(model=source.name, out=out, files=files, census=census, sha256=sha256)
+
+
+def list_versions() -> dict[str, str]:
+    """Returns the versions of edgekit and of what it stands on."""
+    return {"edgekit": version("edgekit"), "onnxruntime": _ort.VERSION, "onnx": version("onnx")}
+
+
+def say_nothing(_step: str) -> None:
+    """Takes a step of progress and shows nothing."""
+
+
+def peak_rss_bytes() -> int:
+    """Returns the peak memory of this process plus that of its largest child."""
+    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return (own + children) * 1024

@@ -1,0 +1,45 @@
+"""How often the first class is the label, on the float model and on the device."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekit.errors import EdgekitError
+from edgekit.samples import Samples
+from edgekit.tensors import Array, Tensors
+from edgekit.verify.metrics import ranks_classes
+from edgekit.verify.report import Accuracy
+
+
+def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) -> Accuracy | None:
+    """Returns the top-1 accuracy of both sides on the first output that ranks classes, None if none does.
+
+    A sample that did not come back, or came back with values that are not finite, counts as wrong.
+    """
+    first = next(iter(reference), dict[str, Array]())
+    name = next((name for name, value in first.items() if ranks_classes(value)), None)
+    if name is None:
+        return None
+    return Accuracy(
+        output=name,
+        samples=len(labels),
+        reference=_share_right(reference, name, labels),
+        got=_share_right(got, name, labels),
+    )
+
+
+def _share_right(samples: Samples, name: str, labels: Sequence[int]) -> float:
+    right = 0
+    try:
+        for sample, label in zip(samples, labels, strict=False):
+            right += _find_class(sample, name) == label
+    except EdgekitError:
+        return right / len(labels)
+    return right / len(labels)
+
+
+def _find_class(sample: Tensors, name: str) -> int | None:
+    value = sample.get(name)
+    if value is None or not value.size or value.dtype.kind not in "fiu" or not np.isfinite(value).all():
+        return None
+    return int(value.argmax())

@@ -1,0 +1,96 @@
+"""Cutting a model: its beginning, up to each place where only whole layers lie before the cut."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit.model import Model, iterate_graphs, read_proto, save_proto
+from edgekit.verify.match import order_nodes
+
+_QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A beginning of a model: how many of its computing nodes, in their order, and the tensors that come out there.
+
+    `layer` names the last node before the cut that is no Q or DQ.
+    """
+
+    nodes: int
+    outputs: tuple[str, ...]
+    layer: str
+
+
+def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
+    """Returns every place to cut, in the order of computation; the last one is the whole graph.
+
+    A cut never parts a node from the Q and DQ behind it, because the node would then compute in float.
+    """
+    nodes = _list_computing(graph)
+    last_read = {name: place for place, node in enumerate(nodes) for name in _iterate_reads(node)}
+    given = {value.name for value in graph.output}
+    rounded = {name for node in nodes if node.op_type == _QUANTIZE for name in (node.input[0], node.output[0])}
+    cuts: list[Cut] = []
+    live: list[str] = []
+    layer = ""
+    for place, node in enumerate(nodes):
+        layer = layer if node.op_type in {_QUANTIZE, _DEQUANTIZE} else node.name or node.output[0]
+        live = [name for name in (*live, *node.output) if name in given or last_read.get(name, -1) > place]
+        if live and not any(name in rounded and last_read.get(name, -1) > place for name in live):
+            cuts.append(Cut(nodes=place + 1, outputs=tuple(live), layer=layer))
+    return tuple(cuts)
+
+
+def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
+    """Saves the part of a model before a cut as a model of its own, with the same inputs.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    proto = read_proto(model)
+    graph = proto.graph
+    kept = _list_computing(graph)[: cut.nodes]
+    kept = [*_find_constants(graph, kept), *kept]
+    needed = {name for node in kept for name in _iterate_reads(node)} | set(cut.outputs)
+    initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
+    outputs = [value for value in graph.output if value.name in cut.outputs]
+    outputs += [onnx.ValueInfoProto(name=name) for name in cut.outputs if name not in {value.name for value in outputs}]
+    part = onnx.GraphProto(name=graph.name, node=kept, initializer=initializers, input=graph.input, output=outputs)
+    graph.CopyFrom(part)
+    return save_proto(proto, path)
+
+
+def _list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Returns, in order, the nodes whose result depends on the inputs; the others are constants."""
+    constants = {tensor.name for tensor in graph.initializer}
+    dynamic = {value.name for value in graph.input if value.name not in constants}
+    computing: list[onnx.NodeProto] = []
+    for node in order_nodes(graph):
+        if not dynamic.isdisjoint(_iterate_reads(node)):
+            computing.append(node)
+            dynamic.update(name for name in node.output if name)
+    return computing
+
+
+def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Returns, in order, the constant nodes that some nodes need."""
+    computed = {name for node in _list_computing(graph) for name in node.output}
+    needed = {name for node in nodes for name in _iterate_reads(node)}
+    found: list[onnx.NodeProto] = []
+    for node in reversed(order_nodes(graph)):
+        if computed.isdisjoint(node.output) and not needed.isdisjoint(node.output):
+            found.append(node)
+            needed.update(_iterate_reads(node))
+    return found[::-1]
+
+
+def _iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields what a node reads, and what the bodies of a control-flow node read."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            for graph in iterate_graphs(body):
+                yield from (name for inner in graph.node for name in inner.input if name)
+                yield from (value.name for value in graph.output)

@@ -1,0 +1,203 @@
+"""How far an output lies from its reference: pure numpy, one sample at a time, then over all samples.
+
+A sample is reduced to sums (`measure_sample`), and sums add up, so that memory does not grow with the tensors and a
+figure can be drawn for any subset of the samples. Everything is computed in float64.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.tensors import Array
+
+DB_LIMIT = 200.0
+"""Decibels are clamped to plus and minus this, because JSON knows no infinity: 200 dB means no error at all."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums of one output in one sample, from which every metric follows.
+
+    `numeric` is False for labels, of which only the matches count. `elements` and `matches` count all elements and
+    those that are exactly equal. `non_finite` counts positions where either side is NaN or infinite; where there is
+    one, the sums are zero and the sample is not measurable. `top1` and `top5` say whether the classes agree, None for
+    an output that ranks no classes.
+    """
+
+    numeric: bool
+    elements: int
+    matches: int
+    non_finite: int
+    abs_sum: float = 0.0
+    error_sum: float = 0.0
+    error_energy: float = 0.0
+    reference_energy: float = 0.0
+    energy: float = 0.0
+    dot: float = 0.0
+    max_abs: float = 0.0
+    position: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    top1: bool | None = None
+    top5: bool | None = None
+
+
+def measure_sample(reference: Array, got: Array) -> SampleErrors:
+    """Returns the sums of one sample; both arrays have the same shape and dtype.
+
+    Integers of 8 and 16 bits are quantized reals and measured like floats. Wider integers, booleans and strings are
+    labels or indices: only their exact matches count.
+    """
+    if not is_numeric(reference):
+        matches = int(np.count_nonzero(reference == got))
+        return SampleErrors(numeric=False, elements=reference.size, matches=matches, non_finite=0)
+    wanted, found = _flat(reference), _flat(got)
+    non_finite = int(np.count_nonzero(~(np.isfinite(wanted) & np.isfinite(found))))
+    matches = int(np.count_nonzero(wanted == found))
+    if non_finite or not wanted.size:
+        return SampleErrors(numeric=True, elements=wanted.size, matches=matches, non_finite=non_finite)
+    with np.errstate(over="ignore"):
+        error = found - wanted
+        distance = np.abs(error)
+        position = int(distance.argmax())
+        ranked = ranks_classes(reference)
+        return SampleErrors(
+            numeric=True,
+            elements=wanted.size,
+            matches=matches,
+            non_finite=0,
+            abs_sum=_finite(float(distance.sum())),
+            error_sum=_finite(float(error.sum())),
+            error_energy=_energy(error, error),
+            reference_energy=_energy(wanted, wanted),
+            energy=_energy(found, found),
+            dot=_energy(wanted, found),
+            max_abs=_finite(float(distance[position])),
+            position=position,
+            low=float(wanted.min()),
+            high=float(wanted.max()),
+            top1=agrees_at(wanted, found, 1) if ranked else None,
+            top5=agrees_at(wanted, found, 5) if ranked else None,
+        )
+
+
+def add_errors(first: SampleErrors, second: SampleErrors) -> SampleErrors:
+    """Returns the sums of two samples together; which one was the worst, and the classes, are given up."""
+    return SampleErrors(
+        numeric=first.numeric and second.numeric,
+        elements=first.elements + second.elements,
+        matches=first.matches + second.matches,
+        non_finite=first.non_finite + second.non_finite,
+        abs_sum=first.abs_sum + second.abs_sum,
+        error_sum=first.error_sum + second.error_sum,
+        error_energy=first.error_energy + second.error_energy,
+        reference_energy=first.reference_energy + second.reference_energy,
+        energy=first.energy + second.energy,
+        dot=first.dot + second.dot,
+        max_abs=max(first.max_abs, second.max_abs),
+        low=min(first.low, second.low),
+        high=max(first.high, second.high),
+    )
+
+
+def is_numeric(value: Array) -> bool:
+    """Returns True for floats and for integers of 8 or 16 bits, whose distance means something."""
+    return value.dtype.kind == "f" or (value.dtype.kind in "iu" and value.dtype.itemsize <= 2)
+
+
+def ranks_classes(value: Array) -> bool:
+    """Returns True for a numeric output of one axis that counts, such as [1, 1000] or [1, 1000, 1, 1]."""
+    return is_numeric(value) and value.size > 1 and max(value.shape, default=1) == value.size
+
+
+def agrees_at(reference: Floats, got: Floats, k: int) -> bool:
+    """Returns True if the class that `got` ranks first is among the first k of the reference; ties count as equal."""
+    best = reference[int(got.argmax())]
+    return int(np.count_nonzero(reference > best)) < k
+
+
+def distance_energy(first: Array, second: Array) -> float:
+    """Returns the sum of squared differences of two numeric arrays, infinity where they cannot be compared."""
+    if first.shape != second.shape or first.dtype != second.dtype or not is_numeric(first):
+        return math.inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = _flat(first) - _flat(second)
+        energy = float(np.dot(error, error))
+    return energy if math.isfinite(energy) else math.inf
+
+
+def mean_abs(samples: Sequence[SampleErrors]) -> float:
+    """Returns sum |got - ref| / n, the mean absolute error."""
+    return sum(sample.abs_sum for sample in samples) / _elements(samples)
+
+
+def rmse(samples: Sequence[SampleErrors]) -> float:
+    """Returns sqrt(sum (got - ref)^2 / n), the root of the mean squared error."""
+    return math.sqrt(sum(sample.error_energy for sample in samples) / _elements(samples))
+
+
+def cosine(samples: Sequence[SampleErrors]) -> float:
+    """Returns ref . got / (|ref| |got|) over the samples laid end to end; 1 if both are zero, 0 if one of them is."""
+    reference = sum(sample.reference_energy for sample in samples)
+    energy = sum(sample.energy for sample in samples)
+    if reference == 0.0 or energy == 0.0:
+        return 1.0 if reference == energy else 0.0
+    value = sum(sample.dot for sample in samples) / (math.sqrt(reference) * math.sqrt(energy))
+    return max(-1.0, min(1.0, value))
+
+
+def sqnr_db(samples: Sequence[SampleErrors]) -> float:
+    """Returns 10 log10(sum ref^2 / sum (got - ref)^2), the signal to quantization noise ratio in dB.
+
+    The ratio of Jacob et al. 2018 and of `onnxruntime.quantization.qdq_loss_debug`, as energies. Clamped to
+    `DB_LIMIT`; no error at all is the limit, an error on a reference of zeros is minus the limit.
+    """
+    return decibels(sum(sample.reference_energy for sample in samples), sum(sample.error_energy for sample in samples))
+
+
+def psnr_db(samples: Sequence[SampleErrors]) -> float:
+    """Returns 10 log10(peak^2 / MSE) in dB, the peak being the range of the reference over the samples."""
+    peak = max(sample.high for sample in samples) - min(sample.low for sample in samples)
+    return decibels(peak * peak, sum(sample.error_energy for sample in samples) / _elements(samples))
+
+
+def bias_share(samples: Sequence[SampleErrors]) -> float:
+    """Returns (sum error)^2 / (n sum error^2): the share of the error's energy that is one constant offset, 0 to 1."""
+    energy = sum(sample.error_energy for sample in samples)
+    offset = sum(sample.error_sum for sample in samples)
+    return min(1.0, offset * offset / (_elements(samples) * energy)) if energy > 0.0 else 0.0
+
+
+def match_share(samples: Sequence[SampleErrors]) -> float:
+    """Returns the share of elements that are exactly equal, 0 to 1."""
+    return sum(sample.matches for sample in samples) / _elements(samples)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Returns 10 log10(signal / noise), clamped to `DB_LIMIT`; no noise is the upper limit."""
+    if noise <= 0.0:
+        return DB_LIMIT
+    if signal <= 0.0:
+        return -DB_LIMIT
+    return max(-DB_LIMIT, min(DB_LIMIT, 10.0 * (math.log10(signal) - math.log10(noise))))
+
+
+def _elements(samples: Sequence[SampleErrors]) -> int:
+    return max(1, sum(sample.elements for sample in samples))
+
+
+def _flat(value: Array) -> Floats:
+    return np.asarray(value, dtype=np.float64).reshape(-1)
+
+
+def _energy(first: Floats, second: Floats) -> float:
+    return _finite(float(np.dot(first, second)))
+
+
+def _finite(value: float) -> float:
+    return max(-sys.float_info.max, min(value, sys.float_info.max))

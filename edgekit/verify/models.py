@@ -1,0 +1,69 @@
+"""Comparing any two models on the same samples, by their outputs and layer by layer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.model import Model
+from edgekit.samples import Samples
+from edgekit.tensors import Array, Tensors
+from edgekit.verify.compare import compare_outputs
+from edgekit.verify.layers import LayerReport, compare_layers, find_first_bad
+from edgekit.verify.report import OutputReport
+from edgekit.verify.trace import adapt_sample
+
+
+class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How far model `b` lies from model `a`; `layers` is empty unless asked for."""
+
+    a: str
+    b: str
+    samples: int
+    outputs: tuple[OutputReport, ...]
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def first_bad_layer(self) -> str | None:
+        """The first layer whose own error stands out, None if none does or none was compared."""
+        layer = find_first_bad(self.layers)
+        return None if layer is None else layer.name
+
+
+def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:
+    """Runs both models here with every optimisation off and returns how far `b` lies from `a`.
+
+    Floats are cast where the two models want or give different float types.
+
+    Raises:
+        ModelError: the layers were asked for, and the models have none in common.
+        UsageError: the samples do not fit a model.
+        RuntimeRefusal: ONNX Runtime cannot run a model.
+    """
+    wanted = _run_model(a, samples, {})
+    dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
+    return ModelComparison(
+        a=a.name,
+        b=b.name,
+        samples=samples.count,
+        outputs=compare_outputs(wanted, _run_model(b, samples, dtypes)),
+        layers=compare_layers(a, b, samples) if layers else (),
+    )
+
+
+def _run_model(model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]]) -> Samples:
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            outputs = session.run(adapt_sample(sample, model))
+            yield {name: _cast(value, dtypes.get(name)) for name, value in outputs.items()}
+
+    return Samples(source=str(model.path), count=samples.count, read=read)
+
+
+def _cast(value: Array, dtype: np.dtype[Any] | None) -> Array:
+    both_float = dtype is not None and value.dtype.kind == dtype.kind == "f"
+    return value.astype(dtype) if both_float else value

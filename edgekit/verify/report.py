@@ -1,0 +1,211 @@
+"""What verification found: facts and thresholds, and the verdict computed from them, once."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.evidence import Evidence
+from edgekit.target import Thresholds
+
+Step = Literal["prepare", "quantize", "convert", "provider", "device"]
+
+_ADVICE: dict[str, str] = {
+    "prepare": "the prepared model is not the source model; compare them with edgekit compare SOURCE PREPARED --layers",
+    "quantize": "try int16 or another --method, more or other calibration data, or leave the worst layers in float",
+    "convert": "ONNX Runtime's fused kernels differ; convert at a lower --level",
+    "provider": "the provider computes otherwise than the model says; leave the nodes where it does to the CPU",
+    "device": "the device computes otherwise than its emulator; compare driver and runtime versions",
+}
+_OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_EP)
+
+
+class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one output of a run lies from the float reference, over all samples.
+
+    The figures are None where they are not defined: for integers, booleans and strings only `exact_match` (the share
+    of equal elements) counts; where there is a value that is not finite, nothing can be measured; and
+    `top1_agreement` needs an output that ranks classes. Decibels are clamped to plus and minus 200. `worst_sample` is
+    the sample of the largest error, `worst_position` the flat index in it. `mismatch` says in words why the output
+    cannot be compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names a usual
+    mistake that explains what came back.
+    """
+
+    name: str
+    samples: int
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    rmse: float | None = None
+    cosine: float | None = None
+    sqnr_db: float | None = None
+    sqnr_interval_db: tuple[float, float] | None = None
+    psnr_db: float | None = None
+    top1_agreement: float | None = None
+    top1_interval: tuple[float, float] | None = None
+    top5_agreement: float | None = None
+    exact_match: float | None = None
+    non_finite: int = 0
+    worst_sample: int | None = None
+    worst_position: int | None = None
+    mismatch: str | None = None
+    suspect: str | None = None
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds for one sample on the device."""
+
+    median: float
+    p95: float
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """The share of samples whose first class is the label, on the float model and on the device."""
+
+    output: str
+    samples: int
+    reference: float
+    got: float
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device did with the samples.
+
+    `provider` is the one that the target promises, `provider_nodes` counts the nodes that each provider took, as
+    observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `notes`
+    what it did otherwise than an app on the target.
+    """
+
+    device: str
+    evidence: Evidence
+    provider: str
+    form: str
+    samples: int
+    provider_nodes: dict[str, int]
+    placement_source: Literal["session", "profile", "log", "predicted"]
+    outputs: tuple[OutputReport, ...]
+    accuracy: Accuracy | None
+    latency_ms: Latency | None
+    load_ms: float
+    peak_rss_bytes: int
+    versions: dict[str, str]
+    thresholds: Thresholds
+    failure: str | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Every reason why the run does not pass, one line each."""
+        died = () if self.failure is None else (f"the device failed: {self.failure}",)
+        if not self.outputs and not died:
+            died = ("nothing was compared",)
+        judged = (line for output in self.outputs for line in judge_output(output, self.thresholds))
+        return (*died, *judged, *_judge_placement(self))
+
+    @property
+    def passed(self) -> bool:
+        """True if there is no reason why not."""
+        return not self.failures
+
+
+class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that did not run, why, and the command that installs it (None where nothing on this machine can)."""
+
+    device: str
+    reason: str
+    command: str | None
+
+
+class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the model is from the source model after one step of the pipeline, and the loss since the step before.
+
+    `sqnr_db` and `top1_agreement` are against the source model and taken from its worst output; `noise_share` is the
+    part of the final error energy that this step added, negative where it took some away.
+    """
+
+    step: Step
+    sqnr_db: float | None
+    top1_agreement: float | None
+    accuracy: float | None
+    noise_share: float | None = None
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a bundle does on its devices what the float model does.
+
+    It passes if at least one device ran and every device that ran passed; a skipped device proves nothing.
+    """
+
+    bundle: str
+    target: str
+    runs: tuple[RunReport, ...]
+    skipped: tuple[SkippedDevice, ...]
+    attribution: tuple[AttributionStep, ...] = ()
+    first_bad_layer: str | None = None
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about the step that loses the most, None where the loss was not attributed."""
+        shares = [(step.noise_share, step.step) for step in self.attribution if step.noise_share is not None]
+        if not shares:
+            return None
+        share, step = max(shares)
+        return f"{share:.0%} of the error comes from the step '{step}': {_ADVICE[step]}"
+
+    @property
+    def passed(self) -> bool:
+        """True if at least one device ran and every one that ran passed."""
+        return bool(self.runs) and all(run.passed for run in self.runs)
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """The best evidence among the runs that passed, None if no run passed."""
+        order = list(Evidence)
+        return min((run.evidence for run in self.runs if run.passed), key=order.index, default=None)
+
+
+def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
+    """Returns the same facts under other thresholds; nothing runs again."""
+    runs = tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs)
+    return msgspec.structs.replace(report, runs=runs)
+
+
+def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
+    """Returns every reason why an output does not reach the thresholds, one line each."""
+    name = f"output '{output.name}'"
+    if output.samples == 0:
+        return (f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""),)
+    if output.non_finite:
+        return (f"{name} has {output.non_finite} values that are NaN or infinite",)
+    judged = [f"{name} {output.mismatch}"] if output.mismatch else []
+    for label, value, least, unit in (
+        ("cosine", output.cosine, thresholds.min_cosine, ""),
+        ("SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"),
+        ("top-1 agreement", output.top1_agreement, thresholds.min_top1_agreement, ""),
+        ("exact match", output.exact_match, thresholds.min_top1_agreement, ""),
+    ):
+        if value is not None and not value >= least:
+            judged.append(f"{name} has {label} {value:.4g}{unit}, below {least:g}{unit}")
+    if not judged and output.cosine is None and output.exact_match is None:
+        judged.append(f"{name} was not measured")
+    if judged and output.suspect:
+        judged.append(f"{name} {output.suspect}")
+    return tuple(judged)
+
+
+def _judge_placement(run: RunReport) -> tuple[str, ...]:
+    if run.evidence not in _OBSERVING or run.provider == CPU_PROVIDER or run.failure is not None:
+        return ()
+    if run.placement_source == "predicted" or not run.provider_nodes:
+        return (f"placement was not observed, so {run.provider} may have taken no node",)
+    if not run.provider_nodes.get(run.provider):
+        return (f"silent fallback: {run.provider} took no node, the run used {_name_counts(run.provider_nodes)}",)
+    left = run.provider_nodes.get(CPU_PROVIDER, 0)
+    limit = run.thresholds.max_cpu_nodes
+    if limit is not None and left > limit:
+        return (f"{left} nodes were left to {CPU_PROVIDER}, more than {limit}",)
+    return ()
+
+
+def _name_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{provider} ({nodes} nodes)" for provider, nodes in sorted(counts.items()))

@@ -1,0 +1,177 @@
+"""Running a bundle on devices and judging what comes back."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgekit._files import work_folder, write_file
+from edgekit.bundle.folder import VERIFY, Bundle, read_check, read_target
+from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
+from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.errors import DataError, EdgekitError
+from edgekit.plain import to_json
+from edgekit.samples import Samples, select_samples, spread_indices
+from edgekit.target import Thresholds, Verification
+from edgekit.verify.accuracy import measure_accuracy
+from edgekit.verify.compare import compare_outputs
+from edgekit.verify.report import (
+    Latency,
+    OutputReport,
+    RunReport,
+    SkippedDevice,
+    VerifyReport,
+    judge_output,
+)
+from edgekit.verify.suspects import find_suspects
+
+Progress = Callable[[str], None]
+
+
+def verify_bundle(
+    bundle: Bundle, devices: Sequence[Device], *, golden: Golden | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
+
+    A device of the manifest's verification list runs the form and as many samples as stand there, any other device
+    runs what an app would load, with all samples. A device that is not there is skipped, with the command that
+    installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples.
+
+    Raises:
+        BundleError: the bundle lacks the form of the model that a device is to run.
+        DataError: the golden samples cannot be read.
+    """
+    runs: list[RunReport] = []
+    skipped: list[SkippedDevice] = []
+    for device in devices:
+        missing = device.find_missing()
+        if missing is not None:
+            skipped.append(SkippedDevice(device=device.name, reason=missing.reason, command=missing.command))
+            continue
+        if progress is not None:
+            progress(f"verify {bundle.manifest.name} on {device.name}")
+        runs.append(_run_device(bundle, device, golden or bundle.golden))
+    return VerifyReport(
+        bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
+        target=bundle.manifest.target,
+        runs=tuple(runs),
+        skipped=tuple(skipped),
+    )
+
+
+def write_report(bundle: Bundle, report: VerifyReport) -> Path:
+    """Writes `verify.json` into the bundle, beside what the manifest covers, and returns its path.
+
+    Raises:
+        OutputError: the bundle cannot be written.
+    """
+    path = bundle.folder / VERIFY
+    write_file(path, to_json(report).encode())
+    return path
+
+
+def read_report(path: Path) -> VerifyReport:
+    """Returns the facts of a `verify.json`; the verdicts in it are not believed but computed again.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=VerifyReport)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}", hint="edgekit verify BUNDLE writes it") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"'{path}' is malformed: {error}", hint="edgekit verify BUNDLE writes it again") from error
+
+
+def _plan_run(bundle: Bundle, device: Device, golden: Golden) -> Verification:
+    """Returns what the target's plan says for this device or its kind, else everything an app would load."""
+    planned = {verification.device: verification for verification in bundle.manifest.verification}
+    plan = planned.get(device.name) or planned.get(device.name.partition(":")[0])
+    plan = plan or Verification(device=device.name, form=bundle.manifest.form, samples=golden.samples)
+    return msgspec.structs.replace(plan, samples=min(plan.samples, golden.samples))
+
+
+def _run_device(bundle: Bundle, device: Device, golden: Golden) -> RunReport:
+    plan = _plan_run(bundle, device, golden)
+    indices = spread_indices(golden.samples, plan.samples)
+    reference = select_samples(read_outputs(golden), indices)
+    labels = read_labels(golden)
+    job = Job(
+        model=bundle.find_model(plan.form),
+        target=read_target(bundle),
+        precision=bundle.manifest.precision,
+        outputs=bundle.manifest.outputs,
+        check=read_check(bundle),
+        samples=select_samples(read_inputs(golden), indices),
+    )
+    with work_folder() as work:
+        try:
+            run = device.run_job(job, work)
+        except EdgekitError as error:
+            return _describe_absent(bundle, device, plan, error)
+        report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle.manifest.thresholds))
+        if labels is None:
+            return report
+        accuracy = measure_accuracy(reference, run.outputs, [labels[index] for index in indices])
+        return msgspec.structs.replace(report, accuracy=accuracy)
+
+
+def _compare(reference: Samples, got: Samples, thresholds: Thresholds) -> tuple[OutputReport, ...]:
+    """Returns the comparison of the outputs, with a suspect for those that fail."""
+    outputs = compare_outputs(reference, got)
+    failing = [output.name for output in outputs if judge_output(output, thresholds)]
+    suspects = find_suspects(reference, got, failing) if failing else {}
+    return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
+
+
+def _describe_run(bundle: Bundle, plan: Verification, run: DeviceRun, outputs: tuple[OutputReport, ...]) -> RunReport:
+    counts: dict[str, int] = {}
+    for node in run.placement:
+        counts[node.provider] = counts.get(node.provider, 0) + 1
+    return RunReport(
+        device=run.device,
+        evidence=run.evidence,
+        provider=bundle.manifest.provider,
+        form=plan.form,
+        samples=plan.samples,
+        provider_nodes=dict(sorted(counts.items())),
+        placement_source=run.placement_source,
+        outputs=outputs,
+        accuracy=None,
+        latency_ms=_summarize_latency(run.latency_ms),
+        load_ms=run.load_ms,
+        peak_rss_bytes=run.peak_rss_bytes,
+        versions=dict(sorted(run.versions.items())),
+        thresholds=bundle.manifest.thresholds,
+        failure=run.failure,
+        notes=run.notes,
+    )
+
+
+def _describe_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:
+    return RunReport(
+        device=device.name,
+        evidence=device.evidence,
+        provider=bundle.manifest.provider,
+        form=plan.form,
+        samples=0,
+        provider_nodes={},
+        placement_source="predicted",
+        outputs=(),
+        accuracy=None,
+        latency_ms=None,
+        load_ms=0.0,
+        peak_rss_bytes=0,
+        versions={},
+        thresholds=bundle.manifest.thresholds,
+        failure=str(error),
+    )
+
+
+def _summarize_latency(latency_ms: Sequence[float]) -> Latency | None:
+    if not latency_ms:
+        return None
+    median, p95 = np.percentile(np.asarray(latency_ms), [50.0, 95.0])
+    return Latency(median=float(median), p95=float(p95))

@@ -1,0 +1,136 @@
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from bundle_models import make_bundle, make_contents
+
+from edgekit._files import digest_file
+from edgekit.bundle.folder import Bundle, open_bundle, read_check, read_target, write_bundle
+from edgekit.errors import BundleError, OutputError
+from edgekit.target import load_target
+
+
+def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    assert open_bundle(bundle.folder) == bundle
+
+
+def test_it_carries_the_target_and_the_placement(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path, target="qnn")
+    bundle = write_bundle(contents, tmp_path / "out")
+    assert read_check(bundle) == contents.check
+    assert read_target(bundle) == msgspec.structs.replace(load_target("qnn"), folder=Path())
+
+
+def test_the_same_contents_give_the_same_bytes(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    first, second = (write_bundle(contents, tmp_path / name).folder for name in ("one", "elsewhere/two"))
+    names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert [(first / name).read_bytes() for name in names] == [(second / name).read_bytes() for name in names]
+    assert str(tmp_path).encode() not in b"".join((first / name).read_bytes() for name in names)
+
+
+def test_models_already_in_place_are_listed(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    placed = out / "model.onnx"
+    shutil.copyfile(contents.files["onnx"][0], placed)
+    bundle = write_bundle(msgspec.structs.replace(contents, files={"onnx": (placed,)}), out)
+    assert open_bundle(out).find_model("onnx") == placed
+    assert bundle.manifest.model_file == "model.onnx"
+
+
+def test_its_digest_is_that_of_the_manifest(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    assert bundle.sha256 == digest_file(bundle.folder / "manifest.json")
+
+
+def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    twin = tmp_path / "sub" / "TINY.onnx"
+    twin.parent.mkdir()
+    shutil.copyfile(contents.files["onnx"][0], twin)
+    files = {**contents.files, "runtime": (twin,)}
+    with pytest.raises(OutputError, match=r"want the name 'TINY\.onnx'"):
+        write_bundle(msgspec.structs.replace(contents, files=files), tmp_path / "out")
+
+
+def test_a_bundle_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no model file"):
+        write_bundle(msgspec.structs.replace(make_contents(tmp_path), files={}), tmp_path / "out")
+
+
+def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no model in the form 'context'"):
+        make_bundle(tmp_path).find_model("context")
+
+
+def test_verify_json_may_lie_beside(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    (bundle.folder / "verify.json").write_text("{}")
+    assert open_bundle(bundle.folder) == bundle
+
+
+def _flip_byte(bundle: Bundle) -> None:
+    file = bundle.folder / "golden" / "outputs.npz"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def _link_model(bundle: Bundle) -> None:
+    file = bundle.folder / "tiny.onnx"
+    file.rename(bundle.folder.parent / "kept.onnx")
+    file.symlink_to(bundle.folder.parent / "kept.onnx")
+
+
+def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
+    def change(bundle: Bundle) -> None:
+        file = bundle.folder / "manifest.json"
+        data = file.read_bytes()
+        assert old in data
+        file.write_bytes(data.replace(old, new))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(_flip_byte, r"'golden/outputs\.npz' .* was altered", id="flipped byte"),
+        pytest.param(_link_model, r"'tiny\.onnx' (leads out of|.* is a link)", id="link"),
+        pytest.param(
+            lambda b: (b.folder / "manifest.json").unlink(), "'manifest.json' .* is missing", id="no manifest"
+        ),
+        pytest.param(lambda b: (b.folder / "tiny.onnx").unlink(), "lacks the file 'tiny.onnx'", id="no model"),
+        pytest.param(lambda b: (b.folder / "extra.so").touch(), "holds 'extra.so'", id="extra file"),
+        pytest.param(lambda b: os.truncate(b.folder / "tiny.onnx", 9), "'tiny.onnx' .* has 9 bytes", id="cut off"),
+        pytest.param(_rewrite(b'"provider"', b'"providr"'), "missing required field|unknown field", id="misspelt key"),
+        pytest.param(_rewrite(b'"schema_version": 1', b'"schema_version": 2'), "malformed", id="other schema"),
+        pytest.param(_rewrite(b'"form": "onnx"', b'"form": "full"'), "no file for form 'full'", id="form without file"),
+        pytest.param(_rewrite(b'"tiny.onnx"', b'"../tiny.onnx"'), "holds 'tiny.onnx'", id="climbs out"),
+        pytest.param(_rewrite(b"{", b"["), "malformed", id="no object"),
+        pytest.param(_rewrite(b"{", b"\xff{"), "malformed", id="no text"),
+    ],
+)
+def test_a_damaged_bundle_is_refused(tmp_path: Path, damage: Callable[[Bundle], None], message: str) -> None:
+    bundle = make_bundle(tmp_path)
+    damage(bundle)
+    with pytest.raises(BundleError, match=message):
+        open_bundle(bundle.folder)
+
+
+def test_a_missing_bundle_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="there is no bundle"):
+        open_bundle(tmp_path / "nothing")
+
+
+def test_a_deeply_nested_manifest_is_refused(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    (bundle.folder / "manifest.json").write_bytes(b'{"name":' + b"[" * 100_000)
+    with pytest.raises(BundleError, match="malformed"):
+        open_bundle(bundle.folder)

@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundle_models import make_samples, save_classifier, save_graph
+from onnx import TensorProto, helper
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.bundle.golden import make_golden, read_inputs, read_labels, read_outputs
+from edgekit.errors import DataError, ModelError
+from edgekit.samples import Samples
+
+
+def test_outputs_are_those_of_the_source_model(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "m.onnx")
+    golden = make_golden(model, make_samples(), tmp_path / "golden")
+    session = CpuSession(model.path, SessionSettings())
+    for sample, expected in zip(read_inputs(golden), read_outputs(golden), strict=True):
+        np.testing.assert_allclose(session.run(sample)["y"], expected["y"], rtol=1e-5)
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "m.onnx")
+    first, second = (make_golden(model, make_samples(), tmp_path / name) for name in ("a", "b"))
+    assert [file.read_bytes() for file in first.files] == [file.read_bytes() for file in second.files]
+
+
+def test_numpy_reads_what_was_written(tmp_path: Path) -> None:
+    golden = make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(4), tmp_path)
+    with np.load(golden.folder / "inputs.npz") as archive:
+        assert archive["x"].shape == (4, 1, 8)
+
+
+def test_labels_come_back(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "m.onnx")
+    golden = make_golden(model, make_samples(3), tmp_path, labels=[4, 0, 2])
+    assert read_labels(golden) == (4, 0, 2)
+
+
+def test_labels_of_another_number_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 labels for 3 samples"):
+        make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(3), tmp_path, labels=[1, 2])
+
+
+def test_damaged_labels_are_refused(tmp_path: Path) -> None:
+    golden = make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(2), tmp_path, labels=[1, 2])
+    (tmp_path / "labels.npy").write_bytes(b"\x93NUMPY\x01\x00")
+    with pytest.raises(DataError, match=r"labels\.npy' is malformed"):
+        read_labels(golden)
+
+
+def test_string_outputs_survive(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["s"], ["t"])],
+        "words",
+        [helper.make_tensor_value_info("s", TensorProto.STRING, [2])],
+        [helper.make_tensor_value_info("t", TensorProto.STRING, [2])],
+    )
+    words = [np.array(["a", "eins"], dtype=object), np.array(["zwei und drei", ""], dtype=object)]
+    samples = Samples(source="words", count=2, read=lambda: ({"s": word} for word in words))
+    golden = make_golden(save_graph(graph, tmp_path / "m.onnx"), samples, tmp_path)
+    assert [row["t"].tolist() for row in read_outputs(golden)] == [word.tolist() for word in words]
+
+
+def test_scalar_and_empty_outputs_survive(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [
+            helper.make_node("ReduceSum", ["x"], ["scalar"], keepdims=0),
+            helper.make_node("Slice", ["x", "zero", "zero"], ["empty"]),
+        ],
+        "odd",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
+        [
+            helper.make_tensor_value_info("scalar", TensorProto.FLOAT, []),
+            helper.make_tensor_value_info("empty", TensorProto.FLOAT, [0, 8]),
+        ],
+        [helper.make_tensor("zero", TensorProto.INT64, [1], [0])],
+    )
+    golden = make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(), tmp_path)
+    assert [(row["scalar"].shape, row["empty"].shape) for row in read_outputs(golden)] == [((), (0, 8))] * 6
+
+
+def test_an_output_of_changing_shape_is_refused(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("NonZero", ["x"], ["places"])],
+        "changing",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
+        [helper.make_tensor_value_info("places", TensorProto.INT64, [2, None])],
+    )
+    rows = [np.zeros((1, 8), np.float32), np.ones((1, 8), np.float32)]
+    samples = Samples(source="rows", count=2, read=lambda: ({"x": row} for row in rows))
+    with pytest.raises(DataError, match="'places' is int64"):
+        make_golden(save_graph(graph, tmp_path / "m.onnx"), samples, tmp_path)
+
+
+def test_a_sequence_output_is_refused(tmp_path: Path) -> None:
+    element = helper.make_tensor_type_proto(TensorProto.FLOAT, [1, 8])
+    graph = helper.make_graph(
+        [helper.make_node("SequenceConstruct", ["x"], ["list"])],
+        "listing",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
+        [helper.make_value_info("list", helper.make_sequence_type_proto(element))],
+    )
+    with pytest.raises(ModelError, match=r"output 'list' .* is a sequence"):
+        make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(), tmp_path)

@@ -1,0 +1,104 @@
+"""Tiny models for the tests of check, and what check says of them."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper, parser
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from edgekit.check.check import check_graph, check_model
+from edgekit.check.graph import view_graph
+from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.check.rulebook import load_rules
+from edgekit.model import load_model
+from edgekit.target import load_target
+
+TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
+
+
+def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str] | None = None) -> list[CheckedNode]:
+    """Returns the checked nodes of a model in memory."""
+    loaded = load_target(target, settings)
+    opset = {entry.domain: entry.version for entry in proto.opset_import}.get("", 1)
+    known = {**loaded.session.provider_options, **loaded.settings}
+    return list(check_graph(view_graph(proto), load_rules(loaded), known, opset=opset))
+
+
+def check_text(body: str, target: str, settings: Mapping[str, str] | None = None, opset: int = 17) -> list[CheckedNode]:
+    """Returns the checked nodes of a graph given in onnx's text form."""
+    text = f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]> {body}'
+    return check_proto(parser.parse_model(text), target, settings)
+
+
+def check_file(path: Path, target: str, settings: Mapping[str, str] | None = None) -> CheckReport:
+    """Returns the report of a model file."""
+    return check_model(load_model(path), load_target(target, settings))
+
+
+def why_not(nodes: list[CheckedNode]) -> str:
+    """Returns every reason, joined."""
+    return "; ".join(reason for node in nodes for reason in node.reasons)
+
+
+def conv_net(path: Path) -> Path:
+    """Writes a small inverted-residual network: Conv, Clip, depthwise Conv, Clip, Conv, Add, pooling, Gemm."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 1, 3, 3), "b2": (8,), "w3": (8, 8, 1, 1), "b3": (8,),
+        "wf": (8, 4), "bf": (4,),
+    }  # fmt: skip
+    tensors = [numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), n) for n, shape in weights.items()]
+    tensors += [
+        numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in (("low", 0), ("high", 6))
+    ]
+    same: dict[str, Any] = {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3]}
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], "conv1", strides=[2, 2], **same),
+        helper.make_node("Clip", ["c1", "low", "high"], ["r1"], "clip1"),
+        helper.make_node("Conv", ["r1", "w2", "b2"], ["c2"], "conv2", group=8, **same),
+        helper.make_node("Clip", ["c2", "low", "high"], ["r2"], "clip2"),
+        helper.make_node("Conv", ["r2", "w3", "b3"], ["c3"], "conv3", kernel_shape=[1, 1]),
+        helper.make_node("Add", ["r1", "c3"], ["a"], "add"),
+        helper.make_node("GlobalAveragePool", ["a"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "wf", "bf"], ["y"], "gemm"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
+        tensors,
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    return path
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        self._samples: Iterator[dict[str, Any]] = iter(
+            [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(2)]
+        )
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Returns the next sample."""
+        return next(self._samples, None)
+
+
+def quantized_net(path: Path, activation: QuantType, weight: QuantType = QuantType.QInt8) -> Path:
+    """Writes the network quantized per channel by ONNX Runtime, in QDQ form."""
+    model = conv_net(path.with_name("float.onnx"))
+    quantize_static(
+        str(model),
+        str(path),
+        _Reader(),
+        quant_format=QuantFormat.QDQ,
+        activation_type=activation,
+        weight_type=weight,
+        per_channel=True,
+    )
+    return path

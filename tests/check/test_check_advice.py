@@ -1,0 +1,69 @@
+"""Advice names what to change and says truly what it gains."""
+
+from pathlib import Path
+
+import pytest
+from check_models import check_file, quantized_net
+from onnxruntime.quantization import QuantType
+from tiny_models import parse_model
+
+from edgekit.check.report import Advice
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> g'
+
+
+def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
+    return {entry.id: entry for entry in check_file(parse_model(f"{HEAD} {body}", tmp_path / "m.onnx"), target).advice}
+
+
+def test_a_sum_of_two_is_an_add(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, "(float[4] x) => (float[4] y) { a = Relu(x) y = Sum(a, x) }", "nnapi")
+    assert (advice["sum-to-add"].gain_nodes, advice["sum-to-add"].fix) == (1, "automatic")
+    assert "no-builder" not in advice
+
+
+def test_a_sum_of_three_is_not(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, "(float[4] x) => (float[4] y) { a = Relu(x) y = Sum(a, x, x) }", "nnapi")
+    assert "sum-to-add" not in advice
+    assert advice["no-builder"].subject == "Sum"
+
+
+def test_dynamic_dimensions_can_be_fixed(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Tanh(a) }", "nnapi")
+    assert advice["fix-dims"].gain_nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("sign", "target", "id_"),
+    [
+        (QuantType.QInt8, "nnapi", "uint8-activations"),
+        (QuantType.QUInt8, "xnnpack", "int8-activations"),
+        (QuantType.QInt8, "coreml", "use-float"),
+    ],
+)
+def test_the_wrong_quantization_is_named(tmp_path: Path, sign: QuantType, target: str, id_: str) -> None:
+    best = check_file(quantized_net(tmp_path / "q.onnx", sign), target).advice[0]
+    assert best.id == id_
+    assert best.gain_nodes > 10
+
+
+def test_a_flatten_is_a_reshape(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, "(float[1,4] x) => (float[1,4] y) { a = Flatten(x) y = Relu(a) }", "coreml")
+    assert advice["flatten-to-reshape"].gain_nodes == 1
+
+
+def test_empty_scales_are_named(tmp_path: Path) -> None:
+    body = (
+        "(float[1,2,4,4] x) => (float[1,2,8,8] y) <float[0] e = {}, int64[4] s = {1,2,8,8}> "
+        '{ y = Resize<mode="cubic">(x, e, e, s) }'
+    )
+    assert "resize-empty-inputs" in _advice(tmp_path, body, "xnnpack")
+
+
+def test_a_node_that_stops_the_session_is_named(tmp_path: Path) -> None:
+    body = "(float[2,2,4,4,4] x) => (float[2,2,2,4,4] y) <int64[2] i = {0,1}> { y = Gather<axis=2>(x, i) }"
+    assert "float data of rank 5" in _advice(tmp_path, body, "qnn")["session-fails"].message
+
+
+def test_where_all_is_taken_there_is_nothing_to_say(tmp_path: Path) -> None:
+    assert _advice(tmp_path, "(float[4] x) => (float[4] y) { y = Relu(x) }", "nnapi") == {}

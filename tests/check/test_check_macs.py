@@ -1,0 +1,28 @@
+"""Multiply-accumulates from shapes, against counts made by hand."""
+
+import pytest
+from onnx import parser
+
+from edgekit.check.graph import view_graph
+from edgekit.check.macs import count_macs
+
+
+@pytest.mark.parametrize(
+    ("body", "macs"),
+    [
+        ("(float[1,3,8,8] x, float[4,3,3,3] w) => (float[1,4,6,6] y) { y = Conv(x, w) }", 4 * 36 * 27),
+        ("(float[1,4,8,8] x, float[4,1,3,3] w) => (float[1,4,6,6] y) { y = Conv<group=4>(x, w) }", 4 * 36 * 9),
+        ("(float[1,3,8,8] x, float[3,4,2,2] w) => (float[1,4,9,9] y) { y = ConvTranspose(x, w) }", 3 * 64 * 16),
+        ("(float[5,3] x, float[3,7] w) => (float[5,7] y) { y = Gemm(x, w) }", 5 * 3 * 7),
+        ("(float[3,5] x, float[3,7] w) => (float[5,7] y) { y = Gemm<transA=1>(x, w) }", 5 * 3 * 7),
+        ("(float[2,5,3] x, float[2,3,7] w) => (float[2,5,7] y) { y = MatMul(x, w) }", 2 * 5 * 3 * 7),
+        ("(float[6,1,4] x, float[1,20,4] w, float[1,20,5] r) => (float[6,1,1,5] y) { y = LSTM(x, w, r) }",
+         6 * (20 * 4 + 20 * 5)),
+        ('(float[2,3] x, float[3,4] w) => (float[2,4] y) { y = Einsum<equation="ij,jk->ik">(x, w) }', 24),
+        ("(float[N,3] x, float[3,7] w) => (float[N,7] y) { y = MatMul(x, w) }", 21),
+        ("(float[9] x) => (float[9] y) { y = Relu(x) }", 0),
+    ],
+)  # fmt: skip
+def test_counts(body: str, macs: int) -> None:
+    graph = view_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {body}'))
+    assert count_macs(graph, graph.nodes[0]) == macs

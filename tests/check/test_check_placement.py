@@ -1,0 +1,102 @@
+"""Partitions form in waves, and groups that a provider gives back are given back."""
+
+from check_models import check_text, why_not
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import helper
+
+from edgekit.check.graph import Graph, view_graph
+from edgekit.check.placement import place_units
+from edgekit.check.rulebook import Placing
+from edgekit.check.units import group_units
+
+WAVE = Placing(style="wave")
+
+
+def _chain(edges: list[int]) -> Graph:
+    """Node n reads what node edges[n] made, or the input where that is negative."""
+    nodes = [
+        helper.make_node("Neg", [f"v{source}" if source >= 0 else "x"], [f"v{at}"], f"n{at}")
+        for at, source in enumerate(edges)
+    ]
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", 1, [2])], [])
+    return view_graph(helper.make_model(graph))
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
+    size = draw(st.integers(1, 12))
+    edges = [draw(st.integers(-1, at - 1)) for at in range(size)]
+    return edges, draw(st.lists(st.booleans(), min_size=size, max_size=size))
+
+
+@given(_cases())
+def test_each_supported_unit_is_in_one_partition_and_time_never_runs_back(case: tuple[list[int], list[bool]]) -> None:
+    edges, supported = case
+    graph = _chain(edges)
+    places = place_units(graph, group_units(graph, None), supported, WAVE).partitions
+    assert [place is not None for place in places] == supported
+    for at, source in enumerate(edges):
+        here, before = places[at], places[source] if source >= 0 else None
+        assert here is None or before is None or before <= here
+
+
+@given(_cases())
+def test_an_unsupported_node_between_two_splits_them(case: tuple[list[int], list[bool]]) -> None:
+    edges, supported = case
+    graph = _chain(edges)
+    places = place_units(graph, group_units(graph, None), supported, WAVE).partitions
+    for at, source in enumerate(edges):
+        above = edges[source] if source >= 0 and not supported[source] else -1
+        if above >= 0 and supported[at] and supported[above]:
+            assert places[at] != places[above]
+
+
+def test_lone_reshapes_are_given_back_by_nnapi() -> None:
+    body = "g (float[4] x) => (float[2,2] y) <int64[2] s = {2,2}> { a = Erf(x) y = Reshape(a, s) }"
+    assert "a lone Reshape back" in why_not(check_text(body, "nnapi"))
+
+
+def test_groups_that_compute_nothing_are_given_back_by_coreml() -> None:
+    body = (
+        "g (float[4,1] x) => (float[1,4] y) <int64[2] s = {2,2}> "
+        "{ a = Neg(x) b = Reshape(a, s) c = Transpose(b) y = Neg(c) }"
+    )
+    assert "only nodes that compute nothing" in why_not(check_text(body, "coreml"))
+
+
+def test_nothing_after_a_stop_operator_is_taken() -> None:
+    body = (
+        "g (float[1,4,4] b, float[1,1,4] s) => (int64[N,3] y, float[1,4,4] z) "
+        "{ y = NonMaxSuppression(b, s) f = Cast<to=1>(y) h = Relu(f) z = Relu(b) }"
+    )
+    nodes = check_text(body, "nnapi")
+    assert nodes[-1].taken
+    assert not any(node.taken for node in nodes[:-1])
+
+
+def test_constants_alone_make_no_partition() -> None:
+    body = "g (float[2] x) => (float[2] y) <float[2] c = {1,2}> { y = Erf(x) z = Sqrt(c) }"
+    assert "nothing that its partition reads is computed" in why_not(check_text(body, "nnapi"))
+
+
+def test_xnnpack_takes_an_activation_only_with_its_convolution() -> None:
+    weight = "<float[2,2,1,1] w = {1,1,1,1}>"
+    good = f"g (float[1,2,4,4] x) => (float[1,2,4,4] y) {weight} {{ c = Conv(x, w) y = Relu(c) }}"
+    bad = f"g (float[1,2,4,4] x) => (float[1,2,4,4] y) {weight} {{ c = Conv(x, w) y = Relu(c) z = Neg(c) }}"
+    assert [node.taken for node in check_text(good, "xnnpack")] == [True, True]
+    assert [node.taken for node in check_text(bad, "xnnpack")] == [True, False, False]
+    assert "right after a Conv" in why_not(check_text(bad, "xnnpack"))
+
+
+def test_bodies_of_control_flow_follow_the_provider() -> None:
+    body = (
+        "g (bool c, float[2] x) => (float[2] y) "
+        "{ y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) }, "
+        "else_branch = e () => (float[2] b) { b = Sigmoid(x) }> }"
+    )
+    nnapi, qnn = check_text(body, "nnapi"), check_text(body, "qnn")
+    assert [node.op for node in nnapi] == ["If", "Relu", "Sigmoid"]
+    assert not any(node.taken for node in nnapi)
+    assert "in the body of" in why_not(nnapi[1:])
+    assert all(node.taken for node in qnn)

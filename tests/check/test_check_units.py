@@ -1,0 +1,75 @@
+"""Node units form as ONNX Runtime's selectors form them."""
+
+import pytest
+from onnx import parser
+
+from edgekit.check.graph import Graph, view_graph
+from edgekit.check.units import SELECTORS, Unit, group_units
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
+SCALES = "float s = {0.5}, float t = {0.25}, uint8 z = {0}, uint8 m = {128}, int8 i = {0}"
+
+
+def _graph(text: str) -> Graph:
+    return view_graph(parser.parse_model(f"{HEAD} g {text}"))
+
+
+def _units(text: str) -> dict[str, Unit]:
+    return {unit.node.op: unit for unit in group_units(_graph(text), SELECTORS)}
+
+
+def _wrap(inputs: str, body: str) -> str:
+    return f"({inputs}) => (uint8[4] y) <{SCALES}> {{ {body} }}"
+
+
+def test_a_quantized_add_is_one_unit() -> None:
+    body = "a = DequantizeLinear(x, s, z) b = DequantizeLinear(w, t, z) c = Add(a, b) y = QuantizeLinear(c, s, z)"
+    units = _units(_wrap("uint8[4] x, uint8[4] w", body))
+    assert set(units) == {"Add"}
+    assert (units["Add"].is_qdq, units["Add"].form, len(units["Add"].members)) == (True, "qdq-uint8", 4)
+    assert [operand.name for operand in units["Add"].inputs] == ["x", "w"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = DequantizeLinear(x, s, z) b = DequantizeLinear(v, s, i) c = Add(a, b) y = QuantizeLinear(c, s, z)",
+        "a = DequantizeLinear(x, s, z) c = Transpose(a) y = QuantizeLinear(c, t, z)",
+        "a = DequantizeLinear(x, s, z) c = Relu(a) d = Neg(c) y = QuantizeLinear(c, s, z)",
+        "a = DequantizeLinear(x, s, z) c = Selu(a) y = QuantizeLinear(c, s, z)",
+        "a = DequantizeLinear(x, s, z) b = DequantizeLinear(w, s, z) c = MatMul(a, b) d = Neg(c)",
+    ],
+    ids=["mixed types", "other scale", "a float reader too", "no selector", "no Q"],
+)
+def test_what_is_no_unit(body: str) -> None:
+    assert not any(unit.is_qdq and unit.node.op != "Neg" for unit in _units(
+        _wrap("uint8[4] x, uint8[4] w, int8[4] v", body)).values())  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero", "absorbed"), [("z", True), ("m", False)])
+def test_an_activation_that_the_q_makes_redundant_is_absorbed(zero: str, *, absorbed: bool) -> None:
+    body = f"a = DequantizeLinear(x, s, z) b = Sigmoid(a) c = Relu(b) y = QuantizeLinear(c, s, {zero})"
+    assert _units(_wrap("uint8[4] x", body))["Sigmoid"].is_qdq is absorbed
+
+
+def test_a_shared_dq_belongs_to_each_unit() -> None:
+    text = (
+        f"(uint8[4] x) => (uint8[4] y, uint8[4] v) <{SCALES}> {{ a = DequantizeLinear(x, s, z) b = Sigmoid(a) "
+        "y = QuantizeLinear(b, s, z) c = Tanh(a) v = QuantizeLinear(c, s, z) }"
+    )
+    units = _units(text)
+    assert set(units) == {"Sigmoid", "Tanh"}
+    assert units["Sigmoid"].members[0] == units["Tanh"].members[0] == 0
+
+
+def test_a_dq_that_a_float_node_reads_too_stays_a_unit_of_its_own() -> None:
+    text = (
+        f"(uint8[4] x) => (uint8[4] y, float[4] v) <{SCALES}> {{ a = DequantizeLinear(x, s, z) b = Sigmoid(a) "
+        "y = QuantizeLinear(b, s, z) v = Selu(a) }"
+    )
+    assert set(_units(text)) == {"Sigmoid", "Selu", "DequantizeLinear"}
+
+
+def test_no_selectors_no_units() -> None:
+    body = "a = DequantizeLinear(x, s, z) b = Sigmoid(a) y = QuantizeLinear(b, s, z)"
+    assert len(group_units(_graph(_wrap("uint8[4] x", body)), None)) == 3

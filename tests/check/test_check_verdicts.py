@@ -1,0 +1,65 @@
+"""Convolutional networks are judged as the providers judge them, float and quantized both ways."""
+
+from pathlib import Path
+
+import pytest
+from check_models import check_file, check_text, conv_net, quantized_net, why_not
+from onnxruntime.quantization import QuantType
+
+from edgekit.check.report import CheckReport
+
+
+def _taken(report: CheckReport, op: str) -> set[bool]:
+    return {node.taken for node in report.node_list if node.op == op}
+
+
+def test_the_float_net_is_taken_by_all(tmp_path: Path) -> None:
+    model = conv_net(tmp_path / "net.onnx")
+    for target in ("nnapi", "qnn"):
+        report = check_file(model, target)
+        assert (report.verdict, report.taken, report.partitions) == ("yes", 9, 1)
+    assert why_not(list(check_file(model, "coreml").node_list)) == "it needs model_format NeuralNetwork, not MLProgram"
+    assert _taken(check_file(model, "xnnpack"), "Conv") == {True}
+
+
+@pytest.mark.parametrize(
+    ("activation", "target", "taken"),
+    [
+        (QuantType.QUInt8, "nnapi", True),
+        (QuantType.QInt8, "nnapi", False),
+        (QuantType.QUInt8, "xnnpack", False),
+        (QuantType.QInt8, "xnnpack", True),
+        (QuantType.QUInt8, "qnn", True),
+        (QuantType.QInt8, "qnn", True),
+        (QuantType.QUInt8, "coreml", False),
+        (QuantType.QInt8, "coreml", False),
+    ],
+)
+def test_the_sign_of_activations_decides(tmp_path: Path, activation: QuantType, target: str, *, taken: bool) -> None:
+    report = check_file(quantized_net(tmp_path / "q.onnx", activation), target)
+    assert _taken(report, "Conv") == {taken}
+    assert (report.verdict == "yes") is taken
+
+
+def test_per_channel_weights_need_api_29(tmp_path: Path) -> None:
+    report = check_file(quantized_net(tmp_path / "q.onnx", QuantType.QUInt8), "nnapi", {"api_level": "28"})
+    assert _taken(report, "Conv") == {False}
+    assert "per channel needs api_level 29" in why_not(list(report.node_list))
+
+
+def test_a_node_that_stops_the_session_makes_the_verdict_no() -> None:
+    body = "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }"
+    on_v68, on_v79 = (check_text(body, "qnn", {"soc_model": soc})[0] for soc in ("30", "69"))
+    assert (on_v68.fatal, on_v68.taken) == (True, False)
+    assert (on_v79.fatal, on_v79.taken) == (False, True)
+
+
+def test_work_counts_and_not_nodes() -> None:
+    body = (
+        "g (float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] z) "
+        "{ c = Conv <pads=[1,1,1,1]> (x, w) a = Neg(c) b = Neg(a) z = Neg(b) }"
+    )
+    nodes = check_text(body, "coreml")
+    assert [node.taken for node in nodes] == [True, False, False, False]
+    assert nodes[0].macs == 64 * 64 * 9 * 56 * 56
+    assert nodes[0].bytes == (2 * 64 * 56 * 56 + 64 * 64 * 9) * 4

@@ -1,0 +1,189 @@
+"""Each command: its exit codes, its JSON, and one line for whatever is wrong."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from demo_paths import CALIBRATION, LABELS, MODEL
+from tiny_models import parse_model
+
+from edgekit.cli.main import COMMANDS, group, run_command
+
+BUILD = ["build", str(MODEL), "--data", str(CALIBRATION)]
+
+
+def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "out"
+    arguments = [*BUILD, "--target", "nnapi", "--target", "coreml", "--samples", "16", "--no-verify", "-q"]
+    assert run_command([*arguments, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"edgekit {name}" in shown.split("Example:")[1]
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    assert command.get_short_help_str(200) == COMMANDS[name]
+
+
+def test_build_and_verify_answer_in_json(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _json(["verify", str(bundles / "digits_mobilenet-nnapi"), "--on", "emulated"], capsys)
+    assert {"bundle", "target", "passed", "runs", "attribution", "first_bad_layer"} <= report.keys()
+    run = report["runs"][0]
+    keys = {"device", "evidence", "passed", "provider_nodes", "outputs", "latency_ms", "thresholds", "failures"}
+    assert keys <= run.keys()
+    keys = {"name", "max_abs", "mean_abs", "rmse", "cosine", "sqnr_db", "top1_agreement", "non_finite"}
+    assert keys <= run["outputs"][0].keys()
+
+
+def test_verify_says_no_when_nothing_can_run(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("Core ML runs here")
+    report = _json(["verify", str(bundles / "digits_mobilenet-coreml"), "--on", "coreml"], capsys, code=1)
+    assert report["passed"] is False
+    assert report["skipped"][0]["device"] == "coreml"
+
+
+def test_a_damaged_bundle_is_refused(bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = shutil.copytree(bundles / "digits_mobilenet-nnapi", tmp_path / "bundle")
+    (damaged / "model.onnx").write_bytes((damaged / "model.onnx").read_bytes()[:-1] + b"x")
+    assert run_command(["verify", str(damaged)]) == 2
+    assert "model.onnx" in capsys.readouterr().err
+
+
+def test_check_answers_in_json_and_says_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _json(["check", str(MODEL), "--target", "nnapi", "--set", "api_level=31"], capsys)
+    checked = report["targets"]["nnapi"]
+    keys = {"evidence", "nodes", "taken", "partitions", "taken_macs", "verdict", "node_list", "advice"}
+    assert keys <= checked.keys()
+    assert {"name", "op", "domain", "taken", "reasons", "macs"} <= checked["node_list"][0].keys()
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
+    assert run_command(["check", str(parse_model(text, tmp_path / "erf.onnx")), "--target", "nnapi"]) == 1
+
+
+def test_inspect_targets_devices_and_doctor_answer_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _json(["inspect", str(MODEL)], capsys)["ops"]["Conv"] == 31
+    assert _json(["targets", "qnn"], capsys)["settings"]["soc_model"] == "69"
+    assert {target["name"] for target in _json(["targets"], capsys)["targets"]} >= {"nnapi", "qnn"}
+    assert _json(["devices", "list"], capsys)["devices"]
+    assert "onnxruntime" in _json(["doctor"], capsys)["versions"]
+
+
+def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared, quantized, out = tmp_path / "p.onnx", tmp_path / "q.onnx", tmp_path / "converted"
+    assert _json(["prepare", str(MODEL), "--out", str(prepared)], capsys)["node_count"] > 50
+    arguments = ["quantize", str(prepared), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "4"]
+    report = _json([*arguments, "--out", str(quantized)], capsys)
+    keys = {"model", "out", "target", "samples", "size_before", "size_after", "quantized_nodes", "float_nodes"}
+    assert keys <= report.keys()
+    assert _json(["convert", str(quantized), "--style", "both", "--out", str(out)], capsys)["files"].keys() == {
+        "full",
+        "runtime",
+    }
+    assert (out / "model.ort").exists()
+    assert (out / "model.runtime.ort").exists()
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["biuld"], "did you mean 'build'"),
+    (["build"], "Missing argument 'MODEL'"),
+    (["build", "none.onnx", "--data", "x.npz", "--out", "out"], "no file 'none.onnx'"),
+    ([*BUILD, "--out", "out", "--target", "qnnn"], "did you mean 'qnn'"),
+    ([*BUILD, "--out", "out", "--targte", "qnn"], "No such option"),
+    ([*BUILD, "--out", "out", "--set", "soc_model=SM9999"], "'SM9999' is no soc_model"),
+    ([*BUILD, "--out", "out", "--set", "soc_modle=69"], "no target here has a parameter 'soc_modle'"),
+    ([*BUILD, "--out", "out", "--set", "soc_model"], "is not NAME=VALUE"),
+    ([*BUILD, "--out", "out", "--dim", "batch=1"], "no dynamic dim"),
+    ([*BUILD, "--out", "out", "--dim", "batch=one"], "is no size"),
+    ([*BUILD, "--out", "out", "--target", "coreml", "--precision", "int8"], "does not take int8"),
+    ([*BUILD, "--out", "out", "--precision", "int3"], "int3"),
+    ([*BUILD, "--out", "out", "--samples", "0"], "--samples"),
+    ([*BUILD, "--out", "/proc/nowhere/out"], "cannot write"),
+    ([*BUILD, "--out", "out", "--labels", str(LABELS)], "labels"),
+    ([*BUILD, "--out", "out", "--recipe", "none.toml"], "cannot read 'none.toml'"),
+    ([*BUILD[:3], "none.npz", "--out", "out"], "'none.npz' does not exist"),
+    (["verify", "none"], "no bundle 'none'"),
+    (["devices", "install", "xnnpack-wsam"], "did you mean 'xnnpack-wasm'"),
+    (["targets", "qnnn"], "did you mean 'qnn'"),
+    (["inspect", "none.onnx"], "no file"),
+    (["check", "none.onnx"], "no file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_wrong_is_one_line_and_leaves_nothing(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dynamic_dimension_must_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,4] x) => (float[batch,4] y) { y = Relu(x) }'
+    model = parse_model(text, tmp_path / "dynamic.onnx")
+    np.savez(tmp_path / "d.npz", x=np.ones((2, 4), np.float32))
+    arguments = ["build", str(model), "--data", str(tmp_path / "d.npz"), "--out", str(tmp_path / "out")]
+    assert run_command(arguments) == 2
+    assert "--dim batch=" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_gives_the_options_and_the_command_line_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.toml").write_text('targets = ["nnapi"]\nsamples = 4\n[settings]\napi_level = "31"\n')
+    arguments = [*BUILD, "--recipe", str(tmp_path / "r.toml"), "--samples", "6", "--no-verify"]
+    report = _json([*arguments, "--out", str(tmp_path / "out")], capsys)
+    assert [bundle["target"] for bundle in report["bundles"]] == ["nnapi"]
+    assert report["calibration_samples"] == 6
+    assert report["bundles"][0]["check"]["settings"] == {"api_level": "31"}
+
+
+def test_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "edgekit", *BUILD, "--out", str(tmp_path / "out"), "-v"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert child.stderr is not None
+    for line in child.stderr:
+        if "build for" in line:
+            break
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    rest = child.communicate(timeout=60)[1]
+    assert child.returncode == 130
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_into_a_closed_pipe_is_no_traceback() -> None:
+    command = f"{sys.executable} -m edgekit targets --json | head -c 1"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr

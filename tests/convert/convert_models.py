@@ -1,0 +1,91 @@
+"""Tiny models for the convert stage."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.convert.ort_form import OrtOptions, write_ort
+from edgekit.model import Model, load_model
+from edgekit.tensors import Array
+
+ZOO = Path(__file__).parents[3] / "shared/zoo"
+ARM = OrtOptions(style="full", cpu="arm")
+RUNTIME = OrtOptions(style="runtime", cpu="arm")
+
+
+def save_graph(
+    path: Path, nodes: list[onnx.NodeProto], weights: dict[str, Array], shapes: dict[str, list[int]]
+) -> Model:
+    """Writes a graph from `x` to `y`, and returns its model."""
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shapes["x"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shapes["y"])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(proto, {"author": "me"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def make_float(path: Path) -> Model:
+    """Returns Conv, Relu, Conv, Sigmoid, with a branch, on float32[1,3,8,8]."""
+    rng = np.random.default_rng(1)
+    weights: dict[str, Array] = {
+        "w1": rng.standard_normal((8, 3, 3, 3)).astype(np.float32),
+        "w2": rng.standard_normal((8, 8, 1, 1)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="conv1"),
+        helper.make_node("Relu", ["a"], ["b"], name="relu"),
+        helper.make_node("Conv", ["b", "w2"], ["c"], name="conv2"),
+        helper.make_node("Sigmoid", ["c"], ["d"], name="sigmoid"),
+        helper.make_node("Mul", ["d", "b"], ["y"], name="mul"),
+    ]
+    return save_graph(path, nodes, weights, {"x": [1, 3, 8, 8], "y": [1, 8, 6, 6]})
+
+
+def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", between: str = "") -> Model:
+    """Returns two quantized Conv nodes, with the operator `between` each and its Q node."""
+    rng = np.random.default_rng(2)
+    zero = np.array(128 if activation == "uint8" else 0, activation)
+    weights: dict[str, Array] = {"s": np.array(0.05, np.float32), "z": zero, "wz": np.array(0, weight)}
+    nodes = [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"], name="x_q")]
+    nodes += [helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_dq"], name="x_dq")]
+    source = "x_dq"
+    for index in (1, 2):
+        weights[f"w{index}"] = rng.integers(0 if weight == "uint8" else -60, 60, (3, 3, 1, 1)).astype(weight)
+        nodes += [
+            helper.make_node("DequantizeLinear", [f"w{index}", "s", "wz"], [f"w{index}_dq"], name=f"w{index}_dq"),
+            helper.make_node("Conv", [source, f"w{index}_dq"], [f"c{index}"], name=f"conv{index}"),
+        ]
+        last = f"c{index}"
+        if between:
+            nodes += [helper.make_node(between, [last], [f"r{index}"], name=f"{between}{index}")]
+            last = f"r{index}"
+        source = "y" if index == 2 else f"d{index}"
+        nodes += [
+            helper.make_node("QuantizeLinear", [last, "s", "z"], [f"q{index}"], name=f"q{index}"),
+            helper.make_node("DequantizeLinear", [f"q{index}", "s", "z"], [source], name=f"dq{index}"),
+        ]
+    return save_graph(path, nodes, weights, {"x": [1, 3, 4, 4], "y": [1, 3, 4, 4]})
+
+
+def run_ort(path: Path, shape: tuple[int, ...], *, saved: bool = True) -> Array:
+    """Returns what a file gives for fixed random values, with or without saved optimisations."""
+    values = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    config = {"session.enable_saved_runtime_optimizations": str(int(saved)), "session.qdqisint8allowed": "1"}
+    return CpuSession(path, SessionSettings(config=config, threads=1)).run({"x": values})["y"]
+
+
+def write_form(model: Model, path: Path, options: OrtOptions) -> bytes:
+    """Converts a model and returns the bytes of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_ort(model, path, options)
+    return path.read_bytes()

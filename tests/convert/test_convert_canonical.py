@@ -1,0 +1,142 @@
+"""Canonical files: the same bytes always, the same results, and nothing unknown let through."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convert_models import ARM, RUNTIME, ZOO, make_float, make_qdq, run_ort, save_graph, write_form
+from onnx import helper
+
+from edgekit._ort import Level, SessionSettings, optimize_graph
+from edgekit.convert import canonical, layout
+from edgekit.convert.canonical import canonicalize_file, sort_tables
+from edgekit.convert.ort_form import OrtOptions
+from edgekit.convert.ort_report import inspect_ort
+from edgekit.convert.schema import ROOT, SCHEMA, UNIONS
+from edgekit.convert.tables import Record, Value, number, open_tables
+from edgekit.errors import ModelError
+from edgekit.model import Model
+
+RAW = {"session.save_model_format": "ORT", "session.qdqisint8allowed": "1"}
+SAVE = {"optimization.minimal_build_optimizations": "save"}
+
+
+def write_raw(model: Path, out: Path, config: dict[str, str]) -> Path:
+    settings = SessionSettings(level=Level.ALL, config={**RAW, **config}, disabled_optimizers=("NchwcTransformer",))
+    optimize_graph(model, out, settings)
+    return out
+
+
+@pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])
+def test_other_processes_seeds_and_folders_give_the_same_bytes(tmp_path: Path, options: OrtOptions) -> None:
+    here = write_form(make_qdq(tmp_path / "m.onnx"), tmp_path / "m.ort", options)
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from convert_models import *; options = OrtOptions(style=sys.argv[3], cpu='arm')\n"
+        "write_form(make_qdq(Path(sys.argv[2]) / 'other.onnx'), Path(sys.argv[2]) / 'o.ort', options)"
+    )
+    for seed in ("1", "77"):
+        folder = tmp_path / f"seed-{seed}" / "deeper"
+        argv = [sys.executable, "-c", program, str(Path(__file__).parent), str(folder), options.style]
+        subprocess.run(argv, check=True, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])})
+        assert (folder / "o.ort").read_bytes() == here
+
+
+@pytest.mark.parametrize("config", [{}, SAVE], ids=["full", "runtime"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_results_do_not_change_by_a_bit(tmp_path: Path, config: dict[str, str], saved: bool) -> None:
+    raw = write_raw(make_qdq(tmp_path / "m.onnx").path, tmp_path / "raw.ort", config)
+    before = run_ort(raw, (1, 3, 4, 4), saved=saved)
+    canonicalize_file(raw)
+    assert np.array_equal(run_ort(raw, (1, 3, 4, 4), saved=saved), before)
+
+
+def test_a_canonical_file_stays_as_it_is(tmp_path: Path) -> None:
+    first = write_form(make_float(tmp_path / "m.onnx"), tmp_path / "m.ort", ARM)
+    canonicalize_file(tmp_path / "m.ort")
+    assert (tmp_path / "m.ort").read_bytes() == first
+
+
+def shuffle(value: Value, kind: str, rng: random.Random) -> Value:
+    """Shuffles every list that has no order, all the way down."""
+    if isinstance(value, dict):
+        fields = {field.name: field for field in SCHEMA[kind]}
+        shuffled: Record = {}
+        for name, item in value.items():
+            field = fields[name]
+            of = UNIONS[field.of][number(value, f"{name}_type")] if field.kind == "union" else field.of
+            shuffled[name] = shuffle(item, of, rng)
+            if field.key and isinstance(shuffled[name], list):
+                rng.shuffle(shuffled[name])  # type: ignore[arg-type]
+        return shuffled
+    return [shuffle(item, kind, rng) for item in value] if isinstance(value, list) and kind else value  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_shuffled_file_gives_the_same_results_and_the_same_bytes(tmp_path: Path, seed: int) -> None:
+    canonical_bytes = write_form(make_qdq(tmp_path / "m.onnx"), tmp_path / "m.ort", RUNTIME)
+    before = run_ort(tmp_path / "m.ort", (1, 3, 4, 4))
+    with open_tables(tmp_path / "m.ort") as file:
+        root = shuffle(file.root, ROOT, random.Random(seed))  # noqa: S311 - a test's order
+        layout.write_tables(root, tmp_path / "shuffled.ort")  # type: ignore[arg-type]
+    assert (tmp_path / "shuffled.ort").read_bytes() != canonical_bytes
+    assert np.array_equal(run_ort(tmp_path / "shuffled.ort", (1, 3, 4, 4)), before)
+    canonicalize_file(tmp_path / "shuffled.ort")
+    assert (tmp_path / "shuffled.ort").read_bytes() == canonical_bytes
+
+
+def test_an_unknown_format_version_is_refused_and_the_file_stays(tmp_path: Path) -> None:
+    raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
+    with open_tables(raw) as file:
+        layout.write_tables(sort_tables({**file.root, "ort_version": b"9"}, ROOT), tmp_path / "new.ort")
+    before = (tmp_path / "new.ort").read_bytes()
+    with pytest.raises(ModelError, match="format version '9', whose order is not known"):
+        canonicalize_file(tmp_path / "new.ort")
+    assert (tmp_path / "new.ort").read_bytes() == before
+
+
+def test_a_table_with_an_unknown_slot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
+    monkeypatch.setitem(SCHEMA, "Model", SCHEMA["Model"][:7])
+    with pytest.raises(ModelError, match=r"tables that are not known: Model\.7"):
+        canonicalize_file(raw)
+
+
+def test_the_canonical_form_has_a_version() -> None:
+    assert canonical.CANONICAL_VERSION == 1
+
+
+def make_branches(path: Path) -> Model:
+    """Returns a model whose x64 form has several ReorderOutput nodes."""
+    rng = np.random.default_rng(4)
+    nodes, weights = [], {}
+    for index in range(6):
+        weights[f"w{index}"] = rng.standard_normal((16, 16, 1, 1)).astype(np.float32)
+        nodes.append(helper.make_node("Conv", ["x", f"w{index}"], [f"c{index}"], name=f"conv{index}"))
+        nodes.append(helper.make_node("Softmax", [f"c{index}"], [f"t{index}"], name=f"t{index}", axis=-1))
+    nodes.append(helper.make_node("Concat", [f"t{index}" for index in range(6)], ["y"], name="cat", axis=1))
+    return save_graph(path, nodes, weights, {"x": [1, 16, 8, 8], "y": [1, 96, 8, 8]})
+
+
+def test_x64_files_with_blocked_layouts_are_canonical_too(tmp_path: Path) -> None:
+    model = make_branches(tmp_path / "m.onnx")
+    options = OrtOptions(style="full", cpu="x64")
+    written = {write_form(model, tmp_path / f"{index}.ort", options) for index in range(5)}
+    assert len(written) == 1
+    assert inspect_ort(tmp_path / "0.ort").ops["com.microsoft.nchwc.ReorderOutput"] == 6
+    assert np.allclose(run_ort(tmp_path / "0.ort", (1, 16, 8, 8)), run_ort(model.path, (1, 16, 8, 8)), atol=1e-4)
+
+
+@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
+@pytest.mark.parametrize("name", ["rf_digits", "silero_vad", "vww_96_int8_qdq", "scaler_logreg_breastcancer"])
+def test_real_models_give_one_sequence_of_bytes(tmp_path: Path, name: str) -> None:
+    model = ZOO / f"models/{name}.onnx"
+    written = set()
+    for index in range(3):
+        path = write_raw(model, tmp_path / f"{index}.ort", SAVE)
+        canonicalize_file(path)
+        written.add(path.read_bytes())
+    assert len(written) == 1

@@ -1,0 +1,71 @@
+"""QNN contexts, compiled by Qualcomm's own library in a child process."""
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+import onnx
+import pytest
+from convert_models import make_float, make_qdq, save_graph
+from onnx import helper
+
+from edgekit.convert import context
+from edgekit.convert.convert import convert_model
+from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal
+from edgekit.target import load_target
+
+needs_qnn = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime_qnn") is None, reason="needs onnxruntime-qnn: pip install 'edgekit[qnn]'"
+)
+
+
+@needs_qnn
+def test_a_context_is_compiled_and_says_what_it_fits(tmp_path: Path) -> None:
+    converted = convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn", {"soc_model": "43"}), tmp_path / "out")
+    assert converted.files["context"] == ("model_ctx.onnx", "model_ctx_qnn.bin")
+    assert converted.compatibility.split(":")[5] == "43"
+    assert converted.versions["qairt"] == converted.compatibility.split(":")[2]
+    nodes = onnx.load(str(tmp_path / "out/model_ctx.onnx")).graph.node
+    assert [node.op_type for node in nodes] == ["EPContext"]
+
+
+@needs_qnn
+def test_the_same_model_gives_the_same_context_anywhere(tmp_path: Path) -> None:
+    target = load_target("qnn")
+    first = convert_model(make_qdq(tmp_path / "a/m.onnx"), target, tmp_path / "a/out")
+    second = convert_model(make_qdq(tmp_path / "bb/other.onnx"), target, tmp_path / "bb/longer/out")
+    assert first.sha256 == second.sha256
+
+
+@needs_qnn
+def test_a_node_that_qnn_does_not_take_is_named(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Det", ["x"], ["d"], name="my_det"), helper.make_node("Relu", ["d"], ["y"], name="relu")]
+    model = save_graph(tmp_path / "m.onnx", nodes, {}, {"x": [1, 3, 4, 4], "y": [1, 3]})
+    with pytest.raises(RuntimeRefusal, match=r"soc_model=69 does not take the whole model.* 'my_det' \(Det\)"):
+        convert_model(model, load_target("qnn"), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@needs_qnn
+def test_a_compiler_that_takes_too_long_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_TIMEOUT_S", 0.01)
+    with pytest.raises(DeviceError, match="QNN's compiler ran out of time"):
+        convert_model(make_float(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out")
+
+
+def test_a_missing_wheel_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(MissingExtraError, match="onnxruntime-qnn") as caught:
+        convert_model(make_float(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out")
+    assert "edgekit[qnn]" in caught.value.hint
+
+
+@needs_qnn
+def test_the_twin_can_be_had_without_a_context(tmp_path: Path) -> None:
+    target = load_target("qnn")
+    conversion = msgspec.structs.replace(target.conversion, forms=("onnx",))
+    converted = convert_model(
+        make_float(tmp_path / "m.onnx"), msgspec.structs.replace(target, conversion=conversion), tmp_path / "out"
+    )
+    assert converted.files == {"onnx": ("model.onnx",)}
+    assert converted.compatibility == ""

@@ -1,0 +1,92 @@
+"""Every form of a target: its files, digests, metadata, and the ways it can be refused."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from convert_models import make_float, make_qdq, run_ort
+
+from edgekit._files import digest_file
+from edgekit.convert.convert import convert_model
+from edgekit.errors import ModelError, OutputError
+from edgekit.model import load_model
+from edgekit.target import load_target
+
+
+def test_each_form_is_there_and_loads(tmp_path: Path) -> None:
+    model = make_qdq(tmp_path / "m.onnx", activation="int8")
+    converted = convert_model(model, load_target("xnnpack"), tmp_path / "out")
+    assert converted.files == {"runtime": ("model.runtime.ort",), "full": ("model.ort",), "onnx": ("model.onnx",)}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.onnx",
+        "model.ort",
+        "model.runtime.ort",
+    ]
+    assert converted.census["full"]["QLinearConv"] == converted.census["runtime"]["QLinearConv"] == 2
+    expected = run_ort(tmp_path / "out/model.ort", (1, 3, 4, 4))
+    assert np.array_equal(run_ort(tmp_path / "out/model.runtime.ort", (1, 3, 4, 4)), expected)
+    assert np.allclose(run_ort(tmp_path / "out/model.onnx", (1, 3, 4, 4)), expected, atol=0.06)
+
+
+def test_digests_ancestry_and_versions_are_recorded(tmp_path: Path) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    converted = convert_model(model, load_target("nnapi"), tmp_path / "out")
+    assert converted.sha256 == {
+        name: digest_file(tmp_path / "out" / name) for name in ("model.runtime.ort", "model.onnx")
+    }
+    assert converted.size_bytes["model.onnx"] == (tmp_path / "out/model.onnx").stat().st_size
+    assert (converted.source_sha256, converted.canonical_version) == (model.sha256, 1)
+    assert set(converted.versions) == {"onnxruntime"}
+    assert msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(converted, enc_hook=str)))["target"] == "nnapi"
+
+
+def test_the_twin_carries_metadata_and_changes_nothing(tmp_path: Path) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    before = model.path.read_bytes()
+    convert_model(model, load_target("coreml"), tmp_path / "out")
+    twin = onnx.load(str(tmp_path / "out/model.onnx"))
+    props = {entry.key: entry.value for entry in twin.metadata_props}
+    assert props == {"author": "me", "edgekit.source_sha256": model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
+    assert np.array_equal(run_ort(tmp_path / "out/model.onnx", (1, 3, 8, 8)), run_ort(model.path, (1, 3, 8, 8)))
+    assert model.path.read_bytes() == before
+
+
+def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    first = convert_model(make_float(tmp_path / "a/m.onnx"), load_target("xnnpack"), tmp_path / "a/out")
+    second = convert_model(make_float(tmp_path / "bb/n.onnx"), load_target("xnnpack"), tmp_path / "bb/elsewhere")
+    assert first.sha256 == second.sha256
+
+
+def test_external_data_goes_into_one_file_beside_the_twin(tmp_path: Path) -> None:
+    path = make_float(tmp_path / "m.onnx").path
+    proto = onnx.load(str(path))
+    onnx.save(proto, str(path), save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=0)
+    model = load_model(path)
+    assert len(model.external_files) == 2
+    converted = convert_model(model, load_target("nnapi"), tmp_path / "out")
+    assert converted.files["onnx"] == ("model.onnx", "model.onnx.data")
+    expected = run_ort(path, (1, 3, 8, 8))
+    assert np.array_equal(run_ort(tmp_path / "out/model.onnx", (1, 3, 8, 8)), expected)
+    assert np.allclose(run_ort(tmp_path / "out/model.runtime.ort", (1, 3, 8, 8)), expected, atol=1e-5)
+
+
+def test_a_model_over_2_gb_is_refused_before_work_starts(tmp_path: Path) -> None:
+    model = msgspec.structs.replace(make_float(tmp_path / "m.onnx"), size_bytes=3_000_000_000)
+    with pytest.raises(ModelError, match=r"3\.0 GB, and the ORT format ends at 2 GB"):
+        convert_model(model, load_target("nnapi"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("taken")
+    with pytest.raises(OutputError, match="cannot write"):
+        convert_model(make_float(tmp_path / "m.onnx"), load_target("nnapi"), tmp_path / "out")
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/keep.txt").write_text("mine")
+    convert_model(make_float(tmp_path / "m.onnx"), load_target("nnapi"), tmp_path / "out")
+    assert (tmp_path / "out/keep.txt").read_text() == "mine"

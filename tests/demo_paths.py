@@ -1,0 +1,11 @@
+"""Where the demo model and its data lie."""
+
+from pathlib import Path
+
+import edgekit
+
+DEMO = Path(edgekit.__file__).parent / "demo"
+MODEL = DEMO / "digits_mobilenet.onnx"
+CALIBRATION = DEMO / "calibration.npz"
+EVALUATION = DEMO / "evaluation.npz"
+LABELS = DEMO / "evaluation_labels.npy"

@@ -1,0 +1,127 @@
+"""Tiny models and the jobs that run them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper, parser
+
+from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.devices.device import Job
+from edgekit.model import load_model, save_proto
+from edgekit.samples import Samples
+from edgekit.target import Precision, load_target
+from edgekit.tensors import Array, Tensors
+
+SHAPE = (1, 4, 8, 8)
+
+
+def conv_weights() -> tuple[Array, Array]:
+    rng = np.random.default_rng(7)
+    return rng.normal(0, 0.2, (4, 4, 3, 3)).astype(np.float32), rng.normal(0, 0.2, 4).astype(np.float32)
+
+
+def float_conv(path: Path, *, opset: int = 17) -> Path:
+    """Conv and Relu."""
+    weight, bias = conv_weights()
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
+        helper.make_node("Relu", ["c"], ["y"], "relu"),
+    ]
+    return write_graph(path, nodes, {"w": weight, "b": bias}, opset=opset)
+
+
+def qdq_conv(path: Path, activation: type[np.integer[Any]]) -> Path:
+    """The same between Q and DQ, weights int8 per channel, bias int32; both scales fit the values."""
+    weight, bias = conv_weights()
+    zero = np.array(0 if activation is np.int8 else 128, activation)
+    x_scale, y_scale = np.float32(1 / 32), np.float32(1 / 16)
+    scales = (np.abs(weight).max((1, 2, 3)) / 127).astype(np.float32)
+    values = {
+        "xs": np.array(x_scale), "ys": np.array(y_scale), "z": zero, "ws": scales, "wz": np.zeros(4, np.int8),
+        "wq": np.round(weight / scales[:, None, None, None]).astype(np.int8), "bs": scales * x_scale,
+        "bz": np.zeros(4, np.int32), "bq": np.round(bias / (scales * x_scale)).astype(np.int32),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "z"], ["xq"], "x_q"),
+        helper.make_node("DequantizeLinear", ["xq", "xs", "z"], ["xd"], "x_dq"),
+        helper.make_node("DequantizeLinear", ["wq", "ws", "wz"], ["wd"], "w_dq", axis=0),
+        helper.make_node("DequantizeLinear", ["bq", "bs", "bz"], ["bd"], "b_dq", axis=0),
+        helper.make_node("Conv", ["xd", "wd", "bd"], ["c"], "conv", pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
+        helper.make_node("QuantizeLinear", ["c", "ys", "z"], ["yq"], "y_q"),
+        helper.make_node("DequantizeLinear", ["yq", "ys", "z"], ["y"], "y_dq"),
+    ]
+    return write_graph(path, nodes, values)
+
+
+def write_graph(path: Path, nodes: list[onnx.NodeProto], values: Mapping[str, Array], *, opset: int = 17) -> Path:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, SHAPE)],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, SHAPE)],
+        [numpy_helper.from_array(value, name) for name, value in values.items()],
+    )
+    model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", opset)])
+    return save_proto(model, path).path
+
+
+def text_model(path: Path, body: str, *, opset: int = 17) -> Path:
+    """Writes a graph in onnx's text form; its nodes get the names n0, n1, ..."""
+    model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]> g {body}')
+    for index, node in enumerate(model.graph.node):
+        node.name = f"n{index}"
+    return save_proto(model, path).path
+
+
+def make_job(
+    path: Path,
+    target: str,
+    samples: list[Tensors] | None = None,
+    *,
+    precision: Precision = "int8",
+    left: tuple[str, ...] = (),
+    timeout_s: float = 60.0,
+) -> Job:
+    """A job whose check says that the provider takes every node but those of `left`."""
+    model = load_model(path)
+    nodes = tuple(
+        CheckedNode(
+            name=node.name,
+            op=node.op_type,
+            domain=node.domain,
+            taken=node.name not in left,
+            reasons=(),
+            macs=0,
+            bytes=0,
+            partition=0,
+            unit=node.name,
+        )
+        for node in onnx.load(str(path)).graph.node
+    )
+    check = CheckReport(
+        target=target,
+        model=model.name,
+        sha256=model.sha256,
+        evidence="predicted",
+        settings={},
+        node_list=nodes,
+        advice=(),
+    )
+    rows = noise_samples() if samples is None else samples
+    return Job(
+        model=path,
+        target=load_target(target),
+        precision=precision,
+        outputs=model.outputs,
+        check=check,
+        samples=Samples(source="rows", count=len(rows), read=lambda: iter(rows)),
+        timeout_s=timeout_s,
+    )
+
+
+def noise_samples(count: int = 3) -> list[Tensors]:
+    rng = np.random.default_rng(3)
+    return [{"x": rng.normal(0, 1, SHAPE).astype(np.float32)} for _ in range(count)]

@@ -1,0 +1,140 @@
+"""The emulated arithmetic against numpy's."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from devices_models import SHAPE, float_conv, make_job, qdq_conv, text_model, write_graph
+from onnx import helper
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.devices.device import Job
+from edgekit.devices.emulated import Emulated
+from edgekit.tensors import Array
+
+
+def run_one(job: Job, work: Path) -> Array:
+    run = Emulated().run_job(job, work)
+    assert run.failure is None
+    return next(iter(run.outputs))["y"]
+
+
+def half(value: Array) -> Array:
+    return value.astype(np.float16).astype(np.float32)
+
+
+def text_job(path: Path, body: str, x: Array, *, left: tuple[str, ...] = ()) -> Job:
+    return make_job(text_model(path, body), "coreml", [{"x": x}], precision="fp16", left=left)
+
+
+def test_a_taken_node_reads_and_gives_halves(tmp_path: Path, work: Path) -> None:
+    x = np.array([[0.1, 2049.0, 1e-9]], np.float32)
+    body = "(float[1,3] x) => (float[1,3] y) <float[3] w = {0.3, 1, 1}> { y = Add(x, w) }"
+    got = run_one(text_job(tmp_path / "m.onnx", body, x), work)
+    np.testing.assert_array_equal(got, half(half(x) + half(np.array([0.3, 1, 1], np.float32))))
+
+
+def test_a_node_that_stays_on_the_cpu_is_not_rounded(tmp_path: Path, work: Path) -> None:
+    x = np.array([[0.1, 2049.0, 1e-9]], np.float32)
+    body = "(float[1,3] x) => (float[1,3] y) <float[3] w = {0.3, 1, 1}> { y = Add(x, w) }"
+    got = run_one(text_job(tmp_path / "m.onnx", body, x, left=("n0",)), work)
+    np.testing.assert_array_equal(got, x + np.array([0.3, 1, 1], np.float32))
+
+
+def test_a_shared_weight_is_rounded_for_the_provider_only(tmp_path: Path, work: Path) -> None:
+    x = np.zeros((1, 1), np.float32)
+    body = "(float[1,1] x) => (float[1,1] y, float[1,1] z) <float[1] w = {0.1}> { y = Add(x, w) z = Add(x, w) }"
+    run = Emulated().run_job(text_job(tmp_path / "m.onnx", body, x, left=("n1",)), work)
+    (got,) = run.outputs
+    assert got["y"] == half(np.array(0.1, np.float32))
+    assert got["z"] == np.float32(0.1)
+
+
+def test_a_value_beyond_half_is_seen_as_infinity(tmp_path: Path, work: Path) -> None:
+    body = "(float[1,1] x) => (float[1,1] y) { s = Mul(x, x) y = Sqrt(s) }"
+    got = run_one(text_job(tmp_path / "m.onnx", body, np.array([[300.0]], np.float32)), work)
+    assert np.isinf(got).all()
+
+
+def test_a_float16_file_is_rounded_after_every_node(tmp_path: Path, work: Path) -> None:
+    body = (
+        "(float16[1,1] x) => (float16[1,1] y, float16[1,1] z) { s = Mul(x, x) y = Sqrt(s) t = Mul(x, x) z = Sqrt(t) }"
+    )
+    job = text_job(tmp_path / "m.onnx", body, np.array([[300.0]], np.float16), left=("n2", "n3"))
+    run = Emulated().run_job(job, work)
+    (got,) = run.outputs
+    assert np.isinf(got["y"]).all()
+    assert got["z"] == 300
+    assert got["y"].dtype == np.float16
+
+
+def test_a_float16_weight_keeps_its_value(tmp_path: Path, work: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["h"], "in", to=onnx.TensorProto.FLOAT16),
+        helper.make_node("Add", ["h", "w"], ["s"], "add"),
+        helper.make_node("Cast", ["s"], ["y"], "out", to=onnx.TensorProto.FLOAT),
+    ]
+    path = write_graph(tmp_path / "w.onnx", nodes, {"w": np.array([0.3], np.float16)})
+    x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
+    np.testing.assert_array_equal(got, half(half(x) + np.float32(np.float16(0.3))))
+
+
+def test_weights_that_are_graph_inputs_too_stay_optional(tmp_path: Path, work: Path) -> None:
+    proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
+    proto.graph.input.append(helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, (4, 4, 3, 3)))
+    onnx.save(proto, str(tmp_path / "f.onnx"))
+    run_one(make_job(tmp_path / "f.onnx", "coreml", precision="fp16"), work)
+
+
+def test_a_weight_beyond_half_is_seen_as_infinity(tmp_path: Path, work: Path) -> None:
+    body = "(float[1,1] x) => (float[1,1] y) <float[1] w = {100000}> { y = Add(x, w) }"
+    assert np.isinf(run_one(text_job(tmp_path / "m.onnx", body, np.zeros((1, 1), np.float32)), work)).all()
+
+
+def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> None:
+    node = helper.make_node("Resize", ["x", "", "s"], ["y"], "resize", mode="nearest")
+    path = write_graph(tmp_path / "r.onnx", [node], {"s": np.array([1, 1, 1.0004, 1.0004], np.float32)})
+    x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), half(x))
+
+
+def test_fp32_is_left_alone(tmp_path: Path, work: Path) -> None:
+    x = np.array([[0.1]], np.float32)
+    path = text_model(tmp_path / "m.onnx", "(float[1,1] x) => (float[1,1] y) { y = Neg(x) }")
+    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp32"), work), -x)
+
+
+def test_integers_and_branches_pass_through(tmp_path: Path, work: Path) -> None:
+    body = """(float[1,2] x) => (float[1,2] y) <float[1] big = {1}> {
+        s = ReduceSum <keepdims = 0> (x)
+        c = Greater(s, big)
+        y = If (c) <
+            then_branch = t () => (float[1,2] a) { a = Neg(x) },
+            else_branch = e () => (float[1,2] b) { b = Add(x, big) }
+        >
+    }"""
+    x = np.array([[4.0, 0.1]], np.float32)
+    got = run_one(text_job(tmp_path / "m.onnx", body, x, left=("n2",)), work)
+    np.testing.assert_array_equal(got, -x)
+
+
+def test_a_quantized_unit_is_rounded_onto_its_grid(tmp_path: Path, work: Path) -> None:
+    got = run_one(make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi"), work)
+    np.testing.assert_array_equal(got * 16, np.round(got * 16))
+    assert len(np.unique(got)) > 10
+
+
+def test_the_placement_is_predicted(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp16", left=("relu",))
+    run = Emulated().run_job(job, work)
+    assert run.placement_source == "predicted"
+    assert [node.provider for node in run.placement] == ["CoreMLExecutionProvider", CPU_PROVIDER]
+
+
+def test_a_check_of_another_model_is_a_failure(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp16")
+    proto = onnx.load(str(job.model))
+    proto.graph.node[0].name = "renamed"
+    onnx.save(proto, str(job.model))
+    assert "it has no node 'conv'" in str(Emulated().run_job(job, work).failure)

@@ -1,0 +1,169 @@
+"""The same test bodies over every emulator that is installed here."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
+from onnx import helper
+
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
+from edgekit._proc import run_process
+from edgekit.devices.cache import cache_folder
+from edgekit.devices.child import FAR, Runner, collect_run
+from edgekit.devices.device import Device
+from edgekit.devices.exchange import FarJob, write_job
+from edgekit.devices.find import find_device
+from edgekit.devices.qnn_sim import QnnSimulator
+from edgekit.devices.xnnpack_wasm import find_node
+from edgekit.evidence import Evidence
+from edgekit.target import load_target
+from edgekit.tensors import Array
+
+TARGETS = {
+    "host": "nnapi",
+    "emulated": "nnapi",
+    "qnn-htp-sim": "qnn",
+    "xnnpack-wasm": "xnnpack",
+    "arm64": "xnnpack",
+    "arm64:cortex-a72": "nnapi",
+}
+
+
+def present(name: str) -> Device:
+    device = find_device(name, load_target(TARGETS[name]))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{name}: {missing.reason}: {missing.command}")
+    return device
+
+
+def reference(path: Path) -> list[Array]:
+    session = CpuSession(path, SessionSettings())
+    return [session.run(sample)["y"] for sample in noise_samples()]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_quantized_model_runs_on_its_grid(name: str, tmp_path: Path, work: Path) -> None:
+    device = present(name)
+    model = qdq_conv(tmp_path / "q.onnx", np.int8 if TARGETS[name] == "xnnpack" else np.uint8)
+    run = device.run_job(make_job(model, TARGETS[name]), work)
+    assert (run.failure, run.device, run.outputs.count, len(run.latency_ms)) == (None, device.name, 3, 3)
+    for want, got in zip(reference(model), run.outputs, strict=True):
+        assert np.abs(want - got["y"]).max() <= 1 / 16 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "xnnpack-wasm", "arm64"])
+def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
+    device = present(name)
+    model = float_conv(tmp_path / "f.onnx")
+    run = device.run_job(make_job(model, TARGETS[name], precision="fp16"), work)
+    assert run.failure is None
+    assert run.placement
+    assert run.load_ms > 0
+    assert run.peak_rss_bytes > 1 << 20
+    for want, got in zip(reference(model), run.outputs, strict=True):
+        np.testing.assert_allclose(got["y"], want, atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["qnn-htp-sim", "xnnpack-wasm"])
+def test_the_real_provider_takes_the_convolution(name: str, tmp_path: Path, work: Path) -> None:
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.int8 if name == "xnnpack-wasm" else np.uint8), TARGETS[name])
+    run = present(name).run_job(job, work)
+    taken = {node.op for node in run.placement if node.provider == job.target.provider}
+    assert taken & {"Conv", "QLinearConv"}
+    assert run.placement_source != "predicted"
+
+
+@pytest.mark.parametrize("name", ["host", "xnnpack-wasm", "emulated"])
+def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: Path) -> None:
+    values: dict[str, Array] = {
+        "f32": np.array([[1.5, -0.0]], np.float32), "f64": np.array([[1e300]], np.float64),
+        "i8": np.array([[-128]], np.int8), "u8": np.array([[255]], np.uint8), "i32": np.array([[-7]], np.int32),
+        "i64": np.array([[2**62]], np.int64), "b": np.array([[True, False]]), "e": np.zeros((1, 0), np.float32),
+        "s": np.array([["häuser", 'a"b\n']], object),
+    }  # fmt: skip
+    kinds = {"f32": "float", "f64": "double", "i8": "int8", "u8": "uint8", "i32": "int32", "i64": "int64", "b": "bool"}
+    kinds |= {"e": "float", "s": "string"}
+    shapes = {key: ",".join(map(str, value.shape)) for key, value in values.items()}
+    ins = ", ".join(f"{kinds[key]}[{shapes[key]}] {key}" for key in values)
+    outs = ", ".join(f"{kinds[key]}[{shapes[key]}] {key}_out" for key in values)
+    body = " ".join(f"{key}_out = Identity({key})" for key in values)
+    model = text_model(tmp_path / "all.onnx", f"({ins}) => ({outs}) {{ {body} }}")
+    device = present(name)
+    run = device.run_job(make_job(model, TARGETS[name], [values], precision="fp32"), work)
+    assert run.failure is None
+    (got,) = run.outputs
+    for key, value in values.items():
+        np.testing.assert_array_equal(got[f"{key}_out"], value)
+        assert got[f"{key}_out"].dtype.kind == value.dtype.kind
+
+
+def test_a_model_is_lowered_for_the_emulator_and_a_note_says_so(tmp_path: Path, work: Path) -> None:
+    device = present("xnnpack-wasm")
+    model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }", opset=21)
+    run = device.run_job(make_job(model, "xnnpack", [{"x": np.ones((1, 4), np.float32)}]), work)
+    assert (run.failure, run.outputs.count) == (None, 1)
+    assert "opset 21 to 19" in run.notes[0]
+    assert [node.provider for node in run.placement] == [CPU_PROVIDER]
+
+
+def test_a_model_that_the_emulator_cannot_express_fails_in_words(tmp_path: Path, work: Path) -> None:
+    device = present("xnnpack-wasm")
+    model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { y = Gelu(x) }", opset=20)
+    run = device.run_job(make_job(model, "xnnpack", [{"x": np.ones((1, 4), np.float32)}]), work)
+    assert run.outputs.count == 0
+    assert str(run.failure).endswith("cannot be lowered to it: No Previous Version of Gelu exists")
+
+
+def test_a_bare_number_thrown_by_webassembly_becomes_words(tmp_path: Path, work: Path) -> None:
+    present("xnnpack-wasm")
+    proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 5))
+    onnx.save(proto, str(tmp_path / "f.onnx"))
+    job = make_job(tmp_path / "f.onnx", "xnnpack")
+    write_job(
+        work,
+        FarJob(model=str(job.model), provider="", samples=3, runtime=str(cache_folder() / "xnnpack-wasm")),
+        job.samples,
+    )
+    finished = run_process([*find_node(), str(FAR / "web_runner.mjs"), str(work)], timeout_s=60)
+    run = collect_run(Runner(device="xnnpack-wasm", evidence=Evidence.SAME_EP), job, finished, work)
+    assert run.failure == "refused: session creation failed with a C++ exception inside onnxruntime-web"
+
+
+def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:
+    device = present("qnn-htp-sim")
+    model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { r = Relu(x) y = Asinh(r) }")
+    run = device.run_job(make_job(model, "qnn", [{"x": np.ones((1, 4), np.float32)}]), work)
+    assert run.failure is None
+    assert [(node.op, node.provider) for node in run.placement if node.op == "Asinh"] == [("Asinh", CPU_PROVIDER)]
+    assert "refuses 1 nodes" in run.notes[0]
+    assert "n1" in run.notes[0]
+
+
+def test_an_architecture_of_the_simulator_computes_otherwise(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "qnn")
+    present("qnn-htp-sim")
+    errors: dict[str, float] = {}
+    for arch in ("v68", "v79"):
+        (work / arch).mkdir()
+        run = QnnSimulator(arch=arch).run_job(job, work / arch)
+        assert (run.failure, run.evidence) == (None, Evidence.SIMULATOR)
+        pairs = zip(reference(job.model), run.outputs, strict=True)
+        errors[arch] = max(float(np.abs(want - got["y"]).max()) for want, got in pairs)
+    assert errors["v68"] < 1e-5 < errors["v79"]
+
+
+def test_an_ort_format_file_gets_its_placement_from_the_profile(tmp_path: Path, work: Path) -> None:
+    model = float_conv(tmp_path / "f.onnx")
+    job = make_job(model, "xnnpack")
+    ort = tmp_path / "f.ort"
+    config = {"session.save_model_format": "ORT"}
+    CpuSession(model, SessionSettings(config=config, save_to=ort))
+    run = present("host").run_job(msgspec.structs.replace(job, model=ort), work)
+    assert (run.failure, run.placement_source) == (None, "profile")
+    assert {node.provider for node in run.placement} == {CPU_PROVIDER}
+    assert run.outputs.count == 3

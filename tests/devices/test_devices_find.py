@@ -1,0 +1,128 @@
+"""Devices by name, what they lack, and installing them."""
+
+from pathlib import Path
+
+import pytest
+
+from edgekit._ort import VERSION
+from edgekit.devices.cache import find_installed, installing
+from edgekit.devices.child import FAR
+from edgekit.devices.find import device_names, find_device, install_device, list_devices
+from edgekit.devices.xnnpack_wasm import find_node
+from edgekit.errors import DeviceError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.target import load_target
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a cache with nothing in it, which does not exist yet."""
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    (tmp_path / "lock").write_text("one")
+    return tmp_path / "lock"
+
+
+def test_a_misspelled_device_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(UsageError, match="did you mean 'qnn-htp-sim:v7"):
+        find_device("qnn-htp-sim:v74", load_target("qnn"))
+    with pytest.raises(UsageError, match="did you mean 'xnnpack-wasm'"):
+        find_device("xnnpack", load_target("xnnpack"))
+
+
+def test_a_device_of_another_provider_is_an_error_that_lists_the_fitting_ones() -> None:
+    with pytest.raises(UsageError, match="devices of this target: host, xnnpack-wasm, arm64"):
+        find_device("qnn-htp-sim", load_target("xnnpack"))
+
+
+@pytest.mark.parametrize("target", ["coreml", "nnapi", "qnn", "xnnpack"])
+def test_every_device_that_a_target_names_exists(target: str) -> None:
+    for plan in load_target(target).verification:
+        assert find_device(plan.device, load_target(target)).name.startswith(plan.device)
+
+
+def test_every_name_finds_its_device() -> None:
+    targets = {"qnn-htp-sim": "qnn", "xnnpack-wasm": "xnnpack", "coreml": "coreml"}
+    for name in device_names():
+        kind = name.partition(":")[0]
+        assert find_device(name, load_target(targets.get(kind, "nnapi"))).name.partition(":")[0] == kind
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_the_list_says_what_is_missing() -> None:
+    statuses = {status.name: status for status in list_devices()}
+    assert statuses["host"].available
+    assert statuses["xnnpack-wasm"].evidence is Evidence.SAME_EP
+    assert not statuses["xnnpack-wasm"].available
+    assert "install" in statuses["xnnpack-wasm"].command
+    assert statuses["arm64"].command.endswith("edgekit devices install arm64")
+
+
+def test_the_list_for_a_target_holds_what_can_run_it() -> None:
+    assert [status.name for status in list_devices(load_target("coreml"))] == ["host", "arm64", "emulated", "coreml"]
+
+
+def test_an_installation_that_breaks_off_leaves_nothing(empty_cache: Path, lock: Path) -> None:
+    with pytest.raises(DeviceError), installing("thing", lock) as staging:
+        (staging / "half").touch()
+        raise DeviceError("the line was cut", hint="again")
+    assert find_installed("thing", lock) is None
+    assert not list(empty_cache.parent.glob("cache/*"))
+
+
+def test_an_installation_from_another_lock_counts_as_missing(empty_cache: Path, lock: Path) -> None:
+    with installing("thing", lock):
+        pass
+    assert find_installed("thing", lock) == empty_cache / "thing"
+    lock.write_text("two")
+    assert find_installed("thing", lock) is None
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_installing_what_needs_nothing_says_so() -> None:
+    said: list[str] = []
+    install_device("host", said.append)
+    assert said == ["'host' can run already"]
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_device_that_edgekit_cannot_install_is_an_error() -> None:
+    with pytest.raises(UsageError, match="Apple hardware"):
+        install_device("coreml", lambda _: None)
+
+
+def test_the_lock_files_pin_every_package_with_its_hash() -> None:
+    lines = (FAR / "arm64/requirements.txt").read_text().splitlines()
+    assert lines
+    assert all("==" in line and "--hash=sha256:" in line for line in lines)
+    npm = (FAR / "xnnpack-wasm/package-lock.json").read_text()
+    assert npm.count('"integrity": "sha512-') == npm.count('"node_modules/')
+    assert '"resolved"' not in npm
+
+
+def test_the_arm_wheel_is_of_the_version_that_runs_here() -> None:
+    assert f"onnxruntime=={VERSION} " in (FAR / "arm64/requirements.txt").read_text()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_without_its_tools_arm64_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    (status,) = (status for status in list_devices() if status.name == "arm64")
+    assert status.command == "apt-get install qemu-user-static mmdebstrap && edgekit devices install arm64"
+    with pytest.raises(DeviceError, match="mmdebstrap not found"):
+        install_device("arm64", lambda _: None)
+
+
+def test_an_npm_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not find_node():
+        pytest.skip("there is no Node 18 or newer: pip install 'edgekit[xnnpack]'")
+    monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:9")
+    monkeypatch.setenv("npm_config_fetch_retries", "0")
+    monkeypatch.setenv("npm_config_cache", str(empty_cache.parent / "npm"))
+    with pytest.raises(DeviceError, match="npm ended with exit code"):
+        install_device("xnnpack-wasm", lambda _: None)
+    assert not empty_cache.exists() or not list(empty_cache.iterdir())

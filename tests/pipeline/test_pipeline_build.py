@@ -1,0 +1,151 @@
+"""A build, end to end, on the demo model and on models that are hard."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from tiny_models import parse_model
+
+from edgekit.bundle.folder import open_bundle
+from edgekit.devices.find import find_device
+from edgekit.errors import EdgekitError, OutputError
+from edgekit.pipeline import build, verify_on
+from edgekit.recipe import Data, Recipe
+from edgekit.report.summary import BuildReport
+from edgekit.steps import check_targets, quantize_for
+from edgekit.target import Thresholds, load_target
+
+TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
+DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LABELS)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
+    for name, target in (("qnn-htp-sim", "qnn"), ("xnnpack-wasm", "xnnpack"), ("arm64", "xnnpack")):
+        missing = find_device(name, load_target(target)).find_missing()
+        if missing is not None:
+            pytest.skip(f"{missing.reason}; to run it: {missing.command}")
+    return build(MODEL, DEMO_DATA, tmp_path_factory.mktemp("demo") / "out", Recipe(targets=TARGETS))
+
+
+def test_the_demo_passes_on_four_targets(demo: BuildReport) -> None:
+    assert [bundle.target for bundle in demo.bundles if bundle.passed] == list(TARGETS)
+    assert demo.passed
+
+
+def test_every_run_says_what_it_is_worth(demo: BuildReport) -> None:
+    worth = {
+        bundle.target: {run.evidence.value for run in bundle.verify.runs} for bundle in demo.bundles if bundle.verify
+    }
+    assert worth["qnn"] == {"simulator"}
+    assert worth["xnnpack"] == {"same-ep", "same-arch"}
+    assert worth["nnapi"] == {"emulated", "same-arch"}
+    assert "emulated" in worth["coreml"]
+
+
+def test_the_demo_keeps_its_accuracy(demo: BuildReport) -> None:
+    for bundle in demo.bundles:
+        for run in bundle.verify.runs if bundle.verify else ():
+            assert run.accuracy is not None
+            assert run.accuracy.got >= run.accuracy.reference - 0.02
+
+
+def test_qnn_ran_without_the_cpu(demo: BuildReport) -> None:
+    (run,) = next(bundle for bundle in demo.bundles if bundle.target == "qnn").verify.runs  # type: ignore[union-attr]
+    assert run.provider_nodes.keys() == {"QNNExecutionProvider"}
+
+
+def test_xnnpack_took_the_convolutions(demo: BuildReport) -> None:
+    bundle = next(bundle for bundle in demo.bundles if bundle.target == "xnnpack")
+    (run,) = (run for run in bundle.verify.runs if run.device == "xnnpack-wasm")  # type: ignore[union-attr]
+    assert run.provider_nodes["XnnpackExecutionProvider"] >= 31
+
+
+def test_the_report_is_the_json_beside_it(demo: BuildReport) -> None:
+    written = json.loads((demo.report.parent / "report.json").read_text())
+    assert {"model", "bundles", "seconds", "peak_rss_bytes", "report"} <= written.keys()
+    assert written["passed"] is True
+    for bundle in written["bundles"]:
+        assert {"target", "path", "passed", "sha256", "files"} <= bundle.keys()
+    page = demo.report.read_text()
+    assert "<script" not in page
+    assert all(f'id="{target}"' in page for target in TARGETS)
+
+
+def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
+    for bundle in demo.bundles:
+        assert bundle.path is not None
+        assert open_bundle(bundle.path).manifest.target == bundle.target
+    nnapi = next(bundle.path for bundle in demo.bundles if bundle.target == "nnapi")
+    assert nnapi is not None
+    assert verify_on(open_bundle(nnapi), ["emulated"]).passed
+
+
+def test_the_same_input_gives_the_same_bytes(demo: BuildReport, tmp_path: Path) -> None:
+    again = build(MODEL, DEMO_DATA, tmp_path / "elsewhere", Recipe(targets=TARGETS), verify=False)
+    assert {b.target: b.files for b in again.bundles} == {b.target: b.files for b in demo.bundles}
+
+
+def test_thresholds_that_are_not_reached_fail(tmp_path: Path) -> None:
+    strict = Thresholds(min_cosine=0.999999, min_top1_agreement=1.0, min_sqnr_db=90.0)
+    recipe = Recipe(targets=("nnapi",), samples=8, thresholds={"nnapi": strict})
+    report = build(MODEL, Data(source=str(CALIBRATION)), tmp_path / "out", recipe)
+    assert not report.passed
+    assert "SQNR" in str(report.bundles[0].verify.runs[0].failures)  # type: ignore[union-attr]
+
+
+def test_without_verification_data_some_samples_are_kept_back(tmp_path: Path) -> None:
+    report = build(MODEL, Data(source=str(CALIBRATION)), tmp_path / "o", Recipe(targets=("coreml",)), verify=False)
+    assert (report.calibration_samples, report.golden_samples) == (192, 64)
+
+
+def test_a_model_without_weights_to_quantize_is_built_in_float_and_says_so(tmp_path: Path) -> None:
+    model = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (int64[1,4] y) { y = Add(x, x) }',
+        tmp_path / "integers.onnx",
+    )
+    np.savez(tmp_path / "d.npz", x=np.arange(16).reshape(4, 4))
+    report = build(model, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", Recipe(targets=("nnapi",)))
+    assert report.bundles[0].precision == "fp32"
+    assert "built as fp32" in report.bundles[0].notes[0]
+
+
+def test_two_inputs_one_dynamic_and_two_outputs(tmp_path: Path) -> None:
+    weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
+    model = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]>'
+        "g (float[N,3,8,8] a, float[N,4,6,6] b) => (float[N,4,6,6] y, float[N,4,1,1] z)"
+        f"<float[4,3,3,3] w = {{{weights}}}> {{ c = Conv(a, w)  y = Add(c, b)  z = GlobalAveragePool(y) }}",
+        tmp_path / "two.onnx",
+    )
+    random = np.random.default_rng(0)
+    arrays = {"a": random.normal(size=(12, 3, 8, 8)), "b": random.normal(size=(12, 1, 4, 6, 6))}
+    np.savez(tmp_path / "d.npz", **{name: value.astype(np.float32) for name, value in arrays.items()})  # type: ignore[arg-type]
+    recipe = Recipe(targets=("nnapi", "coreml"), dims={"N": 1})
+    report = build(model, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe)
+    assert report.passed, [bundle.verify for bundle in report.bundles]
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "empty.onnx").touch()
+    with pytest.raises(EdgekitError, match="is empty"):
+        build(tmp_path / "empty.onnx", DEMO_DATA, tmp_path / "deep" / "out")
+    np.savez(tmp_path / "nan.npz", image=np.full((2, 1, 32, 32), np.nan, np.float32))
+    with pytest.raises(EdgekitError, match="NaN"):
+        build(MODEL, Data(source=str(tmp_path / "nan.npz")), tmp_path / "deep" / "out")
+    with pytest.raises(OutputError, match="is a file"):
+        build(MODEL, DEMO_DATA, tmp_path / "empty.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.onnx", "nan.npz"]
+
+
+def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(tmp_path: Path) -> None:
+    summary = check_targets(MODEL, Recipe())
+    assert set(summary.targets) == {"nnapi", "coreml", "qnn", "xnnpack"}
+    report = quantize_for(
+        MODEL, Data(source=str(CALIBRATION)), tmp_path / "q.onnx", Recipe(targets=("nnapi",), samples=8)
+    )
+    assert report.samples == 8
+    assert report.quantized_nodes > 30
+    assert [path.name for path in tmp_path.iterdir()] == ["q.onnx"]

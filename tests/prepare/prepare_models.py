@@ -1,0 +1,43 @@
+"""Tiny models for the prepare stage, and a way to run them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import parser
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.model import Model, load_model
+from edgekit.tensors import Array
+
+ZOO = Path(__file__).parents[3] / "shared/zoo"
+
+
+def make_model(text: str, path: Path, *, opset: int = 17, ir_version: int = 8, imports: str = "") -> Model:
+    """Writes a model given as onnx's text form of its graph, and returns it."""
+    head = f'<ir_version: {ir_version}, opset_import: ["" : {opset}{imports}]> '
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(parser.parse_model(head + text), str(path))
+    return load_model(path)
+
+
+def make_inputs(model: Model, seed: int = 0) -> dict[str, Array]:
+    """Returns random values for every input of a static model."""
+    rng = np.random.default_rng(seed)
+    values: dict[str, Array] = {}
+    for spec in model.inputs:
+        shape = tuple(dim for dim in spec.shape or () if isinstance(dim, int))
+        drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else rng.integers(0, 100, shape)
+        values[spec.name] = np.asarray(drawn).astype(spec.dtype)
+    return values
+
+
+def run_model(path: Path, inputs: Mapping[str, Array], level: Level = Level.DISABLED) -> dict[str, Array]:
+    """Returns the outputs of a model."""
+    return CpuSession(path, SessionSettings(level=level, threads=1)).run(inputs)
+
+
+def op_names(path: Path) -> Sequence[str]:
+    """Returns the operators of the main graph in order."""
+    return [node.op_type for node in onnx.load(str(path), load_external_data=False).graph.node]

@@ -1,0 +1,207 @@
+"""The clean graph: what goes, what stays, and that it computes the same."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
+
+from edgekit._ort import Level
+from edgekit.errors import ModelError, RuntimeRefusal, UsageError
+from edgekit.model import Model, load_model
+from edgekit.prepare.clean import prepare_model
+
+CONV = (
+    "g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y) "
+    "<float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>"
+    "{ c = Conv(x, w, b)  i = Identity(c)  d = Dropout(i)  y = Relu(d) }"
+)
+QDQ = (
+    "g (float[1,4] x) => (float[1,4] y) <float s = {0.1}, uint8 z = {128}, float t = {0.2}>"
+    "{ a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  c = Relu(b)"
+    "  d = QuantizeLinear(c, t, z)  e = DequantizeLinear(d, t, z)  f = Transpose<perm = [0, 1]>(e)"
+    "  h = QuantizeLinear(f, t, z)  y = DequantizeLinear(h, t, z) }"
+)
+BRANCH = (
+    "g (bool c, float[2] x) => (float[2] y) { y = If(c) <"
+    "then_branch = t () => (float[2] p) { k = Constant<value = float[2] {1, 2}>()  u = Add(x, k)  p = Identity(u) },"
+    "else_branch = e () => (float[2] q) { q = Neg(x) }> }"
+)
+
+
+def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
+    model = make_model(CONV, tmp_path / "m.onnx", opset=7, ir_version=3)
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert (prepared.opsets, prepared.ir_version) == ({"ai.onnx": 17}, 8)
+    assert op_names(prepared.path) == ["Conv", "Relu"]
+    proto = onnx.load(str(prepared.path))
+    assert [value.name for value in proto.graph.input] == ["x"]
+    inputs = make_inputs(prepared)
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_constants_are_folded(tmp_path: Path) -> None:
+    text = (
+        "g (float[2,6] x) => (float[?,?] y) { s = Shape(x)  t = Constant<value = int64[1] {0}>()"
+        "  n = Gather(s, t)  m = Constant<value = int64[1] {-1}>()  r = Concat<axis = 0>(m, n)  y = Reshape(x, r) }"
+    )
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["Reshape"]
+    assert prepared.outputs[0].shape == (6, 2)
+
+
+def test_q_and_dq_stay_where_they_are(tmp_path: Path) -> None:
+    model = make_model(QDQ, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    ops = op_names(prepared.path)
+    assert (ops.count("QuantizeLinear"), ops.count("DequantizeLinear")) == (3, 3)
+    inputs = make_inputs(model)
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    nodes = [
+        helper.make_node("Abs", ["x"], ["a"], name="same"),
+        helper.make_node("Neg", ["a"], ["b"], name="same"),
+        helper.make_node("Exp", ["b"], ["y"]),
+    ]
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", value[:1], value[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {})
+    assert [node.name for node in onnx.load(str(prepared.path)).graph.node] == ["same", "same_1", "Exp_y"]
+
+
+def test_metadata_and_producer_stay_and_stamps_go(tmp_path: Path) -> None:
+    path = make_model(CONV, tmp_path / "m.onnx").path
+    proto = onnx.load(str(path))
+    proto.producer_name = "exporter"
+    helper.set_model_props(proto, {"author": "me", "stride": "32"})
+    onnx.save(proto, str(path))
+    written = onnx.load(str(prepare_model(load_model(path), tmp_path / "out.onnx", {}).path))
+    assert {entry.key: entry.value for entry in written.metadata_props} == {"author": "me", "stride": "32"}
+    assert written.producer_name == "exporter"
+    assert [(entry.domain, entry.version) for entry in written.opset_import] == [("", 17)]
+
+
+def test_a_control_flow_model_keeps_its_branches(tmp_path: Path) -> None:
+    model = make_model(BRANCH, tmp_path / "m.onnx", opset=13)
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    for condition in (True, False):
+        inputs = {"c": np.array(condition), "x": np.array([1, -2], np.float32)}
+        assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_fp16_gets_no_casts(tmp_path: Path) -> None:
+    text = "g (float16[1,8] x) => (float16[1,8] y) { a = Relu(x)  b = Softmax(a)  c = Sigmoid(b)  y = Mul(c, a) }"
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["Relu", "Softmax", "Sigmoid", "Mul"]
+    inputs = make_inputs(model)
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_operators_without_a_cpu_kernel_stay_whole(tmp_path: Path) -> None:
+    text = "g (float[1,8] x) => (float[1,8] y) { a = HardSwish(x)  b = Mish(a)  c = Identity(b)  y = HardSwish(c) }"
+    model = make_model(text, tmp_path / "m.onnx", opset=18)
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["HardSwish", "Mish", "HardSwish"]
+    inputs = make_inputs(model)
+    assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_strings_and_sequences_pass_through(tmp_path: Path) -> None:
+    text = "g (string[2] x) => (seq(string[2]) y) { a = Identity(x)  y = SequenceConstruct(a, x) }"
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    assert [spec.dtype for spec in (*prepared.inputs, *prepared.outputs)] == ["string", "sequence"]
+
+
+def test_external_data_comes_in(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    proto = onnx.load(str(make_model(CONV, path).path))
+    weights = numpy_helper.from_array(np.ones((64, 64), np.float32), "big")
+    proto.graph.initializer.append(weights)
+    proto.graph.node.append(helper.make_node("Identity", ["big"], ["z"]))
+    proto.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [64, 64]))
+    onnx.save(proto, str(path), save_as_external_data=True, location="weights.bin", size_threshold=0)
+    prepared = prepare_model(load_model(path), tmp_path / "elsewhere" / "out.onnx", {})
+    assert prepared.external_files == ()
+    assert run_model(prepared.path, make_inputs(prepared))["z"].sum() == 64 * 64
+
+
+def test_the_same_model_gives_the_same_bytes_anywhere(tmp_path: Path) -> None:
+    first = prepare_model(make_model(CONV, tmp_path / "a" / "m.onnx"), tmp_path / "a" / "out.onnx", {})
+    second = prepare_model(make_model(CONV, tmp_path / "bb" / "n.onnx"), tmp_path / "cc" / "other.onnx", {})
+    assert first.sha256 == second.sha256
+
+
+@pytest.mark.parametrize("opset", [13, 15, 21])
+def test_the_wanted_opset_is_there(tmp_path: Path, opset: int) -> None:
+    model = make_model(CONV, tmp_path / "m.onnx", opset=17)
+    prepared = prepare_model(model, tmp_path / "out.onnx", {}, opset=opset)
+    assert prepared.opsets == {"ai.onnx": opset}
+    inputs = make_inputs(prepared)
+    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
+    model = make_model("g (float[1,4] x) => (float[1,4] y) { y = HardSwish(x) }", tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match="no opset '99'"):
+        prepare_model(model, tmp_path / "out.onnx", {}, opset=99)
+    with pytest.raises(ModelError, match="cannot convert opset 17 to 13: it uses HardSwish"):
+        prepare_model(model, tmp_path / "out.onnx", {}, opset=13)
+
+
+def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
+    text = (
+        "g (bool c, float[2] x) => (float[1,2] y) { y = If(c) <"
+        "then_branch = t () => (float[1,2] p) { p = Unsqueeze<axes = [0]>(x) },"
+        "else_branch = e () => (float[1,2] q) { n = Clip<min = 0.0, max = 1.0>(x)  q = Unsqueeze<axes = [0]>(n) }> }"
+    )
+    model = make_model(text, tmp_path / "m.onnx", opset=10, ir_version=5)
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    for condition in (True, False):
+        inputs = {"c": np.array(condition), "x": np.array([3, -2], np.float32)}
+        assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+
+
+def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:
+    text = (
+        "g (float[1,2] i, float[1,3,2] x) => (float[1,2] y, float[1,3,2] z) { y, z = Scan<num_scan_inputs = 1, "
+        "body = b (float[2] s, float[2] n) => (float[2] t, float[2] o) { t = Add(s, n)  o = Identity(t) }>(, i, x) }"
+    )
+    model = make_model(text, tmp_path / "m.onnx", opset=8, ir_version=4)
+    with pytest.raises(ModelError, match="Scan had a batch axis before opset 9"):
+        prepare_model(model, tmp_path / "out.onnx", {})
+
+
+def test_a_model_that_ort_refuses_is_refused_by_name(tmp_path: Path) -> None:
+    text = "g (float[1,4] x) => (float[1,4] y) { y = com.acme.Magic(x) }"
+    model = make_model(text, tmp_path / "m.onnx", imports=', "com.acme" : 1')
+    with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
+        prepare_model(model, tmp_path / "out.onnx", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"]
+
+
+ZOO_DIMS = {
+    "fastestdet": {}, "kws_dscnn_int8_qdq": {"unk__232": 1}, "magika_v3_3": {"unk__214": 1}, "mnist8_cntk": {},
+    "ppocr_cls_mbv3": {"x:0": 1, "x:2": 48, "x:3": 192}, "rf_digits": {"X:0": 1}, "squeezenet1.1_fp16": {},
+    "silero_vad_micro_transformer": {"batch": 1, "samples": 8000}, "superres_core_224": {}, "ultraface_rfb320": {},
+    "vww_96_float_ext": {"unk__337": 1},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
+@pytest.mark.parametrize("name", sorted(ZOO_DIMS))
+def test_real_models_compute_the_same(tmp_path: Path, name: str) -> None:
+    model = load_model(ZOO / f"models/{name}.onnx")
+    prepared: Model = prepare_model(model, tmp_path / "out.onnx", ZOO_DIMS[name])
+    assert prepared.is_static
+    inputs = make_inputs(prepared)
+    level = Level.BASIC if "fp16" in name else Level.DISABLED
+    expected, got = run_model(model.path, inputs, level), run_model(prepared.path, inputs, level)
+    for key, value in expected.items():
+        assert np.allclose(value, got[key], rtol=1e-4, atol=1e-5)

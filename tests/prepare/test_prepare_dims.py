@@ -1,0 +1,114 @@
+"""Dimensions: several at once, unnamed ones, and every way to name one wrongly."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from prepare_models import make_model
+
+from edgekit.errors import UsageError
+from edgekit.model import load_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.derived_dims import derive_dim
+from edgekit.prepare.dims import find_dynamic_dims
+
+TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
+
+
+def test_several_dims_are_fixed_and_outputs_follow(tmp_path: Path) -> None:
+    model = make_model(TWO, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {"N": 2, "S": 3, "z:0": 4})
+    assert [spec.shape for spec in prepared.inputs] == [(2, 3), (4, 3)]
+    assert [spec.shape for spec in prepared.outputs] == [(6, 3), (2, 3)]
+    assert not load_model(tmp_path / "m.onnx").is_static
+
+
+def test_an_axis_names_a_named_dimension_everywhere(tmp_path: Path) -> None:
+    prepared = prepare_model(
+        make_model(TWO, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"x:0": 2, "x:1": 3, "z:0": 4}
+    )
+    assert [spec.shape for spec in prepared.inputs] == [(2, 3), (4, 3)]
+
+
+def test_missing_dims_are_all_named_with_their_options(tmp_path: Path) -> None:
+    model = make_model(TWO, tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match=r"'N' \(axis 0 of input 'x'\), 'z:0'") as caught:
+        prepare_model(model, tmp_path / "out.onnx", {"S": 3})
+    assert caught.value.hint == "add --dim N=INT --dim z:0=INT"
+    assert not (tmp_path / "out.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("dims", "message", "hint"),
+    [
+        ({"M": 1}, "no dynamic dimension 'M'", "valid: N, S, z:0"),
+        ({"batch": 1}, "no dynamic dimension 'batch'", "valid: N, S, z:0"),
+        ({"z:O": 1}, "no dynamic dimension 'z:O'", "did you mean 'z:0'"),
+        ({"N": 0}, "'N=0' is no size", "from 1 to"),
+        ({"N": 2**31 + 1}, "is no size", "from 1 to"),
+        ({"N": 2, "x:0": 3}, "'N' is given both 2 and 3", "one number"),
+    ],
+)
+def test_a_wrong_dim_is_refused(tmp_path: Path, dims: dict[str, int], message: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        prepare_model(make_model(TWO, tmp_path / "m.onnx"), tmp_path / "out.onnx", dims)
+    assert hint in caught.value.hint
+
+
+def test_a_fixed_axis_may_be_repeated_but_not_changed(tmp_path: Path) -> None:
+    model = make_model("g (float[1,3] x) => (float[1,3] y) { y = Abs(x) }", tmp_path / "m.onnx")
+    assert prepare_model(model, tmp_path / "out.onnx", {"x:0": 1}).is_static
+    with pytest.raises(UsageError, match="contradicts the model") as caught:
+        prepare_model(model, tmp_path / "out.onnx", {"x:0": 2})
+    assert caught.value.hint == "it is fixed at 1 there"
+
+
+def test_a_formula_of_other_dims_follows(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    text = "g (float[N,4] x, float[M,4] z) => (float[?,?] y) { y = Concat<axis = 0>(x, z) }"
+    proto = onnx.load(str(make_model(text, path).path))
+    proto.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "2*(N + 1)//1"
+    onnx.save(proto, str(path))
+    assert prepare_model(load_model(path), tmp_path / "out.onnx", {"N": 3}).outputs[0].shape == (11, 4)
+    with pytest.raises(UsageError) as caught:
+        prepare_model(load_model(path), tmp_path / "out.onnx", {"x:1": 4})
+    assert caught.value.hint == "add --dim N=INT --dim 2*(N + 1)//1=INT"
+
+
+@pytest.mark.parametrize(
+    ("formula", "size"),
+    [
+        ("a+b", 5),
+        ("2*a - 1", 3),
+        ("b//a", 1),
+        ("a", None),
+        ("a+c", None),
+        ("a//0", None),
+        ("f(a)+1", None),
+        ("a**9", None),
+        ("(" * 90 + "a+1" + ")" * 90, None),
+        ("a+" * 200 + "a", None),
+    ],
+)
+def test_formulas(formula: str, size: int | None) -> None:
+    assert derive_dim(formula, {"a": 2, "b": 3}) == size
+
+
+def test_a_negative_dimension_is_dynamic(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    proto = onnx.load(str(make_model("g (float[1,3] x) => (float[1,3] y) { y = Abs(x) }", path).path))
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    onnx.save(proto, str(path))
+    assert [dim.name for dim in find_dynamic_dims(proto.graph)] == ["x:0"]
+    assert prepare_model(load_model(path), tmp_path / "out.onnx", {"x:0": 5}).inputs[0].shape == (5, 3)
+
+
+def test_an_input_without_a_rank_gets_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    proto = onnx.load(str(make_model("g (float[1] x) => (float[1] y) { y = Abs(x) }", path).path))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    onnx.save(proto, str(path))
+    assert prepare_model(load_model(path), tmp_path / "out.onnx", {"x:0": 2, "x:1": 5}).outputs[0].shape == (2, 5)
+    with pytest.raises(UsageError, match="input 'x' has no rank"):
+        prepare_model(load_model(path), tmp_path / "out.onnx", {})

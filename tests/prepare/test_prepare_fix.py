@@ -1,0 +1,87 @@
+"""Automatic rewrites: what each changes, what it leaves, and that the results are the same."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from prepare_models import make_inputs, make_model, op_names, run_model
+
+from edgekit.model import load_model
+from edgekit.prepare.fix import FIXES, Fix, fix_model
+
+SUM = "g (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y) { s = Sum(a, b)  t = Sum(s)  y = Sum(t, c, a) }"
+RESIZE = (
+    "g (float[1,1,2,2] x) => (float[1,1,4,4] y) <float[0] roi = {}, float[0] none = {}, int64[4] sizes = {1, 1, 4, 4}>"
+    '{ y = Resize<mode = "nearest">(x, roi, none, sizes) }'
+)
+RELU = (
+    "g (float[4] x) => (float[4] y, float[4] w) <float s = {0.1}, uint8 low = {0}, uint8 mid = {128}>"
+    "{ a = Relu(x)  b = QuantizeLinear(a, s, low)  y = DequantizeLinear(b, s, low)"
+    "  c = Relu(x)  d = QuantizeLinear(c, s, mid)  w = DequantizeLinear(d, s, mid) }"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix", "ops"),
+    [
+        (SUM, "sum-to-add", ["Add", "Sum", "Add", "Add"]),
+        (RESIZE, "resize-empty-inputs", ["Resize"]),
+        (
+            RELU,
+            "idle-relu",
+            ["QuantizeLinear", "DequantizeLinear", "Relu", "QuantizeLinear", "DequantizeLinear"],
+        ),
+    ],
+    ids=["sum", "resize", "relu"],
+)
+def test_a_rewrite_changes_its_nodes_and_no_result(tmp_path: Path, text: str, fix: str, ops: list[str]) -> None:
+    model = make_model(text, tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx")
+    assert [applied.id for applied in fixed.fixes] == [fix]
+    assert op_names(fixed.model.path) == ops
+    inputs = make_inputs(model)
+    expected, got = run_model(model.path, inputs), run_model(fixed.model.path, inputs)
+    assert all(np.array_equal(expected[name], got[name]) for name in expected)
+
+
+def test_the_nodes_are_named(tmp_path: Path) -> None:
+    fixed = fix_model(make_model(SUM, tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert fixed.fixes == (Fix(id="sum-to-add", nodes=("Sum_s", "Sum_y")),)
+    names = [node.name for node in onnx.load(str(fixed.model.path)).graph.node]
+    assert names == ["Sum_s", "Sum_t", "Sum_y/add_1", "Sum_y"]
+
+
+def test_a_resize_leaves_its_empty_inputs_out(tmp_path: Path) -> None:
+    fixed = fix_model(make_model(RESIZE, tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert list(onnx.load(str(fixed.model.path)).graph.node[0].input) == ["x", "", "", "sizes"]
+
+
+def test_a_relu_that_others_read_stays(tmp_path: Path) -> None:
+    text = RELU.replace("float[4] w)", "float[4] w, float[4] a)")
+    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert fixed.fixes == ()
+
+
+def test_a_model_without_need_is_copied(tmp_path: Path) -> None:
+    model = make_model("g (float[2] x) => (float[2] y) { y = Abs(x) }", tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx")
+    assert fixed.fixes == ()
+    assert fixed.model.node_count == 1
+
+
+def test_external_data_is_copied_beside(tmp_path: Path) -> None:
+    text = "g (float[2,3] x) => (float[2,3] y) <float[2,3] k = {1, 2, 3, 4, 5, 6}> { y = Sum(x, k) }"
+    path = make_model(text, tmp_path / "m.onnx").path
+    proto = onnx.load(str(path))
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((2, 3), np.float32), "k"))
+    onnx.save(proto, str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
+    fixed = fix_model(load_model(path), tmp_path / "out" / "fixed.onnx")
+    assert fixed.model.external_files == ("fixed.onnx.data",)
+    inputs = make_inputs(fixed.model)
+    assert np.array_equal(run_model(fixed.model.path, inputs)["y"], run_model(path, inputs)["y"])
+
+
+def test_every_fix_has_the_id_of_its_advice() -> None:
+    assert list(FIXES) == ["sum-to-add", "resize-empty-inputs", "idle-relu"]

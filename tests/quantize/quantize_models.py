@@ -1,0 +1,80 @@
+"""Tiny float models and samples for the tests of the quantize stage."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper, parser
+
+from edgekit.model import Model, load_model
+from edgekit.samples import Samples
+from edgekit.tensors import Array, Tensors
+
+CONV_NET = """
+  <ir_version: 8, opset_import: ["" : 17]>
+  net (float[1,3,8,8] x) => (float[1,4] y) {
+    c1 = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
+    r1 = Relu(c1)
+    c2 = Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=8>(r1, w2, b2)
+    s = Add(c2, r1)
+    p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(s)
+    c3 = Conv<kernel_shape=[1,1]>(p, w3, b3)
+    g = GlobalAveragePool(c3)
+    f = Flatten(g)
+    z = Gemm<transB=1>(f, w4, b4)
+    y = Softmax(z)
+  }
+"""
+CONV_SHAPES = {
+    "w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 1, 3, 3), "b2": (8,), "w3": (16, 8, 1, 1), "b3": (16,), "w4": (4, 16), "b4": (4,),
+}  # fmt: skip
+
+
+def make_model(text: str, path: Path, weights: dict[str, tuple[int, ...]] | None = None) -> Model:
+    """Writes a model given in onnx's text form, with seeded random weights; every node gets a name."""
+    proto = parser.parse_model(text)
+    rng = np.random.default_rng(7)
+    for name, shape in (weights or {}).items():
+        fan = int(np.prod(shape[1:])) or 1
+        value = rng.normal(0, 1 / np.sqrt(fan), shape) if len(shape) > 1 else rng.normal(0, 0.1, shape)
+        proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
+    for index, node in enumerate(proto.graph.node):
+        node.name = node.name or f"n{index}_{node.op_type}"
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def conv_net(folder: Path) -> Model:
+    """A small CNN with a depthwise Conv, a residual Add, pooling and a classifier."""
+    return make_model(CONV_NET, folder / "conv_net.onnx", CONV_SHAPES)
+
+
+def make_samples(arrays: list[Tensors], source: str = "test data") -> Samples:
+    """Samples held in a list."""
+
+    def read() -> Iterator[Tensors]:
+        yield from arrays
+
+    return Samples(source=source, count=len(arrays), read=read)
+
+
+def random_samples(model: Model, count: int = 12, seed: int = 1) -> Samples:
+    """Seeded normal samples for the float inputs of a model."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape: tuple[int | str | None, ...] | None) -> Array:
+        return rng.normal(size=[dim if isinstance(dim, int) else 1 for dim in shape or ()]).astype(np.float32)
+
+    return make_samples([{spec.name: draw(spec.shape) for spec in model.inputs} for _ in range(count)])
+
+
+def initializer(model: Model, name: str) -> Array:
+    """The value of an initializer of a model's main graph."""
+    proto = onnx.load(str(model.path))
+    return next(numpy_helper.to_array(tensor) for tensor in proto.graph.initializer if tensor.name == name)
+
+
+def op_types(model: Model) -> list[str]:
+    """The operators of a model's main graph, in order."""
+    return [node.op_type for node in onnx.load(str(model.path)).graph.node]

@@ -1,0 +1,158 @@
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from quantize_models import CONV_NET, CONV_SHAPES, initializer, make_model, make_samples, op_types, random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit._proc import run_process
+from edgekit.errors import DataError, ModelError
+from edgekit.model import Model, load_model
+from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.target import load_target
+
+TARGETS = ["nnapi", "qnn", "xnnpack"]
+
+
+def quantize(
+    model: Model, calibration: Calibration, target: str, folder: Path, precision: str = "int8"
+) -> QuantizedModel:
+    plan = plan_quantization(model, calibration, load_target(target), "int16" if precision == "int16" else "int8")
+    return quantize_model(model, plan, folder / f"{target}-{precision}.onnx")
+
+
+def sqnr_db(model: Model, other: Model) -> float:
+    settings = SessionSettings(threads=1)
+    one, two = CpuSession(model.path, settings), CpuSession(other.path, settings)
+    pairs = [(one.run(sample)["y"], two.run(sample)["y"]) for sample in random_samples(model, seed=5)]
+    noise = sum(float(((a - b) ** 2).sum()) for a, b in pairs)
+    return 10 * float(np.log10(sum(float((a**2).sum()) for a, _ in pairs) / noise))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_node_is_quantized_and_close_to_float(
+    net: Model, calibration: Calibration, target: str, tmp_path: Path
+) -> None:
+    quantized = quantize(net, calibration, target, tmp_path)
+    assert quantized.float_nodes == ()
+    assert quantized.quantized_nodes == 9
+    assert sqnr_db(net, quantized.model) > 25
+
+
+def test_sixteen_bits_are_closer(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    wide = quantize(net, calibration, "qnn", tmp_path, "int16")
+    assert sqnr_db(net, wide.model) > sqnr_db(net, quantize(net, calibration, "qnn", tmp_path).model) + 2
+
+
+def test_weights_are_per_channel_only_where_the_target_says(
+    net: Model, calibration: Calibration, tmp_path: Path
+) -> None:
+    quantized = quantize(net, calibration, "nnapi", tmp_path).model
+    assert initializer(quantized, "w1_scale").shape == (8,)
+    assert initializer(quantized, "w4_scale").shape == ()
+    assert initializer(quantized, "w1_quantized").dtype == np.int8
+    assert not initializer(quantized, "w1_zero_point").any()
+
+
+def test_softmax_output_is_exactly_1_over_256(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    assert initializer(quantize(net, calibration, "nnapi", tmp_path).model, "y_scale") == np.float32(1 / 256)
+
+
+def test_same_input_gives_same_bytes(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    one = quantize(net, calibration, "qnn", tmp_path / "a")
+    two = quantize(net, calibration, "qnn", tmp_path / "b")
+    assert one.model.sha256 == two.model.sha256
+
+
+def test_hash_seed_does_not_change_the_bytes(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(
+        msgspec.json.encode(plan_quantization(net, calibration, load_target("qnn"), "int8"))
+    )
+    script = (
+        "import sys, pathlib, msgspec; from edgekit.model import load_model; from edgekit.quantize import *;"
+        "folder = pathlib.Path(sys.argv[1]); model = load_model(folder / 'conv_net.onnx');"
+        "plan = msgspec.json.decode((folder / 'plan.json').read_bytes(), type=QuantPlan);"
+        "print(quantize_model(model, plan, folder / 'out.onnx').model.sha256)"
+    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    argv = [sys.executable, "-c", script, str(tmp_path)]
+    runs = [run_process(argv, timeout_s=60, env={**env, "PYTHONHASHSEED": seed}) for seed in ("1", "2")]
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
+def test_nothing_is_printed_or_logged(
+    net: Model, calibration: Calibration, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers = list(logging.getLogger().handlers)
+    quantize(net, calibration, "qnn", tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger().handlers == handlers
+
+
+def test_metadata_is_kept(net: Model, tmp_path: Path) -> None:
+    proto = onnx.load(str(net.path))
+    helper.set_model_props(proto, {"author": "me"})
+    onnx.save(proto, str(net.path))
+    model = load_model(net.path)
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    written = onnx.load(str(quantize(model, calibration, "qnn", tmp_path).model.path))
+    assert [(entry.key, entry.value) for entry in written.metadata_props] == [("author", "me")]
+
+
+def test_quantized_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    quantized = quantize(net, calibration, "qnn", tmp_path).model
+    with pytest.raises(ModelError, match="quantized already"):
+        calibrate_model(quantized, random_samples(quantized), work=tmp_path / "work")
+
+
+def test_plan_of_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
+    with pytest.raises(DataError, match="the plan is not of"):
+        quantize_model(net, msgspec.structs.replace(plan, model_sha256="0" * 64), tmp_path / "out.onnx")
+
+
+def test_weights_in_constant_nodes_are_quantized(tmp_path: Path) -> None:
+    model = make_model(CONV_NET, tmp_path / "m.onnx", CONV_SHAPES)
+    proto = onnx.load(str(model.path))
+    constants = [helper.make_node("Constant", [], [t.name], f"k_{t.name}", value=t) for t in proto.graph.initializer]
+    nodes = [*constants, *proto.graph.node]
+    del proto.graph.initializer[:], proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    onnx.save(proto, str(model.path))
+    model = load_model(model.path)
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    assert initializer(quantize(model, calibration, "nnapi", tmp_path).model, "w1_quantized").dtype == np.int8
+
+
+def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,3] y)
+      <int8[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[3] s = {0.1,0.2,0.3}> {
+      d = DequantizeLinear<axis=1>(w, s) y = MatMul(x, d) }"""
+    model = make_model(text, tmp_path / "m.onnx")
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    quantized = quantize(model, calibration, "nnapi", tmp_path)
+    assert sqnr_db(model, quantized.model) > 25
+
+
+def test_control_flow_stays_float(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x, bool c) => (float[1,8,8,8] y) {
+      a = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
+      r = Relu(a)
+      y = If(c) <then_branch = t () => (float[1,8,8,8] p) { p = Add(a, r) },
+                 else_branch = e () => (float[1,8,8,8] q) { q = Mul(r, r) }> }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,)})
+    rng = np.random.default_rng(0)
+    arrays = [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32), "c": np.array(i % 2 == 0)} for i in range(8)]
+    calibration = calibrate_model(model, make_samples(arrays), work=tmp_path / "work")
+    quantized = quantize(model, calibration, "nnapi", tmp_path)
+    session = CpuSession(quantized.model.path, SessionSettings())
+    plain = CpuSession(model.path, SessionSettings())
+    for sample in arrays:
+        assert np.allclose(session.run(sample)["y"], plain.run(sample)["y"], atol=0.2)
+    assert op_types(quantized.model).count("If") == 1

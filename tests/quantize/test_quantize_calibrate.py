@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.errors import DataError, ModelError
+from edgekit.model import Model
+from edgekit.quantize import Calibration, calibrate_model
+from edgekit.tensors import Array
+
+
+def every_activation(model: Model, names: list[str]) -> list[dict[str, Array]]:
+    proto = onnx.load(str(model.path))
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    session = CpuSession(proto.SerializeToString(), SessionSettings(level=Level.DISABLED))
+    return [session.run(sample) for sample in random_samples(model)]
+
+
+def test_minmax_equals_what_numpy_sees_on_every_tensor(net: Model, calibration: Calibration) -> None:
+    runs = every_activation(net, ["r1", "c2", "s", "p", "c3", "g", "f", "z"])
+    for name in ("c2", "s", "p", "c3", "g", "f", "z"):
+        low, high = min(run[name].min() for run in runs), max(run[name].max() for run in runs)
+        seen = calibration.ranges["minmax"][name]
+        assert (seen.low, seen.high) == pytest.approx((low, high), rel=1e-5)
+    assert calibration.ranges["minmax"]["r1"].low == 0
+    assert calibration.ranges["minmax"]["r1"].high == pytest.approx(max(run["r1"].max() for run in runs), rel=1e-5)
+
+
+def test_tensor_before_relu_has_the_range_after_it(calibration: Calibration) -> None:
+    assert calibration.ranges["minmax"]["c1"] == calibration.ranges["minmax"]["r1"]
+
+
+def test_every_method_stays_within_minmax(calibration: Calibration) -> None:
+    for ranges in calibration.ranges.values():
+        for name, span in ranges.items():
+            whole = calibration.ranges["minmax"][name]
+            assert whole.low <= span.low <= span.high <= whole.high
+
+
+def test_calibration_survives_json(calibration: Calibration) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(calibration), type=Calibration) == calibration
+
+
+def test_order_of_samples_changes_only_the_digest(net: Model, tmp_path: Path) -> None:
+    arrays = list(random_samples(net))
+    one = calibrate_model(net, make_samples(arrays), work=tmp_path / "a")
+    two = calibrate_model(net, make_samples(arrays[::-1]), work=tmp_path / "b")
+    assert one.ranges == two.ranges
+    assert one.samples_sha256 != two.samples_sha256
+
+
+def test_infinity_in_an_activation_names_sample_and_tensor(tmp_path: Path) -> None:
+    model = make_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { e = Exp(x) y = Relu(e) }',
+        tmp_path / "m.onnx",
+    )
+    good, bad = np.ones((1, 4), np.float32), np.full((1, 4), 1000, np.float32)
+    with pytest.raises(DataError, match=r"sample 2 of 'test data' gives infinity in tensor 'e' \(made by Exp\)"):
+        calibrate_model(model, make_samples([{"x": good}, {"x": good}, {"x": bad}]), work=tmp_path / "work")
+
+
+def test_nan_that_the_outputs_do_not_show_is_found(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (int64[1,1] y) {
+      l = Sqrt(x) y = ArgMax<axis=1>(l) }"""
+    model = make_model(text, tmp_path / "m.onnx")
+    with pytest.raises(DataError, match=r"sample 0 .* NaN in tensor 'l' \(made by Sqrt\)"):
+        calibrate_model(model, make_samples([{"x": -np.ones((1, 4), np.float32)}]), work=tmp_path / "work")
+
+
+def test_nan_in_an_input_names_the_input(net: Model, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sample 0 .* NaN in input 'x'"):
+        calibrate_model(net, make_samples([{"x": np.full((1, 3, 8, 8), np.nan, np.float32)}]), work=tmp_path / "work")
+
+
+def test_no_sample_is_refused(net: Model, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no sample"):
+        calibrate_model(net, make_samples([]), work=tmp_path / "work")
+
+
+def test_old_opset_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    model = make_model(CONV_NET.replace('"" : 17', '"" : 11'), tmp_path / "old.onnx", CONV_SHAPES)
+    with pytest.raises(ModelError, match=r"opset 11.*edgekit prepare"):
+        calibrate_model(model, random_samples(model), work=tmp_path / "work")
+
+
+def test_model_without_floats_cannot_be_quantized(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (int64[1,4] y) { y = Neg(x) }'
+    model = make_model(text, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="no node of 'm.onnx' can be quantized"):
+        calibrate_model(model, make_samples([{"x": np.ones((1, 4), np.int64)}]), work=tmp_path / "work")
+
+
+def test_batch_sizes_may_differ(tmp_path: Path) -> None:
+    model = make_model(CONV_NET.replace("float[1,3,8,8]", "float[N,3,8,8]"), tmp_path / "m.onnx", CONV_SHAPES)
+    rng = np.random.default_rng(0)
+    arrays = [{"x": rng.normal(size=(batch, 3, 8, 8)).astype(np.float32)} for batch in (1, 3, 2)]
+    calibration = calibrate_model(model, make_samples(arrays), work=tmp_path / "work")
+    assert calibration.ranges["minmax"]["x"].high == pytest.approx(max(float(array["x"].max()) for array in arrays))

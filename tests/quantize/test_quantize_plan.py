@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from quantize_models import make_model, make_samples, random_samples
+
+from edgekit.errors import DataError, ModelError, UsageError
+from edgekit.model import Model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
+from edgekit.target import load_target
+
+
+def test_plan_survives_json(net: Model, calibration: Calibration) -> None:
+    plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=QuantPlan) == plan
+
+
+def test_targets_differ_as_their_files_say(net: Model, calibration: Calibration) -> None:
+    plans = {
+        name: plan_quantization(net, calibration, load_target(name), "int8") for name in ("nnapi", "qnn", "xnnpack")
+    }
+    assert {name: plan.activation for name, plan in plans.items()} == {
+        "nnapi": "uint8",
+        "qnn": "uint8",
+        "xnnpack": "int8",
+    }
+    assert plans["nnapi"].axes == {"w1": 0, "w2": 0, "w3": 0}
+    assert plans["nnapi"].grids["y"].zero_point == 0
+    assert plans["xnnpack"].grids["y"].zero_point == -128
+
+
+def test_int16_means_uint16_activations(net: Model, calibration: Calibration) -> None:
+    assert plan_quantization(net, calibration, load_target("qnn"), "int16").activation == "uint16"
+
+
+def test_float_precision_is_refused(net: Model, calibration: Calibration) -> None:
+    with pytest.raises(UsageError, match="'fp16' is no integer precision"):
+        plan_quantization(net, calibration, load_target("qnn"), "fp16")
+
+
+def test_calibration_of_another_model_is_refused(net: Model, calibration: Calibration) -> None:
+    other = msgspec.structs.replace(calibration, model_sha256="0" * 64)
+    with pytest.raises(DataError, match="not of 'conv_net.onnx'"):
+        plan_quantization(net, other, load_target("qnn"), "int8")
+
+
+def test_unknown_method_gets_a_suggestion(net: Model, calibration: Calibration) -> None:
+    with pytest.raises(UsageError, match="did you mean 'minmax'"):
+        plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmx")
+
+
+def test_node_without_integer_form_says_why(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { a = Erf(x) y = Add(a, x) }'
+    model = make_model(text, tmp_path / "m.onnx")
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8")
+    assert [(node.op, node.reason) for node in plan.float_nodes] == [("Erf", "no rule of this target quantizes Erf")]
+
+
+def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
+    model = make_model(text, tmp_path / "m.onnx")
+    calibration = calibrate_model(model, make_samples([{"x": np.ones((1, 4), np.float32)}]), work=tmp_path / "work")
+    with pytest.raises(ModelError, match="no node of 'm.onnx' can be quantized"):
+        plan_quantization(model, calibration, load_target("nnapi"), "int8")

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_models import make_model
+
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.histogram import Histogram, HistogramGrower
+from edgekit.quantize.ranges import TensorRange, mse_range, percentile_range, quantization_error, read_by
+from edgekit.tensors import Array
+
+
+def histogram_of(values: Array) -> Histogram:
+    grower = HistogramGrower()
+    grower.add(values)
+    return grower.freeze()
+
+
+def whole(values: Array) -> TensorRange:
+    return TensorRange(low=float(values.min()), high=float(values.max()))
+
+
+def test_mse_clips_a_long_tail_and_keeps_a_flat_one() -> None:
+    rng = np.random.default_rng(0)
+    heavy, flat = rng.laplace(size=100_000), rng.uniform(-1, 1, 100_000)
+    assert mse_range(whole(heavy), histogram_of(heavy)).high < 0.9 * heavy.max()
+    assert mse_range(whole(flat), histogram_of(flat)).high > 0.97 * flat.max()
+
+
+def test_mse_is_never_worse_than_minmax() -> None:
+    for seed in range(5):
+        values = np.random.default_rng(seed).standard_t(3, 20_000)
+        histogram, span = histogram_of(values), mse_range(whole(values), histogram_of(values))
+        error = quantization_error(span.low, span.high, histogram, lambda x: x)
+        assert error <= quantization_error(values.min(), values.max(), histogram, lambda x: x)
+
+
+def test_percentile_cuts_both_ends() -> None:
+    values = np.random.default_rng(0).uniform(-1, 1, 100_000)
+    span = percentile_range(whole(values), histogram_of(values), 90)
+    assert (span.low, span.high) == pytest.approx((-0.9, 0.9), abs=0.01)
+
+
+def test_silu_gives_up_the_negative_tail() -> None:
+    values = np.concatenate([np.linspace(-40, 0, 10_000), np.linspace(0, 4, 10_000)])
+    assert mse_range(whole(values), histogram_of(values), lambda x: x / (1 + np.exp(-x))).low > -15
+    assert mse_range(whole(values), histogram_of(values)).low < -30
+
+
+def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {
+      a = Neg(x) s = Sigmoid(a) m = Mul(a, s) t = Tanh(m) y = Mul(t, x) }"""
+    readers = read_by(read_graph(make_model(text, tmp_path / "m.onnx")))
+    assert set(readers) == {"a", "m"}
+    assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
+
+
+def test_constant_zero_tensor_keeps_its_range() -> None:
+    zero = TensorRange(low=0.0, high=0.0)
+    assert mse_range(zero, histogram_of(np.zeros(10))) == zero

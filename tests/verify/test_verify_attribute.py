@@ -1,0 +1,100 @@
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bundle_models import make_check
+from verify_devices import InProcess
+from verify_models import break_layer, make_images, quantize
+
+from edgekit.bundle.folder import Bundle, Contents, write_bundle
+from edgekit.bundle.golden import make_golden
+from edgekit.bundle.manifest import Ancestry
+from edgekit.evidence import Evidence
+from edgekit.model import Model
+from edgekit.target import load_target
+from edgekit.tensors import Tensors
+from edgekit.verify.attribute import attribute_loss, explain_report, share_noise
+from edgekit.verify.report import AttributionStep, Step
+from edgekit.verify.verify import verify_bundle
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Step, Model]:
+    prepared, quantized = quantize(tmp_path_factory.mktemp("models"))
+    return {"prepare": prepared, "quantize": quantized}
+
+
+def bundle_of(models: dict[Step, Model], quantized: Model, folder: Path) -> Bundle:
+    target = load_target("nnapi")
+    contents = Contents(
+        source=models["prepare"],
+        target=target,
+        precision="int8",
+        files={"onnx": (quantized.path,)},
+        golden=make_golden(models["prepare"], make_images(6), folder / "golden", labels=[0, 1, 2, 3, 4, 5]),
+        check=make_check(quantized, target),
+        ancestry=Ancestry(source="", prepared="", quantized="", data=""),
+        versions={},
+    )
+    return write_bundle(contents, folder / "bundle")
+
+
+def test_the_loss_of_an_honest_device_is_that_of_quantization(models: dict[Step, Model], tmp_path: Path) -> None:
+    bundle = bundle_of(models, models["quantize"], tmp_path)
+    explained = explain_report(bundle, verify_bundle(bundle, [InProcess()]), models)
+    shares = {step.step: step.noise_share or 0.0 for step in explained.attribution}
+    assert list(shares) == ["prepare", "quantize", "provider"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["quantize"] > 0.7
+    assert explained.advice is not None
+    assert "step 'quantize'" in explained.advice
+    assert explained.first_bad_layer is None
+
+
+def add_noise(rows: list[Tensors]) -> list[Tensors]:
+    rng = np.random.default_rng(0)
+    return [{"y": (row["y"] + rng.normal(scale=0.3, size=row["y"].shape)).astype(np.float32)} for row in rows]
+
+
+def test_the_loss_of_a_noisy_device_is_the_devices(models: dict[Step, Model], tmp_path: Path) -> None:
+    bundle = bundle_of(models, models["quantize"], tmp_path)
+    device = InProcess(lie=add_noise, evidence=Evidence.DEVICE)
+    explained = attribute_loss(bundle, verify_bundle(bundle, [device]), models)
+    assert explained.advice is not None
+    assert "step 'device'" in explained.advice
+    assert all(step.accuracy is not None for step in explained.attribution)
+
+
+def test_a_broken_layer_is_named_in_a_report_that_fails(models: dict[Step, Model], tmp_path: Path) -> None:
+    broken = break_layer(models["quantize"], tmp_path / "model.onnx", "conv3", lambda weight: -weight)
+    bundle = bundle_of(models, broken, tmp_path)
+    report = verify_bundle(bundle, [InProcess()])
+    assert not report.passed
+    assert explain_report(bundle, report, {**models, "quantize": broken}).first_bad_layer == "conv3"
+
+
+def test_without_a_run_there_is_nothing_to_attribute(models: dict[Step, Model], tmp_path: Path) -> None:
+    bundle = bundle_of(models, models["quantize"], tmp_path)
+    report = verify_bundle(bundle, [])
+    assert attribute_loss(bundle, report, models) == report
+    assert report.advice is None
+
+
+def step(name: Step, sqnr_db: float | None) -> AttributionStep:
+    return AttributionStep(step=name, sqnr_db=sqnr_db, top1_agreement=None, accuracy=None)
+
+
+def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
+    shared = share_noise(
+        [step("prepare", 200.0), step("quantize", 20.0), step("convert", None), step("provider", 30.0)]
+    )
+    assert [item.noise_share for item in shared] == [pytest.approx(0.0), pytest.approx(10.0), None, pytest.approx(-9.0)]
+
+
+def test_a_run_of_nan_is_not_attributed(models: dict[Step, Model], tmp_path: Path) -> None:
+    bundle = bundle_of(models, models["quantize"], tmp_path)
+    device = InProcess(lie=lambda rows: [{"y": row["y"] * np.float32(np.nan)} for row in rows])
+    report = verify_bundle(bundle, [device])
+    assert attribute_loss(bundle, report, models) == report
+    assert msgspec.structs.replace(report, runs=()).passed is False

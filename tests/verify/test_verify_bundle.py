@@ -1,0 +1,141 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bundle_models import make_bundle
+from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
+
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.devices.device import Missing
+from edgekit.errors import DataError
+from edgekit.evidence import Evidence
+from edgekit.plain import to_json
+from edgekit.tensors import Tensors
+from edgekit.verify.report import VerifyReport, recheck_report
+from edgekit.verify.verify import read_report, verify_bundle, write_report
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return make_bundle(tmp_path, labels=(0, 1, 2, 3, 4, 0))
+
+
+def change_all(change: Callable[[np.ndarray], np.ndarray]) -> Lie:
+    return lambda rows: [{name: change(value) for name, value in row.items()} for row in rows]
+
+
+def poison(rows: list[Tensors]) -> list[Tensors]:
+    return [*rows[:-1], {"y": np.where(rows[-1]["y"] > 1, np.float32(np.nan), rows[-1]["y"])}]
+
+
+def test_an_honest_device_passes(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    (run,) = report.runs
+    assert report.passed
+    assert run.failures == ()
+    assert run.provider_nodes == {"NnapiExecutionProvider": 2}
+    assert run.accuracy is not None
+    assert run.accuracy.got == run.accuracy.reference
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        pytest.param(InProcess(lie=poison), "NaN or infinite", id="NaN"),
+        pytest.param(InProcess(lie=lambda _: []), "compared with no sample", id="nothing"),
+        pytest.param(InProcess(lie=lambda rows: rows[:-1]), "came back for 5 of 6", id="one too few"),
+        pytest.param(InProcess(lie=lambda rows: [{} for _ in rows]), "is missing in sample 0", id="no output"),
+        pytest.param(InProcess(lie=change_all(lambda y: y[:, :3])), "has shape", id="other shape"),
+        pytest.param(InProcess(lie=change_all(lambda y: y.astype(np.float16))), "has dtype", id="other dtype"),
+        pytest.param(InProcess(lie=lambda rows: [rows[1], rows[0], *rows[2:]]), "below", id="swapped samples"),
+        pytest.param(InProcess(lie=lambda rows: [rows[0], *rows[:-1]]), "the sample before", id="late by one"),
+        pytest.param(InProcess(lie=lambda rows: [rows[0]] * 6), "same for every sample", id="constant"),
+        pytest.param(InProcess(lie=change_all(lambda y: y * 0)), "cosine 0", id="zeros"),
+        pytest.param(InProcess(lie=change_all(lambda y: y[:, ::-1])), "below", id="reversed classes"),
+        pytest.param(InProcess(lie=change_all(lambda y: y * 2)), "SQNR", id="scaled"),
+        pytest.param(InProcess(provider=CPU_PROVIDER), "silent fallback: Nnapi", id="all on the CPU"),
+        pytest.param(InProcess(nodes=0), "placement was not observed", id="no placement"),
+        pytest.param(InProcess(failure="was ended by SIGSEGV"), "was ended by SIGSEGV", id="died"),
+        pytest.param(Absent(), "'phone' was unplugged", id="gone"),
+    ],
+)
+def test_a_device_that_lies_fails(bundle: Bundle, device: InProcess, reason: str) -> None:
+    report = verify_bundle(bundle, [device])
+    assert not report.passed
+    assert reason in " / ".join(report.runs[0].failures)
+
+
+def test_emulated_arithmetic_claims_no_provider(bundle: Bundle) -> None:
+    assert verify_bundle(bundle, [InProcess(evidence=Evidence.EMULATED, nodes=0)]).passed
+
+
+def test_a_skipped_device_is_no_pass(bundle: Bundle) -> None:
+    missing = Missing(reason="there is no node", command="edgekit devices install xnnpack-wasm")
+    report = verify_bundle(bundle, [InProcess(missing=missing)])
+    assert not report.passed
+    assert report.skipped[0].command == "edgekit devices install xnnpack-wasm"
+    assert verify_bundle(bundle, [InProcess(missing=missing), InProcess()]).passed
+
+
+def test_one_run_that_fails_fails_all(bundle: Bundle) -> None:
+    assert not verify_bundle(bundle, [InProcess(), InProcess(failure="ran out of time")]).passed
+
+
+def test_no_device_is_no_pass(bundle: Bundle) -> None:
+    assert not verify_bundle(bundle, []).passed
+
+
+def test_nodes_left_to_the_cpu_are_limited(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    counts = {"NnapiExecutionProvider": 2, CPU_PROVIDER: 1}
+    strict = msgspec.structs.replace(bundle.manifest.thresholds, max_cpu_nodes=0)
+    run = msgspec.structs.replace(report.runs[0], provider_nodes=counts)
+    assert run.passed
+    assert not msgspec.structs.replace(run, thresholds=strict).passed
+
+
+def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    plan = msgspec.structs.replace(bundle.manifest.verification[0], form="onnx", samples=3)
+    fewer = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(plan,)))
+    assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
+    assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
+
+
+def test_the_report_comes_back_and_is_judged_again(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess(lie=change_all(lambda y: y * 1.01))])
+    file = write_report(bundle, report)
+    assert read_report(file) == report
+    assert open_bundle(bundle.folder) == bundle
+    stricter = msgspec.structs.replace(bundle.manifest.thresholds, min_sqnr_db=60.0)
+    assert report.passed
+    assert not recheck_report(report, stricter).passed
+
+
+def test_a_verdict_written_by_hand_is_not_believed(bundle: Bundle) -> None:
+    file = write_report(bundle, verify_bundle(bundle, [InProcess(failure="was ended by SIGSEGV")]))
+    file.write_text(file.read_text().replace('"passed": false', '"passed": true').replace("SIGSEGV", "SIGBUS"))
+    assert not read_report(file).passed
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"bundle": 1}'])
+def test_a_malformed_report_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "verify.json"
+    file.write_text(content)
+    with pytest.raises(DataError, match="malformed"):
+        read_report(file)
+
+
+def test_the_json_keeps_its_contract(bundle: Bundle) -> None:
+    report: VerifyReport = verify_bundle(bundle, [InProcess()])
+    plain = json.loads(to_json(report))
+    assert {"bundle", "target", "passed", "runs", "skipped", "attribution", "first_bad_layer"} <= plain.keys()
+    run = plain["runs"][0]
+    wanted = {"device", "evidence", "passed", "provider_nodes", "outputs", "latency_ms", "thresholds", "failures"}
+    assert wanted <= run.keys()
+    keys = {"name", "max_abs", "mean_abs", "rmse", "cosine", "sqnr_db", "top1_agreement", "non_finite"}
+    assert keys <= run["outputs"][0].keys()
+    assert run["latency_ms"].keys() == {"median", "p95"}

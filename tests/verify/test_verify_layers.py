@@ -1,0 +1,140 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from verify_models import LAYERS, break_layer, make_images, quantize, save_network
+
+from edgekit.errors import ModelError, UsageError
+from edgekit.model import Model, load_model
+from edgekit.samples import Samples
+from edgekit.verify.layers import compare_layers, find_first_bad
+from edgekit.verify.match import order_nodes
+from edgekit.verify.models import compare_models
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    return quantize(tmp_path_factory.mktemp("models"))
+
+
+def test_a_model_equals_itself(models: tuple[Model, Model]) -> None:
+    comparison = compare_models(models[0], models[0], make_images(), layers=True)
+    assert {output.max_abs for output in comparison.outputs} == {0.0}
+    assert {layer.own_sqnr_db for layer in comparison.layers} == {200.0}
+    assert comparison.first_bad_layer is None
+
+
+def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]) -> None:
+    layers = compare_layers(*models, make_images())
+    convs = [layer for layer in layers if layer.op == "Conv"]
+    assert [layer.name for layer in convs] == [f"conv{index}" for index in range(LAYERS)]
+    assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 25 for layer in layers)
+    assert find_first_bad(layers) is None
+
+
+def test_a_folded_relu_is_compared_behind_its_rounding(models: tuple[Model, Model]) -> None:
+    tensors = [layer.tensor for layer in compare_layers(*models, make_images(1))]
+    assert tensors == ["x", "r0", "r1", "r2", "r3", "r4", "pooled", "y"]
+
+
+def test_errors_pile_up_but_own_errors_do_not(models: tuple[Model, Model]) -> None:
+    layers = {layer.tensor: layer for layer in compare_layers(*models, make_images())}
+    deep = layers["r4"]
+    assert deep.sqnr_db is not None
+    assert deep.own_sqnr_db is not None
+    assert deep.sqnr_db < deep.own_sqnr_db - 3
+
+
+def flip_bit(weight: np.ndarray) -> np.ndarray:
+    weight.view(np.uint8).reshape(-1)[100] ^= 0x80
+    return weight
+
+
+def swap_channels(weight: np.ndarray) -> np.ndarray:
+    weight[[2, 3]] = weight[[3, 2]]
+    return weight
+
+
+@pytest.mark.parametrize("layer", [f"conv{index}" for index in (0, 2, 4)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda weight: weight // 2, id="scale"),
+        pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
+        pytest.param(swap_channels, id="swapped channels"),
+        pytest.param(flip_bit, id="flipped bit"),
+    ],
+)
+def test_the_broken_layer_is_named(
+    models: tuple[Model, Model], tmp_path: Path, layer: str, fault: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    broken = break_layer(models[1], tmp_path / "broken.onnx", layer, fault)
+    bad = find_first_bad(compare_layers(models[0], broken, make_images()))
+    assert bad is not None
+    assert bad.name == layer
+
+
+def test_a_zero_point_off_by_one_is_named(models: tuple[Model, Model], tmp_path: Path) -> None:
+    proto = onnx.load(str(models[1].path))
+    node = next(node for node in proto.graph.node if node.output[0] == "r2_DequantizeLinear_Output")
+    proto.graph.initializer.append(helper.make_tensor("wrong", TensorProto.UINT8, [], [1]))
+    node.input[2] = "wrong"
+    onnx.save(proto, str(tmp_path / "broken.onnx"))
+    bad = find_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images()))
+    assert bad is not None
+    assert bad.name == "conv2"
+
+
+def test_memory_of_the_sums_does_not_grow(models: tuple[Model, Model]) -> None:
+    few, many = (compare_layers(*models, make_images(count)) for count in (1, 8))
+    assert [layer.tensor for layer in few] == [layer.tensor for layer in many]
+
+
+def test_models_without_a_common_layer_are_refused(models: tuple[Model, Model], tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Abs", ["x"], ["other"])],
+        "other",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
+        [helper.make_tensor_value_info("other", TensorProto.FLOAT, [1, 3, 12, 12])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, str(tmp_path / "other.onnx"))
+    with pytest.raises(ModelError, match="no layer in common"):
+        compare_layers(models[0], load_model(tmp_path / "other.onnx"), make_images(1))
+
+
+def test_samples_of_another_model_are_refused(models: tuple[Model, Model]) -> None:
+    samples = Samples(source="wrong", count=1, read=lambda: iter([{"z": np.zeros((1, 3, 12, 12), np.float32)}]))
+    with pytest.raises(UsageError, match="wants the input x: float32"):
+        compare_models(*models, samples)
+
+
+def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -> None:
+    model = save_network(tmp_path / "network.onnx")
+    graph = onnx.load(str(model.path)).graph
+    half = onnx.load(str(model.path))
+    for tensor in half.graph.initializer:
+        values = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for value in (*half.graph.input, *half.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(half, str(tmp_path / "half.onnx"))
+    comparison = compare_models(model, load_model(tmp_path / "half.onnx"), make_images(2), layers=True)
+    assert comparison.outputs[0].mismatch is None
+    assert len(comparison.layers) == len(graph.node)
+    assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 55 for layer in comparison.layers)
+
+
+def test_nodes_out_of_order_are_put_in_order() -> None:
+    first, second = helper.make_node("Abs", ["x"], ["a"]), helper.make_node("Abs", ["a"], ["b"])
+    graph = helper.make_graph([second, first], "g", [], [])
+    assert [node.output[0] for node in order_nodes(graph)] == ["a", "b"]
+
+
+def test_the_comparison_is_plain_data(models: tuple[Model, Model]) -> None:
+    comparison = compare_models(*models, make_images(1), layers=True)
+    assert msgspec.json.decode(msgspec.json.encode(comparison), type=type(comparison)) == comparison

@@ -1,0 +1,112 @@
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from bundle_models import make_check
+from onnx import TensorProto, helper, numpy_helper
+from verify_devices import InProcess
+from verify_models import LAYERS, make_images, quantize, save_network
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.model import Model, load_model, read_proto
+from edgekit.target import load_target
+from edgekit.verify.cuts import plan_cuts, save_beginning
+from edgekit.verify.locate import locate_on_device
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    return quantize(tmp_path_factory.mktemp("models"))
+
+
+class Miscomputing(InProcess, frozen=True, kw_only=True):
+    """Turns the sign of the weights of one layer, where the model has that layer, before it runs."""
+
+    layer: str
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        for node in proto.graph.node:
+            if node.name == self.layer:
+                proto.graph.node.append(helper.make_node("Neg", [node.input[1]], ["edgekit.turned"]))
+                node.input[1] = "edgekit.turned"
+        onnx.save(proto, str(work / "turned.onnx"))
+        return super().run_job(msgspec.structs.replace(job, model=work / "turned.onnx"), work)
+
+
+def job_of(model: Model) -> Job:
+    target = load_target("nnapi")
+    check = make_check(model, target)
+    return Job(
+        model=model.path, target=target, precision="int8", outputs=model.outputs, check=check, samples=make_images(2)
+    )
+
+
+@pytest.mark.parametrize("layer", [f"conv{index}" for index in range(LAYERS)])
+@pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
+def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
+    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), tmp_path, min_sqnr_db=30.0)
+    assert located.layer == layer
+    assert located.runs <= 2 + math.log2(located.cuts)
+
+
+def test_an_honest_device_has_no_such_layer(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = locate_on_device(InProcess(), job_of(models[1]), tmp_path)
+    assert (located.layer, located.runs) == (None, 1)
+
+
+def test_a_device_that_dies_is_wrong_from_the_first_layer(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = locate_on_device(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
+    assert located.layer == "conv0"
+
+
+def test_a_cut_never_parts_a_node_from_its_rounding(models: tuple[Model, Model]) -> None:
+    graph = read_proto(models[1]).graph
+    rounded = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    cuts = plan_cuts(graph)
+    assert len(cuts) >= LAYERS
+    assert not any(rounded.intersection(cut.outputs) for cut in cuts[:-1])
+    assert cuts[-1].outputs == ("y",)
+
+
+def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp_path: Path) -> None:
+    sample = next(iter(make_images(1)))
+    for model in models:
+        for index, cut in enumerate(plan_cuts(read_proto(model).graph)):
+            part = save_beginning(model, cut, tmp_path / f"{model.name}{index}.onnx")
+            found = CpuSession(part.path, SessionSettings(level=Level.DISABLED)).run(sample)
+            assert tuple(found) == cut.outputs
+
+
+def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> None:
+    body = helper.make_graph(
+        [helper.make_node("Mul", ["a", "two"], ["m"])], "then", [], [helper.make_tensor_value_info("m", 1, None)]
+    )
+    other = helper.make_graph(
+        [helper.make_node("Abs", ["a"], ["n"])], "else", [], [helper.make_tensor_value_info("n", 1, None)]
+    )
+    nodes = [
+        helper.make_node("Constant", [], ["flag"], value=numpy_helper.from_array(np.array(True))),
+        helper.make_node("Neg", ["x"], ["a"], name="neg"),
+        helper.make_node("If", ["flag"], ["b"], name="if", then_branch=body, else_branch=other),
+        helper.make_node("Add", ["a", "b"], ["y"], name="add"),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy")
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(np.array(2, np.float32), "two")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    cuts = plan_cuts(graph)
+    assert [(cut.layer, cut.outputs) for cut in cuts] == [("neg", ("a",)), ("if", ("a", "b")), ("add", ("y",))]
+    part = save_beginning(load_model(tmp_path / "m.onnx"), cuts[1], tmp_path / "part.onnx")
+    session = CpuSession(part.path, SessionSettings())
+    assert session.run({"x": np.ones((1, 4), np.float32)})["b"].tolist() == [[-2.0] * 4]
+
+
+def test_cutting_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    model = save_network(tmp_path / "network.onnx")
+    save_beginning(model, plan_cuts(read_proto(model).graph)[0], tmp_path / "part.onnx")
+    assert load_model(model.path) == model

@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from edgekit.tensors import Array
+from edgekit.verify import metrics
+from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
+
+FLOATS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=5), elements=st.floats(-1e3, 1e3, width=32))
+
+
+def measure(reference: Array, got: Array) -> metrics.SampleErrors:
+    return metrics.measure_sample(reference, got)
+
+
+@given(FLOATS)
+def test_a_value_is_no_distance_from_itself(value: Array) -> None:
+    errors = measure(value, value)
+    assert errors.max_abs == errors.error_energy == 0.0
+    assert metrics.cosine([errors]) == pytest.approx(1.0)
+    assert metrics.sqnr_db([errors]) == metrics.DB_LIMIT
+    assert errors.top1 in (True, None)
+
+
+@given(FLOATS)
+def test_scaling_by_two_is_0_db_and_keeps_the_direction(value: Array) -> None:
+    errors = measure(value, value * 2)
+    if errors.reference_energy > 1e-20:
+        assert metrics.sqnr_db([errors]) == pytest.approx(0.0, abs=1e-6)
+        assert metrics.cosine([errors]) == pytest.approx(1.0)
+
+
+@given(FLOATS)
+def test_samples_add_up_to_the_whole(value: Array) -> None:
+    row = value.reshape(1, -1)
+    noisy = row + np.float32(0.5)
+    halves = [
+        measure(part, other) for part, other in zip(np.array_split(row, 2, 1), np.array_split(noisy, 2, 1), strict=True)
+    ]
+    whole = [measure(row, noisy)]
+    assert metrics.rmse(halves) == pytest.approx(metrics.rmse(whole))
+    assert metrics.mean_abs(halves) == pytest.approx(metrics.mean_abs(whole))
+
+
+def test_known_figures() -> None:
+    errors = [measure(np.array([3.0, 4.0]), np.array([3.0, 3.0]))]
+    assert metrics.mean_abs(errors) == 0.5
+    assert metrics.rmse(errors) == pytest.approx(0.5**0.5)
+    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(25.0))
+    assert metrics.cosine(errors) == pytest.approx(21 / (5 * 18**0.5))
+    assert metrics.psnr_db(errors) == pytest.approx(10 * np.log10(1.0 / 0.5))
+    assert (errors[0].max_abs, errors[0].position) == (1.0, 1)
+
+
+@pytest.mark.parametrize(("got", "cosine", "sqnr"), [([0.0, 0.0], 1.0, 200.0), ([1.0, 0.0], 0.0, -200.0)])
+def test_a_reference_of_zeros_is_defined(got: list[float], cosine: float, sqnr: float) -> None:
+    errors = [measure(np.zeros(2), np.array(got))]
+    assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (cosine, sqnr)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_values_that_are_not_finite_are_counted(bad: float, side: int) -> None:
+    pair = [np.ones(4, np.float32), np.ones(4, np.float32)]
+    pair[side][1:3] = bad
+    assert measure(pair[0], pair[1]).non_finite == 2
+
+
+def test_enormous_values_stay_finite() -> None:
+    errors = [measure(np.array([1e300]), np.array([-1e300]))]
+    assert all(np.isfinite([metrics.sqnr_db(errors), metrics.cosine(errors), metrics.rmse(errors)]))
+
+
+def test_a_constant_output_does_not_win_the_top_1() -> None:
+    assert measure(np.array([[0.1, 0.9, 0.3]]), np.array([[0.5, 0.5, 0.5]])).top1 is False
+
+
+def test_ties_of_the_reference_count_as_right() -> None:
+    assert measure(np.array([[0.5, 0.5, 0.1]]), np.array([[0.1, 0.6, 0.1]])).top1 is True
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranked"),
+    [
+        ((1, 10), True),
+        ((1, 10, 1, 1), True),
+        ((10,), True),
+        ((1, 1), False),
+        ((2, 10), False),
+        ((), False),
+        ((0,), False),
+    ],
+)
+def test_only_one_axis_of_classes_is_ranked(shape: tuple[int, ...], ranked: bool) -> None:
+    assert metrics.ranks_classes(np.zeros(shape, np.float32)) is ranked
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.bool_, object])
+def test_labels_are_matched_not_measured(dtype: type) -> None:
+    errors = measure(np.array([1, 0, 1], dtype), np.array([1, 1, 1], dtype))
+    assert not errors.numeric
+    assert metrics.match_share([errors]) == pytest.approx(2 / 3)
+
+
+def test_quantized_integers_are_measured() -> None:
+    errors = measure(np.array([[250, 3]], np.uint8), np.array([[3, 250]], np.uint8))
+    assert (errors.max_abs, errors.top1) == (247.0, False)
+
+
+def test_wilson_knows_how_little_one_sample_says() -> None:
+    assert wilson_interval(1, 1)[0] < 0.25
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    assert wilson_interval(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
+
+
+def test_the_bootstrap_holds_the_figure_and_repeats_itself() -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(1, 20)) for _ in range(50)]
+    errors = [measure(row, row + rng.normal(scale=0.1, size=row.shape)) for row in rows]
+    interval = bootstrap_sqnr(errors)
+    assert interval is not None
+    assert interval[0] < metrics.sqnr_db(errors) < interval[1]
+    assert bootstrap_sqnr(errors) == interval
+    assert bootstrap_sqnr(errors[:1]) is None

@@ -1,0 +1,76 @@
+"""Devices for tests: one that really runs the model on the CPU of this process, and the lies it can be told to tell."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+from edgekit.samples import Samples
+from edgekit.tensors import Tensors
+
+Lie = Callable[[list[Tensors]], list[Tensors]]
+
+
+def tell_truth(outputs: list[Tensors]) -> list[Tensors]:
+    return outputs
+
+
+class InProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs the model here, says that the target's provider took every node, and passes the outputs through `lie`."""
+
+    name: str = "emulated"
+    evidence: Evidence = Evidence.SAME_EP
+    lie: Lie = tell_truth
+    provider: str | None = None
+    missing: Missing | None = None
+    failure: str | None = None
+    nodes: int = 2
+
+    def find_missing(self) -> Missing | None:
+        return self.missing
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
+        session = CpuSession(job.model, SessionSettings(level=Level.DISABLED))
+        outputs = self.lie([session.run(sample) for sample in job.samples])
+        provider = self.provider or job.target.provider
+        nodes = tuple(PlacedNode(name=f"n{i}", op="Conv", domain="", provider=provider) for i in range(self.nodes))
+        return DeviceRun(
+            device=self.name,
+            evidence=self.evidence,
+            outputs=from_list(outputs),
+            placement=nodes,
+            placement_source="session",
+            load_ms=1.0,
+            latency_ms=tuple(1.0 for _ in outputs),
+            peak_rss_bytes=1,
+            versions={"onnxruntime": "1.31.1"},
+            failure=self.failure,
+        )
+
+
+class Absent(InProcess, frozen=True, kw_only=True):
+    """Says that it is there, and is not."""
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
+        raise DeviceError("'phone' was unplugged", hint="adb devices")
+
+
+def from_list(rows: Sequence[Tensors]) -> Samples:
+    return Samples(source="the device", count=len(rows), read=lambda: iter(rows))
+
+
+def breaking_after(rows: Sequence[Tensors]) -> Samples:
+    """Samples whose reading breaks after the rows."""
+
+    def read() -> Iterator[Tensors]:
+        yield from rows
+        raise DeviceError("'out/3.npy' is cut off", hint="run again")
+
+    return Samples(source="the device", count=len(rows) + 1, read=read)
+
+
+__all__ = ["CPU_PROVIDER", "Absent", "InProcess", "Lie", "breaking_after", "from_list", "tell_truth"]

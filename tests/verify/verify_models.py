@@ -1,0 +1,73 @@
+"""A small float network, its INT8 form by edgekit's own quantizer, and ways to break one layer of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit.model import Model, load_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.quantize.apply import quantize_model
+from edgekit.quantize.calibrate import calibrate_model
+from edgekit.quantize.choose import plan_quantization
+from edgekit.samples import Samples
+from edgekit.target import load_target
+
+LAYERS = 5
+CHANNELS = 24
+
+
+def make_images(count: int = 4) -> Samples:
+    rows = np.random.default_rng(3).normal(size=(count, 1, 3, 12, 12)).astype(np.float32)
+    return Samples(source="random images", count=count, read=lambda: ({"x": row} for row in rows))
+
+
+def save_network(path: Path) -> Model:
+    """Five 3x3 convolutions with ReLU, pooled into 24 classes."""
+    rng = np.random.default_rng(4)
+    weights: list[onnx.TensorProto] = []
+    nodes: list[onnx.NodeProto] = []
+    last = "x"
+    for index in range(LAYERS):
+        width = 3 if index == 0 else CHANNELS
+        weight = rng.normal(scale=(2 / (9 * width)) ** 0.5, size=(CHANNELS, width, 3, 3)).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"w{index}"))
+        nodes.append(helper.make_node("Conv", [last, f"w{index}"], [f"c{index}"], name=f"conv{index}", pads=[1] * 4))
+        nodes.append(helper.make_node("Relu", [f"c{index}"], [f"r{index}"], name=f"relu{index}"))
+        last = f"r{index}"
+    nodes.append(helper.make_node("GlobalAveragePool", [last], ["pooled"], name="pool"))
+    nodes.append(helper.make_node("Flatten", ["pooled"], ["y"], name="flatten"))
+    graph = helper.make_graph(
+        nodes,
+        "network",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, CHANNELS])],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, str(path))
+    return load_model(path)
+
+
+def quantize(folder: Path) -> tuple[Model, Model]:
+    """Returns the prepared network and its INT8 form for NNAPI."""
+    prepared = prepare_model(save_network(folder / "network.onnx"), folder / "prepared.onnx", {})
+    calibration = calibrate_model(prepared, make_images(), work=folder / "calibration")
+    plan = plan_quantization(prepared, calibration, load_target("nnapi"), "int8")
+    return prepared, quantize_model(prepared, plan, folder / "quantized.onnx").model
+
+
+def break_layer(model: Model, path: Path, layer: str, change: Callable[[np.ndarray], np.ndarray]) -> Model:
+    """Saves the model with the quantized weight of one Conv changed."""
+    proto = onnx.load(str(model.path))
+    producers = {name: node for node in proto.graph.node for name in node.output}
+    conv = next(node for node in proto.graph.node if node.name == layer)
+    name = producers[conv.input[1]].input[0]
+    for tensor in proto.graph.initializer:
+        if tensor.name == name:
+            changed = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
+            tensor.CopyFrom(numpy_helper.from_array(changed, name))
+    onnx.save(proto, str(path))
+    return load_model(path)

@@ -1,0 +1,113 @@
+"""Prepares and converts each node test of the onnx package, and compares results: `python convert_onnx_suite.py`.
+
+Each model that ONNX Runtime loads is prepared, and written in both ORT styles; each file must load, and give what the
+model gives on the test's own inputs. Prints a line for each that does not, and the counts.
+"""
+
+import collections
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.convert import OrtOptions, write_ort
+from edgekit.errors import EdgekitError
+from edgekit.model import Model, load_model
+from edgekit.prepare import prepare_model
+from edgekit.tensors import Array
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from onnx.backend.test.case.node import collect_testcases
+
+RANDOM = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"})
+
+
+def run(path: Path, inputs: Mapping[str, Array]) -> list[Any]:
+    """Returns the outputs, of any kind."""
+    config = {"session.enable_saved_runtime_optimizations": "1", "session.qdqisint8allowed": "1"}
+    session = CpuSession(path, SessionSettings(config=config, threads=1))
+    return list(session._session.run(None, dict(inputs)))  # noqa: SLF001 - sequences and optionals too
+
+
+def same(left: Any, right: Any) -> bool:
+    """Returns True if two outputs are equal within float rounding."""
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if not isinstance(left, np.ndarray) or left.dtype.kind not in "fc":
+        return bool(np.array_equal(left, right))
+    return bool(np.allclose(left, right, rtol=2e-3 if left.dtype.itemsize < 4 else 1e-4, atol=1e-5, equal_nan=True))
+
+
+def _prepare(model: Model, folder: Path) -> Path:
+    return prepare_model(model, folder / "prepared.onnx", {}).path
+
+
+def _full(model: Model, folder: Path) -> Path:
+    write_ort(model, folder / "full.ort", OrtOptions(style="full", cpu="arm"))
+    return folder / "full.ort"
+
+
+def _runtime(model: Model, folder: Path) -> Path:
+    write_ort(model, folder / "runtime.ort", OrtOptions(style="runtime", cpu="arm"))
+    return folder / "runtime.ort"
+
+
+STEPS: dict[str, Callable[[Model, Path], Path]] = {"prepare": _prepare, "full": _full, "runtime": _runtime}
+
+
+def check_case(case: Any, folder: Path) -> dict[str, str]:
+    """Returns what each step came to: "equal", "differs", or why it was refused."""
+    path = folder / "model.onnx"
+    onnx.save(case.model, str(path))
+    names = [value.name for value in case.model.graph.input]
+    data = case.data_sets[0][0] if case.data_sets else []
+    inputs = {name: value for name, value in zip(names, data, strict=False) if name}
+    try:
+        expected = run(path, inputs)
+    except Exception:  # noqa: BLE001 - what ONNX Runtime cannot run is not our case
+        return {}
+    results = {}
+    for step, convert in STEPS.items():
+        try:
+            got = run(convert(load_model(path), folder), inputs)
+            results[step] = "equal" if len(got) == len(expected) and all(map(same, expected, got)) else "differs"
+        except EdgekitError as error:
+            results[step] = f"{type(error).__name__}: {error.message[:200]}"
+        except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions have no base of their own
+            results[step] = f"fails: {str(error)[:200]}"
+    return results
+
+
+def _is_random(model: onnx.ModelProto) -> bool:
+    return any(node.op_type in RANDOM for node in model.graph.node)
+
+
+def main() -> int:
+    """Runs the suite; returns 1 if a model came out different."""
+    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for case in collect_testcases(None):
+        if pattern not in case.name or case.model is None or _is_random(case.model):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            results = check_case(case, Path(folder))
+        for step, result in results.items():
+            counts[step, result.split(":")[0]] += 1
+            if result != "equal":
+                print(f"{case.name}: {step}: {result}", flush=True)
+    for (step, result), count in sorted(counts.items()):
+        print(f"{step:8} {result:20} {count}")
+    return 1 if any(result in ("differs", "fails") for _, result in counts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
