@@ -8,13 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, staged_entries, work_folder, write_file
-from edgekit.bundle.folder import MANIFEST, Bundle, Contents, read_target, write_bundle
+from edgekit._files import staged_entries, work_folder, write_file
+from edgekit.bundle.folder import Bundle, Contents, read_target, write_bundle
 from edgekit.bundle.golden import Golden, make_golden
 from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
+from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError
 from edgekit.labels import read_labels
@@ -29,7 +30,8 @@ from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.samples import Samples, check_samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.steps import list_versions, peak_rss_bytes, say_nothing
 from edgekit.target import Precision, Target
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.attribute import explain_report
+from edgekit.verify.report import Step, VerifyReport
 from edgekit.verify.verify import verify_bundle, write_report
 
 Progress = Callable[[str], None]
@@ -70,6 +72,7 @@ class _Built(msgspec.Struct, frozen=True, kw_only=True):
     bundle: Bundle
     target: Target
     check: CheckReport
+    models: dict[Step, Model]
     converted: ConvertedModel
     quantized: QuantizedModel | None
     notes: tuple[str, ...]
@@ -126,11 +129,14 @@ def verify_on(bundle: Bundle, names: Sequence[str], progress: Progress | None = 
     Raises:
         UsageError: there is no such device, or it runs another provider.
     """
-    target = read_target(bundle)
-    chosen = names or [planned.device for planned in bundle.manifest.verification]
-    report = verify_bundle(bundle, [find_device(name, target) for name in chosen], progress=progress)
+    report = verify_bundle(bundle, _find_devices(bundle, read_target(bundle), names), progress=progress)
     write_report(bundle, report)
     return report
+
+
+def _find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[Device]:
+    chosen = names or [planned.device for planned in bundle.manifest.verification]
+    return [find_device(name, target) for name in chosen]
 
 
 def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
@@ -180,13 +186,13 @@ def _calibrate(prepared: Model, samples: Samples, job: _Job) -> Calibration | Mo
 def _build_target(inputs: _Inputs, target: Target, job: _Job) -> _Built | EdgekitError:
     job.progress(f"build for {target.name}")
     try:
-        with work_folder() as work:
-            return _make_bundle(inputs, target, job, work)
+        return _make_bundle(inputs, target, job, job.work / target.name)
     except EdgekitError as error:
         return error
 
 
 def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Built:
+    work.mkdir()
     precision, notes = choose_precision(target, job.recipe.precision), list[str]()
     quantized: QuantizedModel | None = None
     if precision.startswith("int"):
@@ -220,10 +226,14 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
         ),
         versions={**list_versions(), **converted.versions},
     )
+    models: dict[Step, Model] = {"prepare": inputs.prepared}
+    if quantized is not None:
+        models["quantize"] = quantized.model
     return _Built(
         bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
         target=target,
         check=check,
+        models=models,
         converted=converted,
         quantized=quantized,
         notes=tuple(notes),
@@ -265,7 +275,10 @@ def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> d
     whole = [result for result in built if isinstance(result, _Built)]
 
     def verify(result: _Built) -> VerifyReport:
-        return verify_on(result.bundle, (), progress)
+        report = verify_bundle(result.bundle, _find_devices(result.bundle, result.target, ()), progress=progress)
+        report = explain_report(result.bundle, report, result.models)
+        write_report(result.bundle, report)
+        return report
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         reports = list(pool.map(verify, whole))
@@ -287,7 +300,7 @@ def _summarize(
         precision_reason=target.precision_reason,
         forms=manifest.forms,
         form_reason=target.conversion.reason,
-        sha256=digest_file(result.bundle.folder / MANIFEST),
+        sha256=result.bundle.sha256,
         files={name: entry.sha256 for name, entry in manifest.files.items()},
         size_before=source.size_bytes,
         size_after=manifest.model_size_bytes,

@@ -98,5 +98,6 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     choose_precision(target, recipe.precision)
     thresholds = recipe.thresholds.get(target.name, target.thresholds)
     if recipe.max_drop is not None:
-        thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=1 - recipe.max_drop / 100)
+        least = 1 - recipe.max_drop / 100
+        thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)
     return msgspec.structs.replace(target, thresholds=thresholds)

@@ -32,7 +32,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
 
     `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
-    are quantized (empty: all that can be).
+    are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -42,6 +42,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     weight_symmetric: bool = True
     per_channel_ops: tuple[str, ...] = ()
     op_types: tuple[str, ...] = ()
+    float_ops: tuple[str, ...] = ()
 
 
 class Conversion(_Strict, frozen=True, kw_only=True):
@@ -70,13 +71,14 @@ class Verification(_Strict, frozen=True, kw_only=True):
 class Thresholds(_Strict, frozen=True, kw_only=True):
     """What a run must reach to pass, over all samples, output by output.
 
-    `min_top1_agreement` counts for outputs that rank classes. `max_cpu_nodes` limits the nodes that a provider left to
-    the CPU; None sets no limit.
+    `min_top1_agreement` counts for outputs that rank classes; `granted_samples` more may disagree, because few samples
+    know a share only roughly. `max_cpu_nodes` limits the nodes that a provider left to the CPU; None sets no limit.
     """
 
     min_cosine: float
     min_top1_agreement: float
     min_sqnr_db: float
+    granted_samples: int = 0
     max_cpu_nodes: int | None = None
 
 

@@ -69,13 +69,21 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[i
 
 
 def read_inputs(golden: Golden) -> Samples:
-    """Returns the inputs of a golden set, streamed."""
-    return load_samples(str(golden.folder / INPUTS), golden.inputs)
+    """Returns the inputs of a golden set, streamed.
+
+    Raises:
+        DataError: the file is damaged, or does not hold the samples that the golden set promises.
+    """
+    return _read_rows(golden, INPUTS, golden.inputs)
 
 
 def read_outputs(golden: Golden) -> Samples:
-    """Returns the outputs that the source model gave, streamed."""
-    return load_samples(str(golden.folder / OUTPUTS), golden.outputs)
+    """Returns the outputs that the source model gave, streamed.
+
+    Raises:
+        DataError: the file is damaged, or does not hold the samples that the golden set promises.
+    """
+    return _read_rows(golden, OUTPUTS, golden.outputs)
 
 
 def read_labels(golden: Golden) -> tuple[int, ...] | None:
@@ -95,6 +103,14 @@ def read_labels(golden: Golden) -> tuple[int, ...] | None:
     if labels.dtype != np.int64 or labels.shape != (golden.samples,):
         raise DataError(f"'{path}' does not hold {golden.samples} int64 labels", hint="write one label a sample")
     return tuple(labels.tolist())
+
+
+def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Samples:
+    path = golden.folder / name
+    samples = load_samples(str(path), specs)
+    if samples.count != golden.samples:
+        raise DataError(f"'{path}' holds {samples.count} samples, not {golden.samples}", hint="build the bundle again")
+    return samples
 
 
 def _run_all(session: CpuSession, samples: Samples) -> Iterator[Tensors]:

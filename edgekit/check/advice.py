@@ -24,11 +24,15 @@ _NAMED = 3
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked graph and a way to check it again after a change."""
+    """A checked graph and a way to check it again after a change.
+
+    `splits` says that a node which is not taken cuts the graph in pieces.
+    """
 
     graph: Graph
     nodes: Sequence[CheckedNode]
     recheck: Recheck
+    splits: bool
 
     @property
     def taken(self) -> set[str]:
@@ -52,9 +56,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return [node for node in self.graph.nodes if node.op == op]
 
 
-def give_advice(graph: Graph, nodes: Sequence[CheckedNode], recheck: Recheck) -> tuple[Advice, ...]:
-    """Returns what to change, the biggest gain first; nothing where the provider takes every node."""
-    case = Case(graph=graph, nodes=nodes, recheck=recheck)
+def give_advice(
+    graph: Graph, nodes: Sequence[CheckedNode], recheck: Recheck, *, splits: bool = True
+) -> tuple[Advice, ...]:
+    """Returns what to change, the biggest gain first; nothing where the provider takes every node.
+
+    `splits` says that a node which is not taken cuts the graph in pieces, so that a missing operator matters even if
+    it computes little.
+    """
+    case = Case(graph=graph, nodes=nodes, recheck=recheck, splits=splits)
     if all(node.taken for node in nodes):
         return ()
     found = [advice for adviser in ADVISERS for advice in adviser(case)]
@@ -186,7 +196,8 @@ def _advise_opset(case: Case) -> Iterator[Advice]:
 
 
 def _advise_missing(case: Case) -> Iterator[Advice]:
-    counts = Counter(node.op for node in case.refused(because="has no builder") if not node.is_quantizer)
+    missing = [node for node in case.refused(because="has no builder") if not node.is_quantizer]
+    counts = Counter(node.op for node in missing if case.splits or node.macs)
     rewritten: set[str] = {"Dropout", "Identity"}
     if all(len(node.inputs) == 2 for node in case.of_op("Sum")):
         rewritten.add("Sum")

@@ -37,7 +37,11 @@ def check_model(model: Model, target: Target) -> CheckReport:
     settings = {**target.session.provider_options, **target.settings}
     opset = model.opsets.get("ai.onnx", 1)
     graph = read_graph(model)
-    nodes = check_graph(graph, book, settings, opset=opset)
+
+    def recheck(changed: Graph) -> tuple[CheckedNode, ...]:
+        return check_graph(changed, book, settings, opset=opset)
+
+    nodes = recheck(graph)
     crossings, crossing_bytes = count_crossings(graph, nodes)
     return CheckReport(
         target=target.name,
@@ -46,7 +50,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
         evidence=Evidence.PREDICTED.value,
         settings=dict(target.settings),
         node_list=nodes,
-        advice=give_advice(graph, nodes, lambda changed: check_graph(changed, book, settings, opset=opset)),
+        advice=give_advice(graph, nodes, recheck, splits=book.placing.style == "wave"),
         crossings=crossings,
         crossing_bytes=crossing_bytes,
     )
@@ -84,6 +88,12 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
             if reason:
                 found.append(Refusal(reason=reason, fatal=rule.fatal))
         return tuple({refusal.reason: refusal for refusal in found}.values())
+
+    def find_risks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
+        """Returns why the session may fail although the provider claims the unit."""
+        subject = Subject(graph=graph, unit=unit, settings=self.settings)
+        found = (judge_rule(rule, subject) for rule in self.book.provider.risks)
+        return tuple(risk for risk in found if risk)
 
 
 def _names_domain(op: Op, book: RuleBook, domain: str) -> bool:
@@ -152,6 +162,7 @@ def _list_nodes(
                 bytes=count_bytes(graph, node),
                 partition=places[0] if taken else None,
                 unit=unit.node.name,
+                risks=judge.find_risks(graph, unit) if taken else (),
                 fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
             )
         )

@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, shape_inference
 
-from edgekit.model import Model, iterate_graphs, read_proto, tensor_dtype
+from edgekit.check.skim import skim_model
+from edgekit.model import Model, iterate_graphs, tensor_dtype
 from edgekit.tensors import Array
 
 Shape = tuple[int | None, ...]
@@ -36,7 +37,10 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node; `since` is the opset version in which its operator took the form it has."""
+    """A node; `since` is the opset version in which its operator took the form it has.
+
+    `inputs` and `outputs` have one entry at least, empty where there is none.
+    """
 
     index: int
     name: str
@@ -51,6 +55,16 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     def has_input(self, position: int) -> bool:
         """Returns True if there is an input at this position and its name is not empty."""
         return position < len(self.inputs) and bool(self.inputs[position])
+
+    def integer(self, name: str, default: int) -> int:
+        """Returns an attribute that is a whole number; the default if it is absent or something else."""
+        value = self.attributes.get(name)
+        return value if isinstance(value, int) else default
+
+    def entries(self, name: str) -> tuple[int, ...] | None:
+        """Returns an attribute that is a list of whole numbers; None if it is absent or no list."""
+        value = self.attributes.get(name)
+        return cast("tuple[int, ...]", value) if isinstance(value, tuple) else None
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +103,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_graph(model: Model) -> Graph:
-    """Returns the main graph of a model, with shapes inferred where the file does not hold them."""
-    return view_graph(read_proto(model, weights=False))
+    """Returns the main graph of a model, with shapes inferred where the file does not hold them.
+
+    Raises:
+        ModelError: the model file is gone or unreadable.
+    """
+    return view_graph(skim_model(model.path))
 
 
 def view_graph(proto: onnx.ModelProto) -> Graph:
@@ -250,8 +268,8 @@ def _node(proto: onnx.NodeProto, index: int, opsets: Mapping[str, int], bodies: 
         op=proto.op_type,
         domain=domain,
         since=_since(proto.op_type, domain, opsets),
-        inputs=tuple(proto.input),
-        outputs=tuple(proto.output),
+        inputs=tuple(proto.input) or ("",),
+        outputs=tuple(proto.output) or ("",),
         attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
         bodies=bodies,
     )

@@ -37,6 +37,7 @@ class When(_Strict, frozen=True, kw_only=True):
     inputs_min: int = 0
     since_min: int = 0
     since_max: int = 10_000
+    ops: tuple[str, ...] = ()
     except_ops: tuple[str, ...] = ()
 
 
@@ -136,6 +137,16 @@ class Internal(_Rule, frozen=True, kw_only=True, tag="internal"):
     """Inputs that an earlier node must produce, because the values' quantization is known only inside a partition."""
 
     at: tuple[int, ...] = ()
+
+
+class Traced(_Rule, frozen=True, kw_only=True, tag="traced"):
+    """Quantized inputs must come from a Q or a graph input: a plain integer node in between loses the quantization.
+
+    `through` lists operators that do not, nor does one that leaves the shape as it is.
+    """
+
+    at: tuple[int, ...] = (0,)
+    through: tuple[str, ...] = ()
 
 
 class Inline(_Rule, frozen=True, kw_only=True, tag="inline"):
@@ -297,7 +308,7 @@ class AxisLast(_Rule, frozen=True, kw_only=True, tag="axis_last"):
 
 Rule = (
     Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
-    | Internal | Inline | Attribute | Length | EqualEntries | Count | Values | Setting | Bounds | Quantized
+    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Count | Values | Setting | Bounds | Quantized
     | SameQuantization | QuantizedOutput | GroupedDilation | GraphEdge | Between | GemmBias | MatMulRanks
     | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach | AxisLast
 )  # fmt: skip

@@ -51,7 +51,7 @@ def _matmul(graph: Graph, node: Node) -> int:
 
 def _gemm(graph: Graph, node: Node) -> int:
     one = _dims(graph, node, 0)
-    return _made(graph, node) * (one[0 if node.attributes.get("transA", 0) else -1] if one else 1)
+    return _made(graph, node) * (one[0 if node.integer("transA", 0) else -1] if one else 1)
 
 
 def _recurrent(graph: Graph, node: Node) -> int:
@@ -60,7 +60,7 @@ def _recurrent(graph: Graph, node: Node) -> int:
 
 
 def _nbits(graph: Graph, node: Node) -> int:
-    return _made(graph, node) * int(node.attributes.get("K", 1))
+    return _made(graph, node) * node.integer("K", 1)
 
 
 def _einsum(graph: Graph, node: Node) -> int:

@@ -176,14 +176,14 @@ def judge_attribute(rule: kinds.Attribute, subject: Subject) -> str | None:
 
 def judge_length(rule: kinds.Length, subject: Subject) -> str | None:
     """The length of a list attribute."""
-    value = subject.unit.node.attributes.get(rule.name)
+    value = subject.unit.node.entries(rule.name)
     found = rule.default if value is None else len(value)
     return f"attribute '{rule.name}' has {found} entries; it must have {rule.equals}" if found != rule.equals else None
 
 
 def judge_equal_entries(rule: kinds.EqualEntries, subject: Subject) -> str | None:
     """A list attribute of equal entries."""
-    value = subject.unit.node.attributes.get(rule.name)
+    value = subject.unit.node.entries(rule.name)
     if value is None:
         return f"attribute '{rule.name}' is missing" if rule.required else None
     wanted = set(value[:1]) if rule.value is None else {rule.value}

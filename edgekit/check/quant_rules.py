@@ -15,6 +15,19 @@ def judge_internal(rule: kinds.Internal, subject: Subject) -> str | None:
     return None
 
 
+def judge_traced(rule: kinds.Traced, subject: Subject) -> str | None:
+    """Quantized inputs whose quantization is known."""
+    graph = subject.graph
+    for at, operand in choose_operands(subject.unit, rule.at):
+        index = graph.producers.get(operand.name)
+        made_by = graph.nodes[index] if index is not None and operand.is_quantized else None
+        if made_by is None or made_by.op in {"QuantizeLinear", *rule.through}:
+            continue
+        if graph.value(made_by.inputs[0]).shape != operand.shape:
+            return f"input {at} comes from {made_by.op} on plain integers, which loses its quantization"
+    return None
+
+
 def judge_quantized(rule: kinds.Quantized, subject: Subject) -> str | None:
     """The parameters of quantized inputs or outputs."""
     for at, operand in choose_operands(subject.unit, rule.at, rule.of):

@@ -15,7 +15,8 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
 
     `unit` names the target node of the QDQ group that it is in, itself if it is in none. `partition` counts from 0 and
     is None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the computed values
-    it reads and writes. `fatal` means that the provider claims it and then refuses the whole session because of it.
+    it reads and writes. `fatal` means that the provider claims it and then refuses the whole session because of it,
+    `risks` say why it may.
     """
 
     name: str
@@ -28,6 +29,7 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     partition: int | None
     unit: str
     fatal: bool = False
+    risks: tuple[str, ...] = ()
 
     @property
     def is_quantizer(self) -> bool:
@@ -99,9 +101,18 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         return any(node.fatal for node in self.node_list)
 
     @property
+    def risks(self) -> tuple[str, ...]:
+        """Why the session may fail although the provider claims its nodes."""
+        return tuple(dict.fromkeys(risk for node in self.node_list for risk in node.risks))
+
+    @property
     def verdict(self) -> Verdict:
-        """Whether to use the target: yes from 90 % of the work in few pieces, no below half or if it refuses."""
+        """Whether to use the target: yes from 90 % of the work in few pieces, no below half or if it refuses.
+
+        With a risk it is maybe at best.
+        """
         if self.is_refused or self.taken_macs < MAYBE_SHARE:
             return "no"
         few = self.partitions <= max(3, self.nodes // 50)
-        return "yes" if few and self.taken_macs >= YES_SHARE and self.taken_bytes >= MAYBE_SHARE else "maybe"
+        enough = self.taken_macs >= YES_SHARE and self.taken_bytes >= MAYBE_SHARE
+        return "yes" if few and enough and not self.risks else "maybe"

@@ -24,7 +24,8 @@ class Provider(_Strict, frozen=True, kw_only=True):
     `domains` are the operator domains it looks at (empty: it looks at the name only). `since_max` is the newest
     operator version it knows, `opset_min` and `opset_max` the models it looks at. `bodies` of control flow are never
     entered, placed like the main graph, or taken with their node when every node in them is supported ("whole").
-    `rules` are evaluated for every unit before its own.
+    `rules` are evaluated for every unit before its own. `risks` are those that do not refuse a unit but say why the
+    session may fail all the same.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Provider(_Strict, frozen=True, kw_only=True):
     opset_max: int = 10_000
     bodies: Literal["never", "placed", "whole"] = "never"
     rules: tuple[Rule, ...] = ()
+    risks: tuple[Rule, ...] = ()
 
 
 class Units(_Strict, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ def _node_fits(when: kinds.When, unit: Unit) -> bool:
     node = unit.node
     return (
         node.op not in when.except_ops
+        and (not when.ops or node.op in when.ops)
         and when.since_min <= node.since <= when.since_max
         and (not when.forms or unit.form in when.forms)
         and all(node.attributes.get(name) in allowed for name, allowed in when.attribute.items())
@@ -79,6 +80,7 @@ JUDGES: Mapping[type, Callable[[Any, Subject], str | None]] = {
     kinds.GraphEdge: operand_rules.judge_graph_edge,
     kinds.Between: operand_rules.judge_between,
     kinds.Internal: quant_rules.judge_internal,
+    kinds.Traced: quant_rules.judge_traced,
     kinds.Quantized: quant_rules.judge_quantized,
     kinds.SameQuantization: quant_rules.judge_same_quantization,
     kinds.QuantizedOutput: quant_rules.judge_quantized_output,

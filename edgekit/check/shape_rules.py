@@ -23,7 +23,7 @@ def judge_bounds(rule: kinds.Bounds, subject: Subject) -> str | None:
 
 def judge_axis_last(rule: kinds.AxisLast, subject: Subject) -> str | None:
     """The last axis."""
-    axis, shape = subject.unit.node.attributes.get("axis", rule.default), subject.shape(0)
+    axis, shape = subject.unit.node.integer("axis", rule.default), subject.shape(0)
     if shape is None:
         return "the rank of input 0 is unknown"
     return f"axis {axis} is not the last of {len(shape)}" if axis not in {-1, len(shape) - 1} else None
@@ -36,7 +36,7 @@ def judge_gemm_bias(rule: kinds.GemmBias, subject: Subject) -> str | None:
         return None
     if bias is None or weight is None or len(weight) != 2:
         return "the shape of input 2 is unknown"
-    columns = weight[0] if subject.unit.node.attributes.get("transB", 0) else weight[1]
+    columns = weight[0] if subject.unit.node.integer("transB", 0) else weight[1]
     kinds = {
         "scalar": bias == (),
         "one": bias == (1,),
@@ -69,7 +69,7 @@ def judge_reshape_target(_rule: kinds.ReshapeTarget, subject: Subject) -> str | 
     shape, target = subject.shape(0), subject.array(1)
     if target is None or 0 not in target.reshape(-1).tolist():
         return None
-    if subject.unit.node.attributes.get("allowzero", 0):
+    if subject.unit.node.integer("allowzero", 0):
         return "the shape holds a 0 and allowzero is 1"
     entries = target.reshape(-1).tolist()
     if shape is not None and any(entry == 0 and at < len(shape) and shape[at] == 0 for at, entry in enumerate(entries)):
@@ -82,12 +82,12 @@ def judge_split_sizes(rule: kinds.SplitSizes, subject: Subject) -> str | None:
     node, shape = subject.unit.node, subject.shape(0)
     if shape is None:
         return "the rank of input 0 is unknown"
-    axis = int(node.attributes.get("axis", 0))
+    axis = node.integer("axis", 0)
     size = shape[axis] if -len(shape) <= axis < len(shape) else None
     if size is None:
         return f"the size of axis {axis} is dynamic"
     given = subject.array(1)
-    sizes = given.reshape(-1).tolist() if given is not None else list(node.attributes.get("split", ()))
+    sizes = given.reshape(-1).tolist() if given is not None else list(node.entries("split") or ())
     parts = len(sizes) or len(node.outputs)
     if parts < rule.min_parts:
         return f"it has {parts} part; at least {rule.min_parts} are needed"
@@ -112,7 +112,7 @@ def judge_slope_shape(_rule: kinds.SlopeShape, subject: Subject) -> str | None:
 
 def judge_conv_kernel(_rule: kinds.ConvKernel, subject: Subject) -> str | None:
     """Conv: kernel_shape agrees with the weight."""
-    given, weight = subject.unit.node.attributes.get("kernel_shape"), subject.shape(1)
+    given, weight = subject.unit.node.entries("kernel_shape"), subject.shape(1)
     if given is None or weight is None or tuple(given) == tuple(weight[2:]):
         return None
     return f"kernel_shape {list(given)} is not the weight's {list(weight[2:])}"
@@ -120,10 +120,10 @@ def judge_conv_kernel(_rule: kinds.ConvKernel, subject: Subject) -> str | None:
 
 def judge_grouped_dilation(_rule: kinds.GroupedDilation, subject: Subject) -> str | None:
     """Conv: groups, other than depthwise, with a dilation."""
-    attributes, weight = subject.unit.node.attributes, subject.shape(1)
-    dilated = any(step != 1 for step in attributes.get("dilations", ()))
-    if dilated and attributes.get("group", 1) != 1 and weight is not None and weight[1:2] != (1,):
-        return f"dilations {list(attributes['dilations'])} of a grouped convolution"
+    dilations, weight = subject.unit.node.entries("dilations") or (), subject.shape(1)
+    grouped = subject.unit.node.integer("group", 1) != 1 and weight is not None and weight[1:2] != (1,)
+    if grouped and any(step != 1 for step in dilations):
+        return f"dilations {list(dilations)} of a grouped convolution"
     return None
 
 
@@ -179,10 +179,10 @@ def _find_factors(subject: Subject, shape: Shape) -> list[float] | None:
 
 
 def _judge_factors(rule: kinds.ResizeScales, factors: list[float], dims: Shape, sizes: Array | None) -> str | None:
-    if not rule.mixed and min(factors) < 1 < max(factors):
+    if not rule.mixed and min(factors, default=1) < 1 < max(factors, default=1):
         return "one axis grows and the other shrinks"
     for factor, dim in zip(factors, dims, strict=True):
-        if factor < 1 and rule.divisor and sizes is None:
+        if 0 < factor < 1 and rule.divisor and sizes is None:
             step = 1 / factor
             if abs(step - round(step)) > _WHOLE_TOLERANCE or (dim or 0) % round(step):
                 return f"scale {factor:g} is not one over a divisor of {dim}"

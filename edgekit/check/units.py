@@ -106,8 +106,8 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def form(self) -> str:
         """The element type it computes in: "float32", or "qdq-uint8" for a quantized unit; "unknown" if not known."""
-        if not self.inputs:
-            return self.outputs[0].dtype or "unknown" if self.outputs else "unknown"
+        if not any(operand.name for operand in self.inputs):
+            return self.outputs[0].dtype or "unknown"
         first = self.inputs[min(_DATA_INPUTS.get(self.node.op, 0), len(self.inputs) - 1)]
         quantized = self.is_qdq and any(operand.is_quantized for operand in self.inputs)
         if quantized and not first.is_quantized:
@@ -251,7 +251,7 @@ def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
 def _producer(graph: Graph, name: str, op: str) -> Node | None:
     index = graph.producers.get(name)
     node = graph.nodes[index] if index is not None else None
-    return node if node is not None and node.op == op else None
+    return node if node is not None and node.op == op and node.has_input(1) else None
 
 
 def _quantizers(graph: Graph, node: Node) -> list[tuple[int, Node]]:
@@ -259,7 +259,9 @@ def _quantizers(graph: Graph, node: Node) -> list[tuple[int, Node]]:
         (position, graph.nodes[index])
         for position, name in enumerate(node.outputs)
         for index in graph.consumers.get(name, ())
-        if graph.nodes[index].op == "QuantizeLinear" and graph.nodes[index].inputs[0] == name
+        if graph.nodes[index].op == "QuantizeLinear"
+        and graph.nodes[index].inputs[0] == name
+        and graph.nodes[index].has_input(1)
     ]
 
 
@@ -292,7 +294,7 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
 
 def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, object]) -> tuple[float, float] | None:
     """Returns the bounds of a Clip, infinite where it has none, or None if a bound is no constant."""
-    bounds = [float(str(attributes.get("min", "-inf"))), float(str(attributes.get("max", "inf")))]
+    bounds = [_number(attributes.get("min"), float("-inf")), _number(attributes.get("max"), float("inf"))]
     for place, name in enumerate(inputs[1:3]):
         if name:
             array = graph.array(name)
@@ -302,13 +304,17 @@ def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, ob
     return bounds[0], bounds[1]
 
 
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, (int, float)) else default
+
+
 def read_parameters(graph: Graph, operand: Operand) -> tuple[Array, Array] | None:
     """Returns the scale and zero point of a quantized operand (a zero where it has none), or None if not constant."""
     scale = graph.array(operand.scale or "")
-    if scale is None:
+    if scale is None or scale.size == 0:
         return None
     zero = graph.array(operand.zero_point) if operand.zero_point else np.zeros(scale.shape, np.int32)
-    return None if zero is None else (scale, zero)
+    return None if zero is None or zero.size == 0 else (scale, zero)
 
 
 def _same_parameters(graph: Graph, dq: Node, q: Node) -> bool:
@@ -333,7 +339,7 @@ def _quantized(graph: Graph, node: Node, side: int) -> Operand:
         shape=value.shape,
         scale=node.inputs[1],
         zero_point=node.inputs[2] if node.has_input(2) else None,
-        axis=int(node.attributes.get("axis", 1)),
+        axis=node.integer("axis", 1),
     )
 
 
@@ -354,9 +360,9 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
             name=data,
             dtype=value.dtype,
             shape=value.shape,
-            scale=node.inputs[position],
+            scale=node.inputs[position] or None,
             zero_point=node.inputs[position + 1] if node.has_input(position + 1) else None,
-            axis=0 if node.op == "QLinearConv" else int(node.attributes.get("axis", 1)),
+            axis=0 if node.op == "QLinearConv" else node.integer("axis", 1),
         )
 
     if node.op in _UNARY_LINEAR and len(node.inputs) >= 4:

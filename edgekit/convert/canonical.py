@@ -9,6 +9,7 @@ from typing import cast
 
 from edgekit._files import replacing_file
 from edgekit.convert.layout import write_tables
+from edgekit.convert.mend import mend_saved
 from edgekit.convert.reorders import renumber_reorders
 from edgekit.convert.schema import ROOT, SCHEMA, UNIONS, Field
 from edgekit.convert.tables import Record, TableFile, Value, number, open_tables, text
@@ -22,13 +23,16 @@ _CHUNK_BYTES = 1 << 20
 
 
 def canonicalize_file(path: Path) -> None:
-    """Rewrites an ORT-format file in canonical order; the file is read back and compared before it replaces the old.
+    """Rewrites an ORT-format file in canonical order, with saved optimisations that a session can replay.
+
+    The file is read back and compared before it replaces the old.
 
     Raises:
         ModelError: the file is damaged, or of a format whose order is not known.
     """
     with open_tables(path) as file:
         _refuse_unknown(file, path)
+        mend_saved(file.root)
         root = sort_tables(file.root, ROOT)
         with replacing_file(path) as temporary:
             write_tables(root, temporary)

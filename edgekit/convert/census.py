@@ -41,7 +41,7 @@ def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
     left = {node.index: node for node in graph.nodes}
     fresh = itertools.count(-1, -1)
     for saved in sorted(graph.saved, key=_replay_rank):
-        indices = [index for index in saved.nodes if index != ABSENT_NODE]
+        indices = [index for index in dict.fromkeys(saved.nodes) if index != ABSENT_NODE]
         if not indices or any(index not in left for index in indices):
             continue
         members = [left[index] for index in indices]
@@ -50,7 +50,7 @@ def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
                 del left[index]
         left.update((next(fresh), _fuse_nodes(members, op)) for op in saved.produces)
     read = {name for node in left.values() for name in node.inputs} | set(graph.outputs)
-    return tuple(node for node in left.values() if node.op != "DequantizeLinear" or node.outputs[0] in read)
+    return tuple(node for node in left.values() if node.op != "DequantizeLinear" or read & set(node.outputs))
 
 
 def count_ops(nodes: Iterable[OrtNode]) -> dict[str, int]:
@@ -110,5 +110,5 @@ def _maker_op(name: str, makers: Mapping[str, OrtNode]) -> str:
 
 
 def _only_reader(node: OrtNode, readers: Mapping[str, Sequence[OrtNode]]) -> OrtNode | None:
-    users = readers.get(node.outputs[0], [])
+    users = [user for name in node.outputs for user in readers.get(name, [])]
     return users[0] if len(users) == 1 else None

@@ -16,7 +16,6 @@ from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
 _PROGRAM = Path(__file__).parent / "far" / "qnn_context.py"
-_TIMEOUT_S = 900.0
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
 _NAMED_NODES = 8
@@ -40,7 +39,19 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         return parts[2] if len(parts) > 2 else ""
 
 
-def compile_context(model: str, target: Target, folder: Path) -> Context:
+def require_compiler() -> None:
+    """Makes sure that QNN's compiler is installed.
+
+    Raises:
+        MissingExtraError: onnxruntime-qnn is not installed.
+    """
+    if importlib.util.find_spec("onnxruntime_qnn") is None:
+        raise MissingExtraError(
+            "a QNN context needs the package 'onnxruntime-qnn'", hint="pip install 'edgekit[qnn]' (Linux, x86-64)"
+        )
+
+
+def compile_context(model: str, target: Target, folder: Path, *, timeout_s: float = 900.0) -> Context:
     """Compiles the model file of that name in `folder` for the target's SoC, beside it.
 
     The child works inside the folder, since the model's path as it is given enters the bytes of the context.
@@ -50,10 +61,7 @@ def compile_context(model: str, target: Target, folder: Path) -> Context:
         RuntimeRefusal: QNN does not take the whole model.
         DeviceError: the compiler crashed or ran out of time.
     """
-    if importlib.util.find_spec("onnxruntime_qnn") is None:
-        raise MissingExtraError(
-            "a QNN context needs the package 'onnxruntime-qnn'", hint="pip install 'edgekit[qnn]' (Linux, x86-64)"
-        )
+    require_compiler()
     job = {
         "model": model,
         "out": CONTEXT_FILE,
@@ -61,7 +69,7 @@ def compile_context(model: str, target: Target, folder: Path) -> Context:
         "config": target.session.config,
     }
     child = run_process(
-        [sys.executable, str(_PROGRAM), json.dumps(job, sort_keys=True)], timeout_s=_TIMEOUT_S, cwd=folder
+        [sys.executable, str(_PROGRAM), json.dumps(job, sort_keys=True)], timeout_s=timeout_s, cwd=folder
     )
     if not child.succeeded:
         raise _failure(child, target)

@@ -9,7 +9,7 @@ from edgekit._files import digest_file, move_file, work_folder
 from edgekit._ort import VERSION
 from edgekit.convert.canonical import CANONICAL_VERSION
 from edgekit.convert.census import UnfusedNode, count_ops, find_unfused, replay_saved
-from edgekit.convert.context import compile_context
+from edgekit.convert.context import compile_context, require_compiler
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_large, write_ort
 from edgekit.convert.ort_report import read_graph
 from edgekit.convert.twin import write_twin
@@ -40,7 +40,7 @@ class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     `files` has, for each form in the target's order, the names in the folder, the one to load first. `census` counts
     the nodes that each `.ort` form will run. `sha256` and `size_bytes` go by file name. `versions` name what wrote the
-    files: onnxruntime, and for a context onnxruntime_qnn and qairt.
+    files: onnxruntime, and for a context onnxruntime-qnn and qairt.
     """
 
     source_sha256: str
@@ -77,6 +77,8 @@ def convert_model(model: Model, target: Target, out: Path, *, ort_source: Model 
     forms = target.conversion.forms
     if _ORT_FORMS & set(forms):
         refuse_large(ort_source or model)
+    if "context" in forms:
+        require_compiler()
     with work_folder(out) as work:
         twin = write_twin(model, work)
         ort_twin = twin if ort_source is None else write_twin(ort_source, _make_folder(work / "ort"))

@@ -4,9 +4,12 @@ Order: header; each distinct vtable once, sorted by its bytes; tables and vector
 each distinct string once, sorted; weights in the order of the walk, aligned so that they can be used where they lie.
 """
 
+import functools
 import struct
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
+
+import msgspec
 
 from edgekit.convert.schema import NUMBER_SIZES, ROOT, SCHEMA, UNIONS, Field
 from edgekit.convert.tables import IDENTIFIER, Record, number
@@ -67,6 +70,15 @@ def write_tables(root: Record, path: Path) -> None:
         _write_all(file, blocks, vtables, strings, blobs)
 
 
+class _Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """How tables with the same fields look: where each field lies, in the order of slots."""
+
+    fields: tuple[tuple[int, Field], ...]
+    size: int
+    align: int
+    vtable: bytes
+
+
 class _Walk:
     """Collects blocks and weights, a parent before what it points to."""
 
@@ -75,21 +87,18 @@ class _Walk:
         self.blobs: list[_Blob] = []
 
     def add_table(self, record: Record, kind: str) -> int:
-        fields = [(slot, field) for slot, field in enumerate(SCHEMA[kind]) if field.name in record]
-        offsets, size, align = _place_fields(fields)
-        block = self._add_block(_Block(bytearray(size), align=align, lead=0, vtable=_make_vtable(offsets, size)))
+        shape = _shape_table(kind, frozenset(record))
+        block = self._add_block(_Block(bytearray(shape.size), align=shape.align, lead=0, vtable=shape.vtable))
         index = len(self.blocks) - 1
-        for slot, field in fields:
+        for offset, field in shape.fields:
             value = record[field.name]
             if field.kind in NUMBER_SIZES:
-                block.content[offsets[slot] : offsets[slot] + NUMBER_SIZES[field.kind]] = cast("bytes", value)
+                block.content[offset : offset + NUMBER_SIZES[field.kind]] = cast("bytes", value)
             elif isinstance(value, dict):
                 of = UNIONS[field.of][number(record, f"{field.name}_type")] if field.kind == "union" else field.of
-                block.links.append((offsets[slot], self.add_table(value, of)))
+                block.links.append((offset, self.add_table(value, of)))
             else:
-                block.links.append(
-                    (offsets[slot], value if isinstance(value, bytes) else self._add_vector(value, field))
-                )
+                block.links.append((offset, value if isinstance(value, bytes) else self._add_vector(value, field)))
         return index
 
     def _add_vector(self, value: memoryview | list[bytes] | list[Record], field: Field) -> _Link:
@@ -116,6 +125,14 @@ class _Walk:
     def _add_block(self, block: _Block) -> _Block:
         self.blocks.append(block)
         return block
+
+
+@functools.cache
+def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
+    fields = [(slot, field) for slot, field in enumerate(SCHEMA[kind]) if field.name in present]
+    offsets, size, align = _place_fields(fields)
+    placed = tuple((offsets[slot], field) for slot, field in fields)
+    return _Shape(fields=placed, size=size, align=align, vtable=_make_vtable(offsets, size))
 
 
 def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int, int]:

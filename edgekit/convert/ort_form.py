@@ -5,10 +5,14 @@ from typing import Literal
 
 import msgspec
 
-from edgekit._ort import Level, SessionSettings, optimize_graph
+from edgekit._files import replacing_file
+from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.convert.canonical import canonicalize_file
 from edgekit.errors import ModelError
 from edgekit.model import Model
+
+REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
+"""The session entry without which ONNX Runtime 1.31 ignores what the runtime style saved (its PR 32077)."""
 
 Style = Literal["full", "runtime"]
 Cpu = Literal["arm", "x64"]
@@ -31,15 +35,18 @@ class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
-    """Writes a model in canonical ORT format to `out`.
+    """Writes a model in canonical ORT format to `out`, whole or not at all, after loading it as an app would.
 
     Raises:
         ModelError: the model is too large for the format.
         RuntimeRefusal: ONNX Runtime cannot load or convert the model.
+        OutputError: `out` cannot be written.
     """
     refuse_large(model)
-    optimize_graph(model.path, out, _settings(options))
-    canonicalize_file(out)
+    with replacing_file(out) as temporary:
+        optimize_graph(model.path, temporary, _settings(options))
+        canonicalize_file(temporary)
+        CpuSession(temporary, SessionSettings(config=REPLAY))
 
 
 def refuse_large(model: Model) -> None:

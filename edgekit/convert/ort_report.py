@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import onnx
 
-from edgekit.convert.tables import Record, TableFile, number, open_tables, records, table, text, texts
+from edgekit.convert.tables import Record, TableFile, iterate_graphs, number, open_tables, records, table, text, texts
+from edgekit.model import tensor_dtype
 
 ABSENT_NODE = 0xFFFFFFFF
 """The node index that a saved optimisation writes where it has no node (ORT's kEmptyNodeIndex)."""
@@ -44,7 +46,8 @@ class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `format_version` is what its writer put first ("6" since ONNX Runtime 1.31). `ops` counts the nodes of every graph,
     bodies included, by domain and operator; `saved_optimizations` counts what the runtime style saved, by the operator
-    it produces. `kernels` are the operators with their versions that a build must have.
+    it produces. `kernels` are the operators that a build must have, as `domain:operator:opset`, and `types` the element
+    types that occur.
     """
 
     format_version: str
@@ -59,6 +62,7 @@ class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
     initializer_bytes: int
     saved_optimizations: dict[str, int]
     kernels: tuple[str, ...]
+    types: tuple[str, ...]
     metadata: dict[str, str]
     size_bytes: int
 
@@ -97,7 +101,7 @@ def bare_op(op_id: str) -> str:
 def _report_file(file: TableFile, size_bytes: int) -> OrtFileReport:
     model = table(file.root, "model")
     graph = table(model, "graph")
-    graphs = list(_iterate_graphs(graph))
+    graphs = list(iterate_graphs(graph))
     nodes = [node for part in graphs for node in records(part, "nodes")]
     tensors = [tensor for part in graphs for tensor in records(part, "initializers")]
     produced = [op for part in graphs for saved in _saved_optimizations(part) for op in saved.produces]
@@ -116,18 +120,27 @@ def _report_file(file: TableFile, size_bytes: int) -> OrtFileReport:
         initializer_bytes=sum(len(tensor.get("raw_data", b"")) for tensor in tensors),
         saved_optimizations=_count(bare_op(op) for op in produced),
         kernels=tuple(sorted({_kernel(node) for node in nodes} | set(produced))),
+        types=tuple(sorted({_type_name(number) for part in graphs for number in _element_types(part)})),
         metadata={text(entry, "key"): text(entry, "value") for entry in records(model, "metadata_props")},
         size_bytes=size_bytes,
     )
 
 
-def _iterate_graphs(graph: Record) -> Iterator[Record]:
-    yield graph
-    for node in records(graph, "nodes"):
-        for attribute in records(node, "attributes"):
-            for body in (table(attribute, "g"), *records(attribute, "graphs")):
-                if body:
-                    yield from _iterate_graphs(body)
+def _element_types(graph: Record) -> Iterator[int]:
+    yield from (number(tensor, "data_type") for tensor in records(graph, "initializers"))
+    for value in records(graph, "node_args"):
+        kind = table(value, "type")
+        while kind:
+            inner = table(kind, "value")
+            element = inner.get("elem_type", inner.get("value_type", b""))
+            if isinstance(element, bytes):
+                yield int.from_bytes(element, "little")
+            kind = element if isinstance(element, dict) else {}
+
+
+def _type_name(number: int) -> str:
+    known = onnx.TensorProto.DataType.values()
+    return tensor_dtype(number) if number in known else f"type {number}"
 
 
 def _read_node(node: Record) -> OrtNode:

@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 import struct
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -16,6 +16,7 @@ Record: TypeAlias = dict[str, Value]
 
 IDENTIFIER = b"ORTM"
 _MAX_DEPTH = 128
+_UINT32 = struct.Struct("<I")
 
 
 class TableFile:
@@ -28,7 +29,8 @@ class TableFile:
         self._data = data
         self._name = name
         self._strings: dict[int, bytes] = {}
-        self._tables = 0
+        self._vtables: dict[tuple[int, str], list[tuple[int, Field]]] = {}
+        self._parts = 0
         self.unknown: set[str] = set()
         if len(data) < 8 or bytes(data[4:8]) != IDENTIFIER:
             raise self._broken("it does not begin like one")
@@ -37,34 +39,49 @@ class TableFile:
     def _broken(self, reason: str) -> ModelError:
         return ModelError(f"'{self._name}' is no whole ORT-format file: {reason}", hint="convert the .onnx model again")
 
+    def _spend(self, parts: int) -> None:
+        """Counts tables and list items: each has four bytes of its own, unless a file shares them."""
+        self._parts += parts
+        if self._parts > len(self._data) // 4:
+            raise self._broken("its tables share parts")
+
     def _bytes(self, position: int, size: int) -> memoryview:
         if position < 0 or position + size > len(self._data):
             raise self._broken(f"it points at byte {position + size} of {len(self._data)}")
         return self._data[position : position + size]
 
     def _uint32(self, position: int) -> int:
-        return int.from_bytes(self._bytes(position, 4), "little")
+        if position + 4 > len(self._data):
+            raise self._broken(f"it points at byte {position + 4} of {len(self._data)}")
+        return cast("int", _UINT32.unpack_from(self._data, position)[0])
 
     def _offset(self, position: int) -> int:
         return position + self._uint32(position)
 
     def _read_table(self, position: int, kind: str, depth: int) -> Record:
-        self._tables += 1
-        if depth > _MAX_DEPTH or self._tables > len(self._data) // 4:
-            raise self._broken("its tables are nested too deeply or share parts")
+        if depth > _MAX_DEPTH:
+            raise self._broken("its tables are nested too deeply")
+        self._spend(1)
         vtable = position - int.from_bytes(self._bytes(position, 4), "little", signed=True)
-        size = int.from_bytes(self._bytes(vtable, 2), "little")
-        slots = struct.unpack(f"<{max(size - 4, 0) // 2}H", self._bytes(vtable + 4, max(size - 4, 0) // 2 * 2))
-        fields = SCHEMA[kind]
+        if (vtable, kind) not in self._vtables:
+            self._vtables[vtable, kind] = self._read_vtable(vtable, kind)
         record: Record = {}
-        for index, slot in enumerate(slots):
-            if slot == 0:
-                continue
-            if index >= len(fields) or fields[index].kind == "deprecated":
-                self.unknown.add(f"{kind}.{fields[index].name if index < len(fields) else index}")
-                continue
-            record[fields[index].name] = self._read_field(position + slot, fields[index], record, depth + 1)
+        for slot, field in self._vtables[vtable, kind]:
+            record[field.name] = self._read_field(position + slot, field, record, depth + 1)
         return record
+
+    def _read_vtable(self, vtable: int, kind: str) -> list[tuple[int, Field]]:
+        """Returns where each field lies that tables with this vtable have; many share one."""
+        count = max(int.from_bytes(self._bytes(vtable, 2), "little") - 4, 0) // 2
+        slots = struct.unpack(f"<{count}H", self._bytes(vtable + 4, count * 2))
+        fields = SCHEMA[kind]
+        present: list[tuple[int, Field]] = []
+        for index, slot in enumerate(slots):
+            if slot and (index >= len(fields) or fields[index].kind == "deprecated"):
+                self.unknown.add(f"{kind}.{fields[index].name if index < len(fields) else index}")
+            elif slot:
+                present.append((slot, fields[index]))
+        return present
 
     def _read_field(self, position: int, field: Field, record: Record, depth: int) -> Value:
         if field.kind in NUMBER_SIZES:
@@ -83,6 +100,7 @@ class TableFile:
         data = self._bytes(target + 4, count * NUMBER_SIZES.get(element, 4))
         if element in NUMBER_SIZES:
             return data
+        self._spend(count)
         places = [self._offset(target + 4 + 4 * index) for index in range(count)]
         if element == "string":
             return [self._read_string(place) for place in places]
@@ -139,3 +157,13 @@ def records(record: Record, name: str) -> list[Record]:
 def table(record: Record, name: str) -> Record:
     """Returns a table field, without fields where it is absent."""
     return cast("Record", record.get(name, {}))
+
+
+def iterate_graphs(graph: Record) -> Iterator[Record]:
+    """Yields a graph and, depth first, the bodies of its control-flow nodes."""
+    yield graph
+    for node in records(graph, "nodes"):
+        for attribute in records(node, "attributes"):
+            for body in (table(attribute, "g"), *records(attribute, "graphs")):
+                if body:
+                    yield from iterate_graphs(body)

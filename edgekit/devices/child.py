@@ -8,7 +8,7 @@ import onnx
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
-from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.exchange import FarJob, FarRun, open_outputs, read_run, write_job
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
@@ -63,6 +63,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         provider_options=session.provider_options if provider == job.target.provider else {},
         session_config=config,
         samples=job.samples.count,
+        budget_s=job.budget_s,
         profile=job.model.suffix == ".ort",
     )
 
@@ -108,8 +109,15 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
         latency_ms=far.latency_ms[:count],
         peak_rss_bytes=far.peak_rss_bytes,
         versions=far.versions,
+        notes=describe_stop(count, job) if far.status == "stopped" else (),
+        stopped_early=far.status == "stopped",
         failure=wrong or _failure(far, finished) or malformed or _shortage(count, far, job.samples.count),
     )
+
+
+def describe_stop(count: int, job: Job) -> tuple[str, ...]:
+    """Returns the note of a run that stopped because its time was over."""
+    return (f"stopped after {count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
 
 
 def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
@@ -128,11 +136,12 @@ def _failure(far: FarRun, finished: Finished) -> str:
         return f"the child process {finished.ending}{_last_words(finished.stderr)}"
     if far.status == "refused":
         return f"refused: {_clean_line(far.message)[:400]}"
-    return "" if far.status == "done" else "the child process ended before its work was done"
+    return "" if far.status in {"done", "stopped"} else "the child process ended before its work was done"
 
 
 def _shortage(count: int, far: FarRun, wanted: int) -> str | None:
-    if count == wanted == len(far.latency_ms):
+    due = range(min(LEAST_SAMPLES, wanted), wanted + 1) if far.status == "stopped" else (wanted,)
+    if count in due and count == len(far.latency_ms):
         return None
     return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
 

@@ -12,13 +12,17 @@ from edgekit.samples import Samples
 from edgekit.target import Precision, Target
 from edgekit.tensors import TensorSpec
 
+LEAST_SAMPLES = 4
+"""How many samples a slow device runs however long they take."""
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A model file and how an app would open it on the target.
 
     `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
     `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
-    which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order.
+    which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
+    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them.
     """
 
     model: Path
@@ -27,6 +31,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...]
     check: CheckReport
     samples: Samples
+    budget_s: float = 20.0
     timeout_s: float = 300.0
 
 
@@ -46,6 +51,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is
     None when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what
     came back until then. `notes` tell what was done differently from an app on the target, a line each.
+    `stopped_early` says that the time was over before the last sample; what came back is whole.
     """
 
     device: str
@@ -59,6 +65,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     versions: Mapping[str, str]
     failure: str | None
     notes: tuple[str, ...] = ()
+    stopped_early: bool = False
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ import msgspec
 import onnx
 
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
-from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.child import describe_stop
+from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.exchange import open_outputs, tensors_name, write_tensors
 from edgekit.devices.half import FLOAT, HALF, round_to_half
 from edgekit.errors import EdgekitError, ModelError
@@ -38,7 +39,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job, one in memory at a time."""
         placement: tuple[PlacedNode, ...] = ()
-        load_ms, latency_ms, failure = 0.0, list[float](), None
+        load_ms, latency_ms, stopped, failure = 0.0, list[float](), False, None
         try:
             model = load_model(job.model)
             proto = read_proto(model, weights=False)
@@ -47,7 +48,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
             start = time.perf_counter()
             session = CpuSession(emulation, _UNOPTIMIZED)
             load_ms = (time.perf_counter() - start) * 1e3
-            _run_samples(session, job, work / "out", latency_ms)
+            stopped = _run_samples(session, job, work / "out", latency_ms)
         except EdgekitError as error:
             failure = error.message.replace(f"{work}/", "")
         outputs, wrong = open_outputs(work / "out", job.outputs, self.name)
@@ -61,16 +62,23 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
             latency_ms=tuple(latency_ms[: outputs.count]),
             peak_rss_bytes=_peak_rss_bytes(),
             versions={"onnxruntime": VERSION},
+            notes=describe_stop(outputs.count, job) if stopped else (),
+            stopped_early=stopped,
             failure=failure or wrong or None,
         )
 
 
-def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[float]) -> None:
+def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[float]) -> bool:
+    """Runs the samples in order, and returns True if the time was over before the last."""
+    begin = time.perf_counter()
     for index, sample in enumerate(job.samples):
+        if index >= LEAST_SAMPLES and time.perf_counter() - begin > job.budget_s:
+            return True
         start = time.perf_counter()
         values = session.run(sample)
         latency_ms.append((time.perf_counter() - start) * 1e3)
         write_tensors(out / tensors_name(index), values)
+    return False
 
 
 def _predict_placement(proto: onnx.ModelProto, job: Job) -> tuple[PlacedNode, ...]:

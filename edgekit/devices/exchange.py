@@ -17,6 +17,7 @@ import numpy as np
 
 from edgekit._files import write_file
 from edgekit._ort import Level
+from edgekit.devices.device import LEAST_SAMPLES
 from edgekit.errors import DeviceError
 from edgekit.samples import Samples
 from edgekit.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
@@ -34,7 +35,9 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a far-side program is told; paths are as that program sees them.
 
     `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
-    choose. `profile` asks for the placement from the profile of the first sample, for files of ORT format.
+    choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
+    placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
+    program must find.
     """
 
     model: str
@@ -45,6 +48,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     level: Level = Level.ALL
     threads: int = 0
     samples: int
+    least_samples: int = LEAST_SAMPLES
+    budget_s: float = 3600.0
     profile: bool = False
     runtime: str = ""
 
@@ -61,11 +66,11 @@ class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a far-side program says of its run.
 
-    `status` stays "running" when the program died. `placed_whole` names a provider that took every node where the far
-    side learned no more than that.
+    `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
+    `placed_whole` names a provider that took every node where the far side learned no more than that.
     """
 
-    status: Literal["running", "done", "refused"]
+    status: Literal["running", "done", "stopped", "refused"]
     message: str
     load_ms: Milliseconds
     latency_ms: tuple[Milliseconds, ...]

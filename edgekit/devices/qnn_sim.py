@@ -108,7 +108,7 @@ def _run_with_cpu(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRu
     run = run_python(runner, job, msgspec.structs.replace(far, session_config=config), work / "fallback")
     left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
     note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
-    return msgspec.structs.replace(run, notes=(note,))
+    return msgspec.structs.replace(run, notes=(note, *run.notes))
 
 
 def _check_context(model: Path, soc: str) -> None:

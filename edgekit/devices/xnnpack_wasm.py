@@ -71,7 +71,8 @@ class XnnpackWasm(msgspec.Struct, frozen=True, kw_only=True):
         write_job(work, far, job.samples)
         argv = [*find_node(), str(FAR / "web_runner.mjs"), str(work)]
         finished = run_process(argv, timeout_s=job.timeout_s, cwd=work)
-        return msgspec.structs.replace(collect_run(runner, job, finished, work), notes=notes)
+        run = collect_run(runner, job, finished, work)
+        return msgspec.structs.replace(run, notes=(*notes, *run.notes))
 
 
 def lower_model(model: Path, work: Path) -> tuple[Path, tuple[str, ...]]:

@@ -7,6 +7,7 @@ import onnx
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.errors import RuntimeRefusal
 from edgekit.model import Model
+from edgekit.prepare.external import gather_data
 from edgekit.prepare.half import guard_half, strip_casts
 from edgekit.prepare.stand_in import put_stand_ins, restore_nodes
 from edgekit.prepare.tidy import name_nodes
@@ -26,8 +27,8 @@ def keeps_external(model: Model) -> bool:
 def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> onnx.ModelProto:
     """Returns the graph that ONNX Runtime shows to a provider; what it writes on the way goes to `path`.
 
-    External weights are read from `folder`; those of a large model end up in `path` + ".data". Where the graph cannot be
-    kept from what only suits the CPU provider, it is returned as it is.
+    External weights are read from `folder`; those of a large model end up in `path` + ".data". Where the graph cannot
+    be kept from what only suits the CPU provider, it is returned as it is.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load the model.
@@ -45,6 +46,8 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
         return optimized
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
+    if keeps_external(model):
+        gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto
 
 

@@ -9,8 +9,9 @@ from edgekit._files import move_file, replacing_file
 from edgekit.model import Model, load_model, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
+from edgekit.prepare.external import spill_data
 from edgekit.prepare.infer import infer_outputs
-from edgekit.prepare.interface import freeze_inputs, keep_outputs
+from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes, restore_stamps, sort_values
 
@@ -28,8 +29,8 @@ def prepare_model(
 
     Inputs and outputs keep their names and order, nodes get unique names, constants are folded and no-ops are gone
     (ONNX Runtime's basic level, the graph that it shows to a provider), initializers are no inputs any more. An opset
-    below 13 becomes 17. Q and DQ nodes stay where they are. Weights of 1 GiB and more go into `out` + ".data".
-    Constants are folded before dimensions are fixed: a branch that is not taken need not fit these.
+    below 13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". Constants are folded
+    before dimensions are fixed: a branch that is not taken need not fit these.
 
     Args:
         model: any ONNX model.
@@ -45,11 +46,7 @@ def prepare_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = read_proto(model, weights=not keeps_external(model))
-    merge_domains(proto)
-    drop_initializer_inputs(proto.graph)
-    keep_outputs(proto.graph, outputs)
-    freeze_inputs(proto.graph, constants or {})
+    proto = _read_interface(model, outputs, constants or {})
     if not constants:
         fix_dims(proto.graph, dims)
     origin = _copy_texts(proto)
@@ -57,6 +54,8 @@ def prepare_model(
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
         folder = model.path.parent
+        if keeps_external(model) and not model.external_files:
+            proto, folder = spill_data(proto, temporary.with_name("weights.bin")), temporary.parent
         if constants or chosen < read_opset(proto):
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
@@ -64,11 +63,18 @@ def prepare_model(
             fix_dims(proto.graph, dims)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
         _tidy(proto, origin)
-        temporary.write_bytes(proto.SerializeToString(deterministic=True))
-        data = temporary.with_name(f"{out.name}.data")
-        if data.exists():
-            move_file(data, out.with_name(data.name))
+        _write(proto, temporary, out)
     return load_model(out)
+
+
+def _read_interface(model: Model, outputs: Collection[str], constants: Mapping[str, float]) -> onnx.ModelProto:
+    proto = read_proto(model, weights=not keeps_external(model))
+    merge_domains(proto)
+    drop_initializer_inputs(proto.graph)
+    keep_outputs(proto.graph, outputs)
+    freeze_inputs(proto.graph, constants)
+    drop_idle_nodes(proto.graph)
+    return proto
 
 
 def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
@@ -76,6 +82,13 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     restore_stamps(proto, origin)
     infer_outputs(proto)
     sort_values(proto.graph)
+
+
+def _write(proto: onnx.ModelProto, temporary: Path, out: Path) -> None:
+    temporary.write_bytes(proto.SerializeToString(deterministic=True))
+    data = temporary.with_name(f"{out.name}.data")
+    if data.exists():
+        move_file(data, out.with_name(data.name))
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,6 +1,7 @@
 """Models with external data: written again without loading the weights."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -8,36 +9,62 @@ import onnx
 from edgekit.model import Model, iterate_graphs, load_model
 
 _PAGE_BYTES = 4096
+_LARGE_BYTES = 1024
 
 
 def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
-    """Writes a graph whose external weights still lie with `source`, copies them into `path` + ".data", and returns it.
-
-    Weights of several files go into one, each file on a page of its own.
-    """
+    """Writes a graph whose external weights still lie with `source`, copies these beside it, and returns it."""
     if source.external_files:
-        _gather_data(proto, source, path.with_name(f"{path.name}.data"))
+        gather_data(proto, source.path.parent, path.with_name(f"{path.name}.data"))
     path.write_bytes(proto.SerializeToString(deterministic=True))
     return load_model(path)
 
 
-def _gather_data(proto: onnx.ModelProto, source: Model, path: Path) -> None:
+def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Returns the model with its large weights in the file `path`; the memory they took is free once `proto` is."""
+    with path.open("wb") as out:
+        for tensor in proto.graph.initializer:
+            if len(tensor.raw_data) > _LARGE_BYTES:
+                out.write(bytes(-out.tell() % _PAGE_BYTES))
+                entries = {"location": path.name, "offset": str(out.tell()), "length": str(len(tensor.raw_data))}
+                out.write(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                for key, value in entries.items():
+                    tensor.external_data.add(key=key, value=value)
+    return onnx.ModelProto.FromString(proto.SerializeToString())
+
+
+def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
+    """Copies the external weights of a graph from `folder` into the file `path`, and points to them there, in place.
+
+    Weights of several files go into one, each file on a page of its own.
+    """
+    tensors = [tensor for tensor in _iterate_tensors(proto.graph) if tensor.data_location == onnx.TensorProto.EXTERNAL]
     starts: dict[str, int] = {}
     with path.open("wb") as out:
-        for name in source.external_files:
+        for name in sorted({_read_entries(tensor)["location"] for tensor in tensors}):
             out.write(bytes(-out.tell() % _PAGE_BYTES))
             starts[name] = out.tell()
-            with (source.path.parent / name).open("rb") as file:
+            with (folder / name).open("rb") as file:
                 shutil.copyfileobj(file, out, 1 << 20)
-    for graph in iterate_graphs(proto.graph):
-        attributes = [attribute.t for node in graph.node for attribute in node.attribute if attribute.HasField("t")]
-        for tensor in (*graph.initializer, *attributes):
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                _repoint(tensor, path.name, starts)
+    for tensor in tensors:
+        _repoint(tensor, path.name, starts)
+
+
+def _iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    for part in iterate_graphs(graph):
+        yield from part.initializer
+        for node in part.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def _repoint(tensor: onnx.TensorProto, name: str, starts: dict[str, int]) -> None:
-    entries = {entry.key: entry.value for entry in tensor.external_data}
+    entries = _read_entries(tensor)
     entries["offset"] = str(int(entries.get("offset", "0")) + starts[entries["location"]])
     entries["location"] = name
     del tensor.external_data[:]

@@ -45,7 +45,8 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ORT's quantizer is told.
 
     `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale
-    per channel. `wide` names activations that get 16 bits where the others get 8.
+    per channel. `wide` holds low and high of activations that get 16 bits where the others get 8; where a reader takes
+    8 bits of them nevertheless, their entry in `ranges` counts.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -58,7 +59,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     ranges: dict[str, tuple[float, float]]
     grids: dict[str, Grid]
     axes: dict[str, int]
-    wide: tuple[str, ...] = ()
+    wide: dict[str, tuple[float, float]] = {}
 
 
 def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx.ModelProto:
@@ -98,8 +99,8 @@ def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any
     }
     for name, grid in request.grids.items():
         overrides[name] = [_grid_override(grid, request.activation)]
-    for name in request.wide:
-        overrides[name] = [{"quant_type": QuantType.QUInt16}]
+    for name, (low, high) in request.wide.items():
+        overrides[name] = [{"quant_type": QuantType.QUInt16, "rmin": np.float32(low), "rmax": np.float32(high)}]
     if request.scheme == "qnn":
         configure: Any = get_qnn_qdq_config
         config: Any = configure(
@@ -113,12 +114,17 @@ def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any
             op_types_to_quantize=list(request.op_types),
             nodes_to_exclude=list(request.excluded),
         )
-        return dict(config.extra_options), sorted(config.op_types_to_quantize)
+        contrib = {"UseQDQContribOps": True} if request.wide and _opset(proto) < 21 else {}
+        return {**config.extra_options, **contrib}, sorted(config.op_types_to_quantize)
     return {
         "ActivationSymmetric": request.activation_symmetric,
         "WeightSymmetric": request.weight_symmetric,
         "TensorQuantOverrides": overrides,
     }, list(request.op_types)
+
+
+def _opset(proto: onnx.ModelProto) -> int:
+    return max(entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"})
 
 
 def channel_scales(weight: Array, axis: int) -> Array:
@@ -165,7 +171,7 @@ def _silenced() -> Generator[None]:
     root.addHandler(handler)
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), np.errstate(all="ignore"):
             yield
     finally:
         logging.disable(level)

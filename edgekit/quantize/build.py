@@ -6,7 +6,7 @@ import onnx
 
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.correct import correct_weights
-from edgekit.quantize.graph import Graph
+from edgekit.quantize.graph import Graph, sort_nodes
 from edgekit.quantize.plan import QuantPlan
 
 
@@ -17,8 +17,29 @@ def build_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
         ModelError: ORT's quantizer refuses the model.
         UsageError: the plan's statistics are gone.
     """
-    qdq = place_qdq(graph.proto, _request(plan), subject)
-    _feed_floats(qdq.graph, {node.name for node in plan.float_nodes})
+    return round_weights(place_plan(graph, plan, subject), graph, plan)
+
+
+def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph with every weight rounded to the nearest.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    placed = place_qdq(graph.proto, _request(plan), subject)
+    _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
+    sort_nodes(placed.graph)
+    return placed
+
+
+def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onnx.ModelProto:
+    """Returns a placed graph with its weights rounded as planned.
+
+    Raises:
+        UsageError: the plan's statistics are gone.
+    """
+    qdq = onnx.ModelProto()
+    qdq.CopyFrom(placed)
     correct_weights(qdq, graph, Path(plan.statistics), plan.rounding)
     return qdq
 
@@ -35,6 +56,7 @@ def _request(plan: QuantPlan) -> QdqRequest:
         ranges={name: (span.low, span.high) for name, span in plan.ranges.items()},
         grids=plan.grids,
         axes=plan.axes,
+        wide={name: (span.low, span.high) for name, span in plan.wide.items()},
     )
 
 

@@ -53,7 +53,10 @@ def calibrate_model(model: Model, samples: Samples, *, work: Path) -> Calibratio
     points = {point.tensor for point in judge_points(graph)}
     observation = observe_graph(graph, samples.count, points)
     if not (observation.highs or observation.bounds):
-        raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
+        raise ModelError(
+            f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
+            hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
+        )
     work.mkdir(parents=True, exist_ok=True)
     session = _load(observation.proto, work / "observed.onnx")
     state, held_out, digest = _Pass(observation), HeldOut(samples.count, points), hashlib.sha256()

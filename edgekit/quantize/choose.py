@@ -8,17 +8,22 @@ import msgspec
 from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model import Model
-from edgekit.quantize.build import build_qdq
+from edgekit.quantize.build import place_plan, round_weights
 from edgekit.quantize.calibrate import Calibration
-from edgekit.quantize.correct import Rounding
-from edgekit.quantize.graph import Graph, read_graph
+from edgekit.quantize.correct import ROUNDINGS, Rounding
+from edgekit.quantize.diagnose import rank_activations
+from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
-from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan
+from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, relieve_tensors
 from edgekit.target import Precision, Target
 
+COLLAPSED_DB = 20.0
+"""Below this ratio the worst tensors get 16 bits, where the target takes them, even if nobody asked for the best."""
+
 _METHODS_16 = ("minmax",)
-"""With 65536 levels there is nothing to gain from a narrower range."""
+_RELIEF_STEPS = (3, 8, 20, 40)
+_LEAST_GAIN_DB = 1.0
 
 
 def plan_quantization(
@@ -27,8 +32,11 @@ def plan_quantization(
     """Returns the plan of quantizing a prepared float model for a target.
 
     With the method "auto" several range methods and roundings are built and judged on the samples that the calibration
-    held out; what comes nearest to the float model is planned, so it is never worse there than plain minmax. Without
-    held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named method is taken as it is.
+    held out; what comes nearest to the float model is planned, so it is never worse there than plain minmax. "best"
+    then takes the most harmful tensors out of 8 bits, few by few, as long as that helps: to 16 bits where the target
+    takes them, else to float; "auto" does so only to 16 bits, and only where the model has collapsed (below 20 dB).
+    Without held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named range method is taken as
+    it is.
 
     Raises:
         UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
@@ -37,33 +45,37 @@ def plan_quantization(
     """
     graph = read_graph(model)
     plan = draft_plan(model, graph, calibration, target, precision)
-    if method != "auto":
-        return _with_choice(plan, calibration, method, "nearest")
+    if method not in {"auto", "best"}:
+        return _choose(plan, calibration, method, "nearest")
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
-        return _with_choice(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
-    judged = _judge_once(graph, plan, calibration)
-    best = _with_choice(plan, calibration, judged[0].method, judged[0].rounding)
+        return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
+    judged = _judge_once(graph, _unsigned(plan), calibration)
+    best = _choose(plan, calibration, judged[0].method, judged[0].rounding)
+    widens = "int16" in target.precisions
+    if precision == "int8" and (method == "best" or (widens and judged[0].sqnr_db < COLLAPSED_DB)):
+        best, tried = _relieve(graph, best, calibration, judged[0], widens=widens)
+        judged = tuple(sorted((*judged, *tried), key=lambda candidate: -candidate.sqnr_db))
     return msgspec.structs.replace(best, judged=judged)
 
 
-def _with_choice(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
+def _choose(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
     if method not in calibration.ranges:
-        raise UsageError(
-            f"there is no range method '{method}'", hint=suggest_name(method, (*calibration.ranges, "auto"))
-        )
+        valid = (*calibration.ranges, "auto", "best")
+        raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, valid))
     return msgspec.structs.replace(plan, method=method, rounding=rounding, ranges=calibration.ranges[method])
 
 
+def _unsigned(plan: QuantPlan) -> QuantPlan:
+    """Returns the plan with unsigned activations, which x86 computes fast and which lose as much as signed ones."""
+    if plan.activation != "int8":
+        return plan
+    grids = {name: msgspec.structs.replace(grid, zero_point=grid.zero_point + 128) for name, grid in plan.grids.items()}
+    return msgspec.structs.replace(plan, activation="uint8", grids=grids)
+
+
 def _judge_once(graph: Graph, plan: QuantPlan, calibration: Calibration) -> tuple[Candidate, ...]:
-    """Judges with unsigned activations, which x86 computes fast, and remembers it for targets that differ in sign."""
-    if plan.activation == "int8":
-        shifted = {
-            name: msgspec.structs.replace(grid, zero_point=grid.zero_point + 128) for name, grid in plan.grids.items()
-        }
-        plan = msgspec.structs.replace(plan, activation="uint8", grids=shifted)
-    plain = msgspec.structs.replace(plan, target="", statistics="", scheme="ort", grids={})
-    key = digest_bytes(msgspec.json.encode(plain))
-    memory = Path(plan.statistics) / f"judged-{key[:16]}.json"
+    """Returns the candidates, best first, remembered for targets that differ little."""
+    memory = Path(plan.statistics) / f"judged-{_digest_plan(graph, plan)}.json"
     if memory.is_file():
         return msgspec.json.decode(memory.read_bytes(), type=tuple[Candidate, ...])
     judged = tuple(sorted(_judge_all(graph, plan, calibration), key=lambda candidate: -candidate.sqnr_db))
@@ -71,21 +83,65 @@ def _judge_once(graph: Graph, plan: QuantPlan, calibration: Calibration) -> tupl
     return judged
 
 
+def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
+    """Returns a digest of what a judgement depends on; a Softmax behind the judged logits is not part of it."""
+    behind = {point.reader for point in judge_points(graph) if point.centred}
+    facts = {
+        "precision": plan.precision,
+        "symmetric": (plan.activation_symmetric, plan.weight, plan.weight_symmetric),
+        "axes": plan.axes,
+        "float": [node.name for node in plan.float_nodes if node.name not in behind],
+        "wide": plan.wide,
+    }
+    return digest_bytes(msgspec.json.encode(facts))[:16]
+
+
 def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Iterator[Candidate]:
-    """Yields range methods with good rounding, then roundings with the best range method, and the plain beginning."""
-    points = judge_points(graph)
-
-    def judge(method: str, rounding: Rounding) -> Candidate:
-        built = build_qdq(graph, _with_choice(plan, calibration, method, rounding), "the candidate")
-        sqnr_db = judge_candidate(built, points, Path(plan.statistics))
-        return Candidate(method=method, rounding=rounding, sqnr_db=round(sqnr_db, 3))
-
+    """Yields range methods with good rounding, plain minmax, then the other roundings of the best range method."""
     methods = _METHODS_16 if plan.precision == "int16" else tuple(calibration.ranges)
-    first: Rounding = "gptq" if read_layers(graph) else "nearest"
-    ranged = [judge(method, first) for method in methods]
-    yield from ranged
-    best = max(ranged, key=lambda candidate: candidate.sqnr_db).method
-    others: tuple[Rounding, ...] = ("nearest", "bias", "refit") if first == "gptq" else ()
-    yield from (judge(best, rounding) for rounding in others)
-    if first == "gptq" and best != "minmax":
-        yield judge("minmax", "nearest")
+    good: Rounding = "gptq" if read_layers(graph) else "nearest"
+    tried: list[Candidate] = []
+    for method in methods:
+        roundings = dict.fromkeys((good, "nearest") if method == "minmax" else (good,))
+        tried += _judge_method(graph, _choose(plan, calibration, method, good), tuple(roundings))
+    yield from tried
+    best = max(tried, key=lambda candidate: candidate.sqnr_db)
+    if good == "gptq":
+        done = {candidate.rounding for candidate in tried if candidate.method == best.method}
+        others = tuple(rounding for rounding in ROUNDINGS if rounding not in done)
+        yield from _judge_method(graph, _choose(plan, calibration, best.method, good), others)
+
+
+def _judge_method(graph: Graph, plan: QuantPlan, roundings: tuple[Rounding, ...]) -> Iterator[Candidate]:
+    placed = place_plan(graph, plan, "the candidate")
+    for rounding in roundings:
+        chosen = msgspec.structs.replace(plan, rounding=rounding)
+        ratio = judge_candidate(round_weights(placed, graph, chosen), judge_points(graph), Path(plan.statistics))
+        yield Candidate(method=plan.method, rounding=rounding, relieved=(), sqnr_db=round(ratio, 3))
+
+
+def _relieve(
+    graph: Graph, plan: QuantPlan, calibration: Calibration, start: Candidate, *, widens: bool
+) -> tuple[QuantPlan, list[Candidate]]:
+    """Returns the plan with the worst tensors out of 8 bits, and what was tried.
+
+    More and more are taken out until two steps in a row gain less than a decibel; what gained less is not kept.
+    """
+    unsigned = _unsigned(plan)
+    placed = round_weights(place_plan(graph, unsigned, "the candidate"), graph, unsigned)
+    ranked = rank_activations(graph, placed, Path(plan.statistics))
+    order = list(dict.fromkeys(range_source(graph, error.name) for error in ranked))
+    best, reached, idle = plan, start.sqnr_db, 0
+    tried: list[Candidate] = []
+    for count in _RELIEF_STEPS:
+        names = tuple(order[:count])
+        relieved = relieve_tensors(graph, plan, names, calibration, widens=widens)
+        ratio = next(_judge_method(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
+        tried.append(Candidate(method=plan.method, rounding=plan.rounding, relieved=names, sqnr_db=ratio))
+        if ratio >= reached + _LEAST_GAIN_DB:
+            best, reached, idle = relieved, ratio, 0
+        else:
+            idle += 1
+        if idle == 2 or count >= len(order):
+            break
+    return best, tried

@@ -1,9 +1,9 @@
 """Better integers for the weights of a QDQ graph: rounded with second moments, their mean error put into the bias."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from edgekit._files import replacing_file
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.layers import Layer, read_layers
-from edgekit.quantize.moments import Moment, read_moments
+from edgekit.quantize.moments import Moment, open_moments
 from edgekit.quantize.rounding import (
     Rounded,
     refit_weights,
@@ -30,6 +30,8 @@ Rounding = Literal["nearest", "bias", "gptq", "refit"]
 nearest: each by itself. bias: the same, and the mean of the error is taken out of the bias. gptq: so that the layer's
 output errs least, then bias. refit: first refitted to inputs that carry the noise of their own quantization, then gptq.
 """
+
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 _INT32_MARGIN = 1.001 / (2**31 - 1)
 
@@ -59,37 +61,45 @@ def correct_weights(qdq: onnx.ModelProto, graph: Graph, statistics: Path, roundi
     seats = _find_seats(qdq.graph, initializers)
     layers = [layer for layer in read_layers(graph) if layer.node in seats]
     layers = [layer for layer in layers if (layer.bias is None) == (seats[layer.node].bias is None)]
-    memory = statistics / f"rounded-{rounding}-{_digest_seats(graph, layers, seats, rounding)}.npz"
-    if not memory.is_file():
-        _save_corrections(memory, _round_all(graph, layers, seats, statistics, rounding))
-    with np.load(memory, allow_pickle=False) as corrections:
-        for index, layer in enumerate(layers):
-            if f"{index}.integers" in corrections:
-                fields = {field: corrections[f"{index}.{field}"] for field in ("integers", "scale", "bias")}
-                _write(initializers, seats[layer.node], **fields)
+    with open_moments(statistics / "moments.npz") as read:
+        for layer in layers:
+            corrected = _correct_layer(graph, layer, seats[layer.node], read, statistics, rounding)
+            if corrected is not None:
+                _write(initializers, seats[layer.node], **corrected)
 
 
-def _round_all(
-    graph: Graph, layers: list[Layer], seats: dict[str, _Seat], statistics: Path, rounding: Rounding
-) -> Iterator[tuple[int, dict[str, Array]]]:
-    """Yields the position of each layer with moments, its integers, scale [channels] and corrected bias."""
-    places = {layer.node: (index, layer) for index, layer in enumerate(layers)}
-    for node, moment in read_moments(statistics / "moments.npz"):
-        if node not in places:
-            continue
-        (index, layer), seat = places[node], seats[node]
-        weight = numpy_helper.to_array(graph.initializers[layer.weight])
-        matrix, bias = layer.to_matrix(weight), _read_bias(graph, layer)
-        rounded = _round_layer(layer, matrix, moment, seat, _scale_floor(layer, bias, seat), rounding)
-        mean_error = ((matrix.astype(np.float64) - rounded.values) * moment.mean[:, None]).sum(axis=2)
-        yield (
-            index,
-            {
-                "integers": layer.from_matrix(rounded.integers, weight.shape),
-                "scale": rounded.scale.reshape(-1),
-                "bias": bias + mean_error.reshape(-1),
-            },
-        )
+def _correct_layer(
+    graph: Graph,
+    layer: Layer,
+    seat: _Seat,
+    read: Callable[[str], Moment | None],
+    statistics: Path,
+    rounding: Rounding,
+) -> dict[str, Array] | None:
+    """Returns integers, scale [channels] and corrected bias of a layer, remembered; None where it has no moments."""
+    weight = numpy_helper.to_array(graph.initializers[layer.weight])
+    matrix, bias = layer.to_matrix(weight), _read_bias(graph, layer)
+    floor = np.abs(bias).reshape(layer.groups, layer.outputs, 1) * _INT32_MARGIN / seat.step
+    plain = weight_scale(matrix, per_channel=seat.per_channel, floor=floor)
+    step = seat.step.hex() if rounding == "refit" else ""
+    key = hashlib.sha256(f"{layer.node}:{rounding}:{seat.per_channel}:{step};".encode() + plain.tobytes()).hexdigest()
+    memory = statistics / "rounded" / f"{key[:24]}.npz"
+    if memory.is_file():
+        with np.load(memory, allow_pickle=False) as fields:
+            return {name: fields[name] for name in fields.files}
+    moment = read(layer.node)
+    if moment is None:
+        return None
+    rounded = _round_layer(layer, matrix, moment, seat, floor, rounding)
+    mean_error = ((matrix.astype(np.float64) - rounded.values) * moment.mean[:, None]).sum(axis=2)
+    corrected = {
+        "integers": layer.from_matrix(rounded.integers, weight.shape),
+        "scale": rounded.scale.reshape(-1),
+        "bias": bias + mean_error.reshape(-1),
+    }
+    with replacing_file(memory) as temporary, temporary.open("wb") as file:
+        np.savez(file, allow_pickle=False, **corrected)
+    return corrected
 
 
 def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor: Array, rounding: Rounding) -> Rounded:
@@ -169,26 +179,3 @@ def _write(
 def _read_bias(graph: Graph, layer: Layer) -> Array:
     stored = None if layer.bias is None else graph.constant(layer.bias)
     return np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-
-
-def _scale_floor(layer: Layer, bias: Array, seat: _Seat) -> Array:
-    """Returns the least weight scale with which each bias fits into 32 bits."""
-    return np.abs(bias).reshape(layer.groups, layer.outputs, 1) * _INT32_MARGIN / seat.step
-
-
-def _digest_seats(graph: Graph, layers: list[Layer], seats: dict[str, _Seat], rounding: Rounding) -> str:
-    """Returns a digest of what the integers depend on besides the statistics: the scales, and for refit the steps."""
-    digest = hashlib.sha256()
-    for layer in layers:
-        seat = seats[layer.node]
-        matrix = layer.to_matrix(numpy_helper.to_array(graph.initializers[layer.weight]))
-        floor = _scale_floor(layer, _read_bias(graph, layer), seat)
-        digest.update(f"{layer.node}:{seat.per_channel}:{seat.step.hex() if rounding == 'refit' else ''};".encode())
-        digest.update(weight_scale(matrix, per_channel=seat.per_channel, floor=floor).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _save_corrections(path: Path, corrections: Iterator[tuple[int, dict[str, Array]]]) -> None:
-    arrays = {f"{index}.{field}": value for index, fields in corrections for field, value in fields.items()}
-    with replacing_file(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)

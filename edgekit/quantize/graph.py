@@ -1,6 +1,7 @@
 """What calibration, planning and rounding need to know of a float graph."""
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -11,13 +12,16 @@ from edgekit.errors import ModelError
 from edgekit.model import Model, iterate_graphs, read_proto
 from edgekit.tensors import Array
 
-FLOAT_TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
 _INTEGER_OPS = frozenset(
     {"QuantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"}
 )
+_MOVEMENT = frozenset(
+    {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
+)
+"""Operators whose output has the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others)."""
 _CONSTANT_FIELDS = {
     "value_float": np.float32,
     "value_floats": np.float32,
@@ -52,8 +56,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(value.name for value in self.proto.graph.output)
 
     def is_float(self, name: str) -> bool:
-        """Returns True if a tensor is known to hold floats that can be quantized."""
-        return self.elem_types.get(name) in FLOAT_TYPES
+        """Returns True if a tensor is known to hold float32, which alone is quantized."""
+        return self.elem_types.get(name) == onnx.TensorProto.FLOAT
+
+    def is_float_constant(self, name: str) -> bool:
+        """Returns True if a tensor is an initializer of float32."""
+        return name in self.initializers and self.initializers[name].data_type == onnx.TensorProto.FLOAT
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor, None where a dimension is not known."""
@@ -107,6 +115,13 @@ def float_activations(graph: Graph) -> Iterator[str]:
     yield from (name for name in names if name and graph.is_float(name))
 
 
+def range_source(graph: Graph, name: str) -> str:
+    """Returns the tensor whose scale a tensor shares because only movement lies between them."""
+    while name in graph.producers and graph.producers[name].op_type in _MOVEMENT:
+        name = graph.producers[name].input[0]
+    return name
+
+
 def folded_activations(graph: Graph) -> dict[str, str]:
     """Returns the tensors that only a Relu or Clip reads, each with the output that stands for it.
 
@@ -121,6 +136,40 @@ def folded_activations(graph: Graph) -> dict[str, str]:
             if alone:
                 folded[name] = node.output[0]
     return folded
+
+
+def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]) -> Array:
+    """Returns what a DequantizeLinear makes of an initializer."""
+    values, scale, *rest = (numpy_helper.to_array(initializers[name]) for name in node.input if name)
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
+    shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
+    return np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape)).astype(scale.dtype)
+
+
+def sort_nodes(graph: onnx.GraphProto) -> None:
+    """Puts the nodes of a graph into topological order, otherwise in the order they have.
+
+    What the bodies of control flow read counts as input of their node.
+    """
+    nodes = list(graph.node)
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    needs = [{makers[name] for name in _names_read(node) if name in makers} for node in nodes]
+    readers: dict[int, list[int]] = {}
+    for index, before in enumerate(needs):
+        for maker in before:
+            readers.setdefault(maker, []).append(index)
+    ready = [index for index, before in enumerate(needs) if not before]
+    ordered: list[int] = []
+    while ready:
+        index = heapq.heappop(ready)
+        ordered.append(index)
+        for reader in readers.get(index, ()):
+            needs[reader].discard(index)
+            if not needs[reader]:
+                heapq.heappush(ready, reader)
+    del graph.node[:]
+    graph.node.extend(nodes[index] for index in ordered)
 
 
 def known_bounds(graph: Graph, node: onnx.NodeProto) -> tuple[float | None, float | None]:
@@ -173,16 +222,8 @@ def _fold_dequantized_weights(graph: onnx.GraphProto) -> None:
     for node in [node for node in graph.node if node.op_type == "DequantizeLinear"]:
         if not all(name in initializers for name in node.input):
             continue
-        values = [numpy_helper.to_array(initializers[name]) for name in node.input]
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-        graph.initializer.append(numpy_helper.from_array(_dequantize(axis, *values), node.output[0]))
+        graph.initializer.append(numpy_helper.from_array(dequantize_constant(node, initializers), node.output[0]))
         graph.node.remove(node)
-
-
-def _dequantize(axis: int, values: Array, scale: Array, zero_point: Array | None = None) -> Array:
-    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
-    shift = np.zeros_like(scale) if zero_point is None else zero_point.astype(np.float32)
-    return ((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape)).astype(scale.dtype)
 
 
 def _infer_types(model: Model, proto: onnx.ModelProto) -> None:
@@ -201,8 +242,14 @@ def _dims(value: onnx.ValueInfoProto) -> tuple[int | None, ...]:
 
 
 def _captured_names(graph: onnx.GraphProto) -> Iterator[str]:
-    for body in iterate_graphs(graph):
-        if body is not graph:
-            for node in body.node:
-                yield from node.input
-            yield from (value.name for value in body.output)
+    for node in graph.node:
+        yield from list(_names_read(node))[len(node.input) :]
+
+
+def _names_read(node: onnx.NodeProto) -> Iterator[str]:
+    yield from node.input
+    for attribute in node.attribute:
+        for held in (attribute.g, *attribute.graphs):
+            for body in iterate_graphs(held):
+                yield from (name for inner in body.node for name in inner.input)
+                yield from (value.name for value in body.output)

@@ -1,47 +1,118 @@
-"""Parts of a graph that no integer width can hold, found from the graph alone."""
+"""Parts of a graph that 8 bits cannot hold, found from the graph alone."""
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import onnx
 
 from edgekit.quantize.graph import Graph
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
+_REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
+_MOST_NODES = 24
 
 
 def float_islands(graph: Graph) -> dict[str, str]:
-    """Returns the nodes (by name) to keep float, each with the reason.
+    """Returns the nodes (by name) that no integer width serves, each with the reason to keep it float.
 
     Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure (facts, section 7). So a
     spectral front end stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies
-    between the last layer with weights and the Log does.
+    between the last layer with weights and the Log does. A constant that is not finite has no scale.
     """
     reasons: dict[str, str] = {}
     for node in graph.proto.graph.node:
+        if any(_is_infinite(graph, name) for name in node.input):
+            reasons.setdefault(node.name, "a constant of it is not finite")
         if node.op_type != "Log" or not graph.is_float(node.output[0]):
             continue
         before = _ancestors(graph, node)
         front = _count_weighted(before) <= _count_weighted(_descendants(graph, node))
-        kept = [node, *(before if front else _ancestors(graph, node, stop=_WEIGHTED))]
-        for member in kept:
-            reasons.setdefault(
-                member.name, f"it leads to the logarithm '{node.name}', which magnifies rounding near zero"
-            )
+        for member in (node, *(before if front else _ancestors(graph, node, stop=_WEIGHTED))):
+            reasons.setdefault(member.name, f"it leads to the logarithm '{node.name}', which magnifies rounding near 0")
     return reasons
 
 
-def _ancestors(graph: Graph, node: onnx.NodeProto, stop: frozenset[str] = frozenset()) -> list[onnx.NodeProto]:
-    def step(current: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        yield from (graph.producers[name] for name in current.input if name in graph.producers)
+def delicate_islands(graph: Graph) -> dict[str, str]:
+    """Returns the nodes (by name) that need 16 bits or float, each with the reason.
 
-    return _walk(node, step, stop)
+    They compute the statistics of a normalisation, whose square root and quotient magnify rounding: from the reduction
+    (and the square before it) over the root to the product with what is normalised; and a Softmax spelled out.
+    """
+    reasons: dict[str, str] = {}
+    for node in graph.proto.graph.node:
+        if not node.output or not graph.is_float(node.output[0]):
+            continue
+        if node.op_type == "Sqrt":
+            for member in _normalisation(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
+        elif node.op_type == "Exp":
+            for member in _softmax(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the softmax around '{node.name}'")
+    return reasons
+
+
+def _normalisation(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Returns the nodes of x -> (x - mean) / sqrt(var) around its root, [] where a root is something else."""
+    before, after = _statistics(graph, root), _normalised(graph, root)
+    return [root, *before, *after] if before and after else []
+
+
+def _statistics(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    found: dict[str, onnx.NodeProto] = {}
+    waiting = [root]
+    while waiting and len(found) < _MOST_NODES:
+        node = waiting.pop()
+        for before in _producers(graph, node):
+            if before.name in found or before.op_type in _WEIGHTED:
+                continue
+            if node.op_type not in _REDUCING:
+                found[before.name] = before
+                waiting.append(before)
+            elif before.op_type == "Pow" or (before.op_type == "Mul" and len(set(before.input)) == 1):
+                found[before.name] = before
+    return list(found.values()) if any(node.op_type in _REDUCING for node in found.values()) else []
+
+
+def _normalised(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    found: list[onnx.NodeProto] = []
+    name = root.output[0]
+    for allowed in ({"Reciprocal", "Div"}, {"Mul", "Div"}, {"Mul", "Div"}):
+        readers = [node for node in graph.consumers.get(name, ()) if node.op_type in allowed]
+        if len(readers) != 1:
+            break
+        found.append(readers[0])
+        others = [node for node in _producers(graph, readers[0]) if name not in node.output]
+        if others:
+            return [*found, *(node for node in others if node.op_type == "Sub")]
+        name = readers[0].output[0]
+    return found
+
+
+def _softmax(graph: Graph, exponential: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Returns the nodes of a Softmax spelled out as Exp, ReduceSum and Div, [] where an Exp is something else."""
+    readers = graph.consumers.get(exponential.output[0], ())
+    sums = [node for node in readers if node.op_type == "ReduceSum"]
+    quotients = [node for node in readers if node.op_type == "Div"]
+    if not sums or not quotients:
+        return []
+    between = [node for node in _ancestors(graph, quotients[0]) if sums[0] in _ancestors(graph, node)]
+    shift = [node for node in _producers(graph, exponential) if node.op_type == "Sub"]
+    return [exponential, *shift, *sums, *between, *quotients]
+
+
+def _ancestors(graph: Graph, node: onnx.NodeProto, stop: frozenset[str] = frozenset()) -> list[onnx.NodeProto]:
+    return _walk(node, lambda current: _producers(graph, current), stop)
 
 
 def _descendants(graph: Graph, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    def step(current: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    def readers(current: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         yield from (reader for name in current.output for reader in graph.consumers.get(name, ()))
 
-    return _walk(node, step, frozenset())
+    return _walk(node, readers, frozenset())
+
+
+def _producers(graph: Graph, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    yield from (graph.producers[name] for name in node.input if name in graph.producers)
 
 
 def _walk(
@@ -59,3 +130,8 @@ def _walk(
 
 def _count_weighted(nodes: list[onnx.NodeProto]) -> int:
     return sum(node.op_type in _WEIGHTED for node in nodes)
+
+
+def _is_infinite(graph: Graph, name: str) -> bool:
+    value = graph.constant(name) if graph.is_float_constant(name) else None
+    return value is not None and not bool(np.isfinite(value).all())

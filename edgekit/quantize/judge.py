@@ -15,9 +15,11 @@ from edgekit.quantize.held_out import read_held_out
 from edgekit.tensors import Array
 
 _PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
-_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax", "TopK"})
+_PICKING = frozenset({"ArgMax", "TopK"})
+_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
 _WORST_DB, _BEST_DB = -20.0, 80.0
 _FEW = 32
+_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
 
 
 class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +46,13 @@ def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
     return tuple(dict.fromkeys(points))
 
 
-def judge_candidate(qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statistics: Path) -> float:
+def judge_candidate(
+    qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statistics: Path, *, keep_float_weights: bool = False
+) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, the mean over the points.
 
-    It runs on the CPU provider with 16-bit products kept from saturating (`session.x64quantprecision`).
+    It runs on the CPU provider with 16-bit products kept from saturating (`session.x64quantprecision`). With
+    `keep_float_weights` ONNX Runtime may not quantize float weights between Q and DQ nodes, as it does by default.
 
     Raises:
         UsageError: the statistics are gone.
@@ -58,18 +63,42 @@ def judge_candidate(qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statis
     names = {point: nodes[point.reader].input[0] if point.reader else point.tensor for point in points}
     del proto.graph.output[:]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
-    session = _open(proto, statistics / "candidate.onnx")
+    session = open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights)
     powers = {point: np.zeros(2) for point in points}
     for inputs, expected in read_held_out(statistics):
         found = session.run(inputs)
         for point, name in names.items():
-            powers[point] += _powers(expected[point.tensor], found[name], centred=point.centred)
-    return float(np.mean([_ratio_db(*power) for power in powers.values()]))
+            powers[point] += powers_of(point, expected[point.tensor], found[name])
+    return float(np.mean([ratio_db(*power) for power in powers.values()]))
 
 
-def sqnr_db(expected: Array, found: Array) -> float:
-    """Returns the power of `expected` over that of the difference in dB, within -20 and 80."""
-    return _ratio_db(*_powers(expected, found, centred=False))
+def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
+    """Returns the power of a tensor of the float model and that of the difference, float64 [2]."""
+    one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
+    if point.centred:
+        one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
+    return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """Returns signal over noise in dB, within -20 and 80."""
+    if not np.isfinite(noise):
+        return _WORST_DB
+    tiny = np.finfo(np.float64).tiny
+    return float(np.clip(10 * (np.log10(max(signal, tiny)) - np.log10(max(noise, tiny))), _WORST_DB, _BEST_DB))
+
+
+def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool = False) -> CpuSession:
+    """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
+    settings = SessionSettings(
+        level=Level.ALL,
+        config=dict(_PRECISE),
+        disabled_optimizers=("WeightBiasQuantization",) if keep_float_weights else (),
+    )
+    if proto.ByteSize() < MAX_PROTOBUF_BYTES // 2:
+        return CpuSession(proto.SerializeToString(), settings)
+    save_proto(proto, path)
+    return CpuSession(path, settings)
 
 
 def has_held_out(statistics: Path) -> bool:
@@ -81,28 +110,16 @@ def has_held_out(statistics: Path) -> bool:
     return next(read_held_out(statistics), None) is not None
 
 
-def _powers(expected: Array, found: Array, *, centred: bool) -> Array:
-    one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
-    if centred:
-        one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
-    return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
-
-
-def _ratio_db(signal: float, noise: float) -> float:
-    if not np.isfinite(noise):
-        return _WORST_DB
-    tiny = np.finfo(np.float64).tiny
-    return float(np.clip(10 * np.log10(max(signal, tiny) / max(noise, tiny)), _WORST_DB, _BEST_DB))
-
-
 def _find_point(graph: Graph, output: str) -> JudgePoint:
-    name = output
-    while name in graph.producers and graph.producers[name].op_type in _PASSED_THROUGH | _SQUASHING:
+    point, name = JudgePoint(tensor=output, reader="", centred=False), output
+    while name in graph.producers and graph.producers[name].op_type in _PASSED_THROUGH | _PICKING | _SQUASHING:
         node = graph.producers[name]
         name = node.input[0]
-        if node.op_type in _SQUASHING and graph.is_float(name):
-            return JudgePoint(tensor=name, reader=node.name, centred=node.op_type in {"Softmax", "LogSoftmax"})
-    return JudgePoint(tensor=output, reader="", centred=False)
+        if node.op_type in _SQUASHING:
+            return JudgePoint(tensor=name, reader=node.name, centred=node.op_type != "Sigmoid")
+        if node.op_type in _PICKING:
+            point = JudgePoint(tensor=name, reader=node.name, centred=False)
+    return point
 
 
 def _find_features(graph: Graph, name: str) -> list[JudgePoint]:
@@ -113,14 +130,3 @@ def _find_features(graph: Graph, name: str) -> list[JudgePoint]:
         if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
             return [JudgePoint(tensor=name, reader=node.name, centred=False)]
     return []
-
-
-def _open(proto: onnx.ModelProto, path: Path) -> CpuSession:
-    settings = SessionSettings(level=Level.ALL, config=dict(_PRECISE))
-    if proto.ByteSize() < MAX_PROTOBUF_BYTES // 2:
-        return CpuSession(proto.SerializeToString(), settings)
-    save_proto(proto, path)
-    return CpuSession(path, settings)
-
-
-_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}

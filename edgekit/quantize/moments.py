@@ -1,7 +1,8 @@
 """First and second moments of what layers multiply, gathered inside ONNX Runtime and summed in numpy."""
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -102,8 +103,9 @@ def save_moments(path: Path, moments: Mapping[str, Moment]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def read_moments(path: Path) -> Iterator[tuple[str, Moment]]:
-    """Yields node and moments from a file that `save_moments` wrote, one layer in memory at a time.
+@contextlib.contextmanager
+def open_moments(path: Path) -> Generator[Callable[[str], Moment | None]]:
+    """Yields a function that reads the moments of a node from a file that `save_moments` wrote, None if it has none.
 
     Raises:
         UsageError: the file is gone.
@@ -113,9 +115,16 @@ def read_moments(path: Path) -> Iterator[tuple[str, Moment]]:
     except FileNotFoundError as error:
         raise UsageError(f"the statistics of the calibration, '{path}', are gone", hint="calibrate again") from error
     with archive:
-        for index in range(sum(name.endswith(".node") for name in archive.files)):
-            fields = {field: archive[f"{index}.{field}"] for field in ("mean", "spread", "blocks")}
-            yield str(archive[f"{index}.node"]), Moment(count=int(archive[f"{index}.count"]), **fields)
+        names = [name for name in archive.files if name.endswith(".node")]
+        places = {str(archive[name]): name.removesuffix(".node") for name in names}
+
+        def read(node: str) -> Moment | None:
+            if node not in places:
+                return None
+            fields = {field: archive[f"{places[node]}.{field}"] for field in ("mean", "spread", "blocks")}
+            return Moment(count=int(archive[f"{places[node]}.count"]), **fields)
+
+        yield read
 
 
 def _divide(inputs: int, limit: int) -> int:

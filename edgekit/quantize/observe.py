@@ -101,7 +101,8 @@ class _Builder:
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one for each index of an axis."""
-        inputs, attributes = [self._as_float(name)], {}
+        inputs = [name]
+        attributes: dict[str, list[int]] = {}
         if axis is not None:
             others = [index for index in range(len(self._graph.shapes[name])) if index != axis]
             if self._graph.opset >= 18:
@@ -121,11 +122,11 @@ class _Builder:
         jitter = np.random.default_rng(0).random(count)
         flat = ((np.arange(count) + jitter) * (size / count)).astype(np.int64).clip(0, size - 1)
         indices = self._constant(f"{name}.edgekit.positions", np.stack(np.unravel_index(flat, shape), axis=1))
-        return self._node("GatherND", [self._as_float(name), indices])
+        return self._node("GatherND", [name, indices])
 
     def cut(self, samples: int) -> Iterator[tuple[Layer, Cut]]:
         for layer in read_layers(self._graph):
-            if self._graph.elem_types[layer.source] != onnx.TensorProto.FLOAT:
+            if not self._graph.is_float(layer.source):
                 continue
             cut = cut_vectors(self._graph, layer, vectors_wanted(layer, samples))
             if cut is not None:
@@ -149,11 +150,6 @@ class _Builder:
         first, *rest = self._graph.shapes.get(name, ()) or (None,)
         known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
         return tuple(known) if name in self._graph.shapes and len(known) == len(rest) + 1 and rest else None
-
-    def _as_float(self, name: str) -> str:
-        if self._graph.elem_types[name] == onnx.TensorProto.FLOAT:
-            return name
-        return self._node("Cast", [name], to=onnx.TensorProto.FLOAT)
 
     def _node(self, op: str, inputs: list[str], **attributes: int | list[int]) -> str:
         self._count += 1

@@ -11,8 +11,8 @@ from edgekit.model import Model
 from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.correct import Rounding
-from edgekit.quantize.graph import Graph
-from edgekit.quantize.islands import float_islands
+from edgekit.quantize.graph import Graph, float_activations
+from edgekit.quantize.islands import delicate_islands, float_islands
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, Quantization, Target
 
@@ -26,10 +26,14 @@ class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A way to quantize that was tried, and the signal-to-noise ratio it reached on held-out samples."""
+    """A way to quantize that was tried, and the signal-to-noise ratio it reached on held-out samples.
+
+    `relieved` names the tensors that were taken out of 8 bits.
+    """
 
     method: str
     rounding: Rounding
+    relieved: tuple[str, ...]
     sqnr_db: float
 
 
@@ -38,8 +42,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
-    `judged` lists what was tried, best first. `statistics` is the calibration's folder, which rounding other than
-    "nearest" needs.
+    `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was tried, best first.
+    `statistics` is the calibration's folder, which rounding other than "nearest" needs.
     """
 
     model_sha256: str
@@ -58,6 +62,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grids: dict[str, Grid]
     axes: dict[str, int]
     float_nodes: tuple[FloatNode, ...]
+    wide: dict[str, TensorRange]
     judged: tuple[Candidate, ...]
     statistics: str
 
@@ -77,7 +82,10 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     rules = target.quantization
     activation = rules.activation if precision == "int8" else "uint16"
     op_types = _op_types(graph, rules)
-    float_nodes = tuple(_float_nodes(graph, op_types))
+    widens = precision == "int8" and "int16" in target.precisions
+    delicate = delicate_islands(graph) if precision == "int8" else {}
+    float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else delicate))
+    exact = calibration.ranges["minmax"]
     if len(float_nodes) == len(_float_computing(graph)):
         raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
     return QuantPlan(
@@ -93,17 +101,37 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         method="minmax",
         rounding="nearest",
         op_types=op_types,
-        ranges=calibration.ranges["minmax"],
+        ranges=exact,
         grids=_grids(graph, rules.scheme, activation, op_types),
         axes=_axes(graph, rules),
         float_nodes=float_nodes,
+        wide=_wide_tensors(graph, set(delicate) - {node.name for node in float_nodes}, exact) if widens else {},
         judged=(),
         statistics=calibration.statistics,
     )
 
 
+def relieve_tensors(
+    graph: Graph, plan: QuantPlan, names: tuple[str, ...], calibration: Calibration, *, widens: bool
+) -> QuantPlan:
+    """Returns the plan with some activations out of 8 bits: at 16 bits over all they reach, or float with their nodes.
+
+    A tensor that is not quantized at all needs a float producer and float readers, so that no Q or DQ touches it.
+    """
+    if widens:
+        exact = {name: calibration.ranges["minmax"][name] for name in names}
+        return msgspec.structs.replace(plan, wide={**plan.wide, **exact})
+    kept = {node.name: node for node in plan.float_nodes}
+    for name in names:
+        maker = graph.producers.get(name)
+        for node in (*([maker] if maker is not None else []), *graph.consumers.get(name, ())):
+            reason = f"it makes or reads '{name}', which 8 bits do not hold"
+            kept.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
+    return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
+
+
 def _op_types(graph: Graph, rules: Quantization) -> tuple[str, ...]:
-    present = {node.op_type for node in graph.proto.graph.node}
+    present = {node.op_type for node in graph.proto.graph.node} - set(rules.float_ops)
     if rules.op_types:
         return tuple(sorted(present & set(rules.op_types)))
     allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
@@ -118,8 +146,11 @@ def _float_computing(graph: Graph) -> list[onnx.NodeProto]:
     ]
 
 
-def _float_nodes(graph: Graph, op_types: tuple[str, ...]) -> Iterator[FloatNode]:
-    islands = float_islands(graph)
+def _float_nodes(graph: Graph, op_types: tuple[str, ...], delicate: dict[str, str]) -> Iterator[FloatNode]:
+    islands = delicate | float_islands(graph)
+    for node in graph.proto.graph.node:
+        if any(graph.elem_types.get(name) == onnx.TensorProto.FLOAT16 for name in (*node.input, *node.output)):
+            yield FloatNode(name=node.name, op=node.op_type, reason="it computes in float16")
     for node in _float_computing(graph):
         if node.name in islands:
             yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])
@@ -127,6 +158,13 @@ def _float_nodes(graph: Graph, op_types: tuple[str, ...]) -> Iterator[FloatNode]
             yield FloatNode(name=node.name, op=node.op_type, reason=f"no rule of this target quantizes {node.op_type}")
         elif node.op_type in {"Relu", "Clip"} and node.input[0] in graph.captured:
             yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input")
+
+
+def _wide_tensors(graph: Graph, nodes: set[str], exact: dict[str, TensorRange]) -> dict[str, TensorRange]:
+    """Returns the float activations that some nodes read or make, in graph order, with their range."""
+    members = [node for node in graph.proto.graph.node if node.name in nodes]
+    touched = {name for node in members for name in (*node.input, *node.output)}
+    return {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
 
 
 def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]) -> dict[str, Grid]:

@@ -86,7 +86,7 @@ def read_by(graph: Graph) -> dict[str, Reader]:
 
 
 def _sigmoid(values: Array) -> Array:
-    return 1 / (1 + np.exp(-np.clip(values, -80, 80)))
+    return np.asarray(1 / (1 + np.exp(-np.clip(values, -80, 80))))
 
 
 def _hard_swish(values: Array) -> Array:

@@ -50,7 +50,7 @@ def shrink_moment(moment: Array, samples: int) -> Array:
     """
     size = moment.shape[-1]
     rho = size / (size + samples / 4)
-    return (1 - rho) * moment + rho * moment * np.eye(size)
+    return np.asarray((1 - rho) * moment + rho * moment * np.eye(size))
 
 
 def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
@@ -110,4 +110,5 @@ def _round_rows(rows: Array, upper: Array, scale: Array) -> Array:
 
 
 def _ridge(moment: Array, noise: float) -> float:
-    return max(noise, 1e-9 * float(np.trace(moment, axis1=1, axis2=2).max()) / moment.shape[-1], 1e-30)
+    energy = float(np.trace(moment, axis1=1, axis2=2).max())
+    return max(noise, 1e-9 * energy / int(moment.shape[-1]), 1e-30)

@@ -102,7 +102,13 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
     mismatch = next((row.mismatch for row in rows if row.mismatch), trouble)
     non_finite = sum(sample.non_finite for sample in errors)
     elements = sum(sample.elements for sample in errors)
-    facts = OutputReport(name=name, samples=len(errors) if elements else 0, non_finite=non_finite, mismatch=mismatch)
+    facts = OutputReport(
+        name=name,
+        samples=len(errors) if elements else 0,
+        non_finite=non_finite,
+        reference_non_finite=sum(sample.reference_non_finite for sample in errors),
+        mismatch=mismatch,
+    )
     if not elements or non_finite:
         return facts
     if not all(sample.numeric for sample in errors):

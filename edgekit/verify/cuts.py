@@ -15,7 +15,7 @@ _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """A beginning of a model: how many of its computing nodes, in their order, and the tensors that come out there.
 
-    `layer` names the last node before the cut that is no Q or DQ.
+    `layer` names the last node before the cut that is no Q or DQ, or the input where there is none.
     """
 
     nodes: int
@@ -36,7 +36,7 @@ def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
     live: list[str] = []
     layer = ""
     for place, node in enumerate(nodes):
-        layer = layer if node.op_type in {_QUANTIZE, _DEQUANTIZE} else node.name or node.output[0]
+        layer = layer or node.input[0] if node.op_type in {_QUANTIZE, _DEQUANTIZE} else node.name or node.output[0]
         live = [name for name in (*live, *node.output) if name in given or last_read.get(name, -1) > place]
         if live and not any(name in rounded and last_read.get(name, -1) > place for name in live):
             cuts.append(Cut(nodes=place + 1, outputs=tuple(live), layer=layer))

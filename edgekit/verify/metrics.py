@@ -24,15 +24,16 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     """The sums of one output in one sample, from which every metric follows.
 
     `numeric` is False for labels, of which only the matches count. `elements` and `matches` count all elements and
-    those that are exactly equal. `non_finite` counts positions where either side is NaN or infinite; where there is
-    one, the sums are zero and the sample is not measurable. `top1` and `top5` say whether the classes agree, None for
-    an output that ranks no classes.
+    those that are exactly equal. `non_finite` counts positions where either side is NaN or infinite,
+    `reference_non_finite` those of the reference; where there is one, the sums are zero and the sample is not
+    measurable. `top1` and `top5` say whether the classes agree, None for an output that ranks no classes.
     """
 
     numeric: bool
     elements: int
     matches: int
     non_finite: int
+    reference_non_finite: int = 0
     abs_sum: float = 0.0
     error_sum: float = 0.0
     error_energy: float = 0.0
@@ -60,7 +61,13 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
     non_finite = int(np.count_nonzero(~(np.isfinite(wanted) & np.isfinite(found))))
     matches = int(np.count_nonzero(wanted == found))
     if non_finite or not wanted.size:
-        return SampleErrors(numeric=True, elements=wanted.size, matches=matches, non_finite=non_finite)
+        return SampleErrors(
+            numeric=True,
+            elements=wanted.size,
+            matches=matches,
+            non_finite=non_finite,
+            reference_non_finite=int(np.count_nonzero(~np.isfinite(wanted))),
+        )
     with np.errstate(over="ignore"):
         error = found - wanted
         distance = np.abs(error)

@@ -9,7 +9,7 @@ import numpy as np
 from edgekit._files import work_folder, write_file
 from edgekit.bundle.folder import VERIFY, Bundle, read_check, read_target
 from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
-from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.errors import DataError, EdgekitError
 from edgekit.plain import to_json
 from edgekit.samples import Samples, select_samples, spread_indices
@@ -111,6 +111,10 @@ def _run_device(bundle: Bundle, device: Device, golden: Golden) -> RunReport:
             run = device.run_job(job, work)
         except EdgekitError as error:
             return _describe_absent(bundle, device, plan, error)
+        if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(indices)):
+            indices = indices[: run.outputs.count]
+            reference = select_samples(read_outputs(golden), indices)
+            plan = msgspec.structs.replace(plan, samples=len(indices))
         report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle.manifest.thresholds))
         if labels is None:
             return report

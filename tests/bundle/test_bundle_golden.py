@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from bundle_models import make_samples, save_classifier, save_graph
@@ -47,6 +48,12 @@ def test_damaged_labels_are_refused(tmp_path: Path) -> None:
     (tmp_path / "labels.npy").write_bytes(b"\x93NUMPY\x01\x00")
     with pytest.raises(DataError, match=r"labels\.npy' is malformed"):
         read_labels(golden)
+
+
+def test_fewer_samples_than_promised_are_refused(tmp_path: Path) -> None:
+    golden = make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(2), tmp_path)
+    with pytest.raises(DataError, match=r"outputs\.npz' holds 2 samples, not 3"):
+        read_outputs(msgspec.structs.replace(golden, samples=3))
 
 
 def test_string_outputs_survive(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_a_node_that_stops_the_session_makes_the_verdict_no() -> None:
     assert (on_v79.fatal, on_v79.taken) == (False, True)
 
 
+def test_a_risk_makes_the_verdict_maybe_at_best(tmp_path: Path) -> None:
+    model = conv_net(tmp_path / "net.onnx")
+    on_v68, on_v79 = (check_file(model, "qnn", {"soc_model": soc}) for soc in ("30", "69"))
+    assert (on_v68.taken, on_v68.verdict, len(on_v68.risks)) == (9, "maybe", 1)
+    assert (on_v79.taken, on_v79.verdict, on_v79.risks) == (9, "yes", ())
+
+
 def test_work_counts_and_not_nodes() -> None:
     body = (
         "g (float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] z) "

@@ -10,8 +10,10 @@ from convert_models import make_float, make_qdq, save_graph
 from onnx import helper
 
 from edgekit.convert import context
+from edgekit.convert.context import compile_context
 from edgekit.convert.convert import convert_model
 from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal
+from edgekit.model import load_model
 from edgekit.target import load_target
 
 needs_qnn = pytest.mark.skipif(
@@ -47,10 +49,29 @@ def test_a_node_that_qnn_does_not_take_is_named(tmp_path: Path) -> None:
 
 
 @needs_qnn
-def test_a_compiler_that_takes_too_long_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_TIMEOUT_S", 0.01)
+def test_a_compiler_that_takes_too_long_is_a_clear_error(tmp_path: Path) -> None:
+    make_float(tmp_path / "m.onnx")
     with pytest.raises(DeviceError, match="QNN's compiler ran out of time"):
+        compile_context("m.onnx", load_target("qnn"), tmp_path, timeout_s=0.01)
+
+
+@needs_qnn
+def test_a_compiler_that_crashes_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = tmp_path / "crash.py"
+    crash.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    monkeypatch.setattr(context, "_PROGRAM", crash)
+    with pytest.raises(DeviceError, match="QNN's compiler was ended by SIGSEGV"):
         convert_model(make_float(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@needs_qnn
+def test_external_data_is_compiled_in(tmp_path: Path) -> None:
+    path = make_float(tmp_path / "m.onnx").path
+    onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
+    converted = convert_model(load_model(path), load_target("qnn"), tmp_path / "out")
+    assert converted.files["onnx"] == ("model.onnx", "model.onnx.data")
+    assert converted.size_bytes["model_ctx_qnn.bin"] > 1000
 
 
 def test_a_missing_wheel_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

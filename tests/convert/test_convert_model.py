@@ -9,8 +9,10 @@ import pytest
 from convert_models import make_float, make_qdq, run_ort
 
 from edgekit._files import digest_file
+from edgekit._ort import Level
 from edgekit.convert.convert import convert_model
-from edgekit.errors import ModelError, OutputError
+from edgekit.convert.ort_form import OrtOptions, Style, write_ort
+from edgekit.errors import ModelError, OutputError, RuntimeRefusal
 from edgekit.model import load_model
 from edgekit.target import load_target
 
@@ -77,6 +79,23 @@ def test_a_model_over_2_gb_is_refused_before_work_starts(tmp_path: Path) -> None
     with pytest.raises(ModelError, match=r"3\.0 GB, and the ORT format ends at 2 GB"):
         convert_model(model, load_target("nnapi"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("style", ["full", "runtime"])
+def test_every_level_gives_the_same_results(tmp_path: Path, style: Style, level: Level) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    write_ort(model, tmp_path / "m.ort", OrtOptions(style=style, cpu="arm", level=level))
+    got = run_ort(tmp_path / "m.ort", (1, 3, 8, 8))
+    assert np.allclose(got, run_ort(model.path, (1, 3, 8, 8)), atol=1e-5)
+
+
+def test_a_refused_conversion_leaves_nothing(tmp_path: Path) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    model.path.write_bytes(b"")
+    with pytest.raises(RuntimeRefusal):
+        write_ort(model, tmp_path / "out/m.ort", OrtOptions(style="full", cpu="arm"))
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The reader of ORT-format files: agreement with ONNX Runtime's own, and files that lie."""
 
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_tables_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
     write_tables(root, tmp_path / "deep.ort")
     with pytest.raises(ModelError, match="nested too deeply"):
         inspect_ort(tmp_path / "deep.ort")
+
+
+def test_a_file_that_grows_on_reading_is_refused(tmp_path: Path) -> None:
+    short, long = [b"a"], [b"a"] * 500
+    values: list[Record] = [{"inputs": short if index < 40 else long} for index in range(41)]
+    write_tables({"model": {"graph": {"nodes": values}}}, tmp_path / "m.ort")
+    assert len(read_graph(tmp_path / "m.ort").nodes[40].inputs) == 500
+    data = bytearray((tmp_path / "m.ort").read_bytes())
+    long_list = data.index(struct.pack("<II", 4, 500)) + 4
+    for at in range(8, long_list - 4, 4):
+        if data[at : at + 8] == struct.pack("<II", 4, 1):
+            data[at : at + 4] = (long_list - at).to_bytes(4, "little")
+    (tmp_path / "m.ort").write_bytes(data)
+    with pytest.raises(ModelError, match="its tables share parts"):
+        inspect_ort(tmp_path / "m.ort")
 
 
 def test_a_union_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit._proc import run_process
 from edgekit.devices.cache import cache_folder
 from edgekit.devices.child import FAR, Runner, collect_run
-from edgekit.devices.device import Device
+from edgekit.devices.device import LEAST_SAMPLES, Device
 from edgekit.devices.exchange import FarJob, write_job
 from edgekit.devices.find import find_device
 from edgekit.devices.qnn_sim import QnnSimulator
 from edgekit.devices.xnnpack_wasm import find_node
 from edgekit.evidence import Evidence
+from edgekit.samples import Samples
 from edgekit.target import load_target
 from edgekit.tensors import Array
 
@@ -66,6 +67,15 @@ def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
     assert run.peak_rss_bytes > 1 << 20
     for want, got in zip(reference(model), run.outputs, strict=True):
         np.testing.assert_allclose(got["y"], want, atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "xnnpack-wasm", "arm64"])
+def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_path: Path, work: Path) -> None:
+    nine = Samples(source="noise", count=9, read=lambda: iter(noise_samples(9)))
+    job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
+    run = present(name).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
+    assert (run.failure, run.outputs.count, run.stopped_early) == (None, LEAST_SAMPLES, True)
+    assert "4 of 9 samples" in run.notes[-1]
 
 
 @pytest.mark.parametrize("name", ["qnn-htp-sim", "xnnpack-wasm"])

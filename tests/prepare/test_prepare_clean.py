@@ -113,6 +113,28 @@ def test_operators_without_a_cpu_kernel_stay_whole(tmp_path: Path) -> None:
     assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
+def test_what_no_output_needs_is_gone_but_not_what_a_body_reads(tmp_path: Path) -> None:
+    text = (
+        "g (bool c, float[2] x) => (float[2] y) <float[2] k = {1, 2}, float[2] idle = {3, 4}>"
+        "{ dead = Add(x, idle)  m = Mul(x, k)  y = If(c) <"
+        "then_branch = t () => (float[2] p) { p = Identity(m) }, else_branch = e () => (float[2] q) { q = Neg(x) }> }"
+    )
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["Mul", "If"]
+    assert [tensor.name for tensor in onnx.load(str(prepared.path)).graph.initializer] == ["k"]
+
+
+def test_fp16_with_casts_of_its_own_computes_the_same(tmp_path: Path) -> None:
+    text = (
+        "g (float16[4] x) => (float16[4] y) { a = Relu(x)  b = Cast<to = 1>(a)  c = Exp(b)  d = Cast<to = 10>(c)"
+        "  e = Sqrt(d)  f = Cast<to = 1>(e)  h = Cast<to = 10>(f)  y = Add(h, a) }"
+    )
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    inputs = make_inputs(model)
+    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], rtol=1e-2)
+
+
 def test_strings_and_sequences_pass_through(tmp_path: Path) -> None:
     text = "g (string[2] x) => (seq(string[2]) y) { a = Identity(x)  y = SequenceConstruct(a, x) }"
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})

@@ -1,6 +1,6 @@
 """Tiny float models and samples for the tests of the quantize stage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,8 @@ CONV_NET = """
   }
 """
 CONV_SHAPES = {
-    "w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 1, 3, 3), "b2": (8,), "w3": (16, 8, 1, 1), "b3": (16,), "w4": (4, 16), "b4": (4,),
+    "w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 1, 3, 3), "b2": (8,),
+    "w3": (16, 8, 1, 1), "b3": (16,), "w4": (4, 16), "b4": (4,),
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def conv_net(folder: Path) -> Model:
     return make_model(CONV_NET, folder / "conv_net.onnx", CONV_SHAPES)
 
 
-def make_samples(arrays: list[Tensors], source: str = "test data") -> Samples:
+def make_samples(arrays: Sequence[Tensors], source: str = "test data") -> Samples:
     """Samples held in a list."""
 
     def read() -> Iterator[Tensors]:

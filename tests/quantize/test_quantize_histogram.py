@@ -26,7 +26,7 @@ def test_centers_lie_near_the_values(values: np.ndarray) -> None:
     grower.add(values)
     centers = grower.freeze().centers
     nearest = np.abs(values[:, None] - centers[None]).min(axis=1)
-    assert (nearest <= max(float(np.abs(values).max()), 2.0**-120) / 1024).all()
+    assert (nearest <= max(float(np.abs(values).max()) / 1024, 2.0**-126)).all()
 
 
 def test_zeros_have_a_bin_of_their_own() -> None:

@@ -27,7 +27,7 @@ def test_targets_differ_as_their_files_say(net: Model, calibration: Calibration)
     }
     assert plans["nnapi"].axes == {"w1": 0, "w2": 0, "w3": 0}
     assert plans["nnapi"].grids["y"].zero_point == 0
-    assert plans["xnnpack"].grids["y"].zero_point == -128
+    assert [node.op for node in plans["xnnpack"].float_nodes] == ["Softmax"]
 
 
 def test_int16_means_uint16_activations(net: Model, calibration: Calibration) -> None:
@@ -41,7 +41,7 @@ def test_float_precision_is_refused(net: Model, calibration: Calibration) -> Non
 
 def test_calibration_of_another_model_is_refused(net: Model, calibration: Calibration) -> None:
     other = msgspec.structs.replace(calibration, model_sha256="0" * 64)
-    with pytest.raises(DataError, match="not of 'conv_net.onnx'"):
+    with pytest.raises(DataError, match=r"not of 'conv_net\.onnx'"):
         plan_quantization(net, other, load_target("qnn"), "int8")
 
 
@@ -62,5 +62,5 @@ def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
     model = make_model(text, tmp_path / "m.onnx")
     calibration = calibrate_model(model, make_samples([{"x": np.ones((1, 4), np.float32)}]), work=tmp_path / "work")
-    with pytest.raises(ModelError, match="no node of 'm.onnx' can be quantized"):
+    with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized"):
         plan_quantization(model, calibration, load_target("nnapi"), "int8")

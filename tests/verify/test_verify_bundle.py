@@ -59,6 +59,7 @@ def test_an_honest_device_passes(bundle: Bundle) -> None:
         pytest.param(InProcess(provider=CPU_PROVIDER), "silent fallback: Nnapi", id="all on the CPU"),
         pytest.param(InProcess(nodes=0), "placement was not observed", id="no placement"),
         pytest.param(InProcess(failure="was ended by SIGSEGV"), "was ended by SIGSEGV", id="died"),
+        pytest.param(InProcess(lie=lambda _: [], stopped_early=True), "came back for 0 of 6", id="stopped at once"),
         pytest.param(Absent(), "'phone' was unplugged", id="gone"),
     ],
 )

@@ -63,6 +63,12 @@ def test_one_nan_leaves_nothing_measured() -> None:
     assert (report.non_finite, report.sqnr_db, report.cosine) == (1, None, None)
 
 
+def test_nan_of_the_reference_is_told_apart() -> None:
+    bad: list[Tensors] = [{"y": np.array([[np.nan, np.inf, 1.0]])}]
+    report = compare(bad, bad)
+    assert (report.non_finite, report.reference_non_finite) == (2, 2)
+
+
 def test_an_output_that_hardly_varies_may_stay_constant() -> None:
     reference: list[Tensors] = [{"y": np.array([[1.0, 1e-6 * index]])} for index in range(8)]
     assert compare([reference[3]] * 8, reference).mismatch is None

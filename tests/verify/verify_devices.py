@@ -29,6 +29,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     missing: Missing | None = None
     failure: str | None = None
     nodes: int = 2
+    stopped_early: bool = False
 
     def find_missing(self) -> Missing | None:
         return self.missing
@@ -49,6 +50,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
             peak_rss_bytes=1,
             versions={"onnxruntime": "1.31.1"},
             failure=self.failure,
+            stopped_early=self.stopped_early,
         )
 
 

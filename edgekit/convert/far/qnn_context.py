@@ -32,7 +32,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions have no base of their own
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return 3
-    versions = {"onnxruntime": ort.__version__, "onnxruntime_qnn": qnn.__version__}
+    versions = {"onnxruntime": ort.__version__, "onnxruntime-qnn": qnn.__version__}
     sys.stdout.write("\n" + json.dumps({"versions": versions}) + "\n")
     return 0
 

@@ -45,8 +45,7 @@ def main() -> int:
         "placement_source": "profile" if job["profile"] else "session",
     }
     try:
-        _run_samples(folder, job, run)
-        run["status"] = "done"
+        run["status"] = _run_samples(folder, job, run)
     except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal to report
         run["status"] = "refused"
         run["message"] = _one_line(error)
@@ -54,7 +53,7 @@ def main() -> int:
     return 0
 
 
-def _run_samples(folder: Path, job: Json, run: Json) -> None:
+def _run_samples(folder: Path, job: Json, run: Json) -> str:
     start = time.perf_counter()
     session = _open_session(folder, job)
     run["load_ms"] = (time.perf_counter() - start) * 1e3
@@ -62,7 +61,10 @@ def _run_samples(folder: Path, job: Json, run: Json) -> None:
         run["placement"] = _assigned_nodes(session)
     _write_run(folder, run)
     (folder / "out").mkdir()
+    begin = time.perf_counter()
     for index in range(job["samples"]):
+        if index >= job["least_samples"] and time.perf_counter() - begin > job["budget_s"]:
+            return "stopped"
         name = f"{index:05d}.tensors"
         inputs = _read_tensors(folder / "in" / name)
         start = time.perf_counter()
@@ -72,6 +74,7 @@ def _run_samples(folder: Path, job: Json, run: Json) -> None:
         _write_tensors(folder / "out" / name, dict(zip(names, values, strict=True)))
         if job["profile"] and index == 0:
             run["placement"] = _profiled_nodes(Path(session.end_profiling()))
+    return "done"
 
 
 def _open_session(folder: Path, job: Json) -> Any:

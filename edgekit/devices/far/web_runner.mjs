@@ -100,7 +100,9 @@ async function runSamples() {
   run.load_ms = performance.now() - start;
   writeRun();
   mkdirSync(join(folder, "out"));
+  const started = performance.now();
   for (let index = 0; index < job.samples; index++) {
+    if (index >= job.least_samples && performance.now() - started > job.budget_s * 1e3) return "stopped";
     const name = String(index).padStart(5, "0") + ".tensors";
     const feeds = readTensors(join(folder, "in", name), ort);
     const begin = performance.now();
@@ -108,6 +110,7 @@ async function runSamples() {
     run.latency_ms.push(performance.now() - begin);
     writeTensors(join(folder, "out", name), session.outputNames, values);
   }
+  return "done";
 }
 
 function sessionConfig() {
@@ -130,8 +133,7 @@ function describeError(error) {
 }
 
 try {
-  await runSamples();
-  run.status = "done";
+  run.status = await runSamples();
 } catch (error) {
   run.status = "refused";
   run.message = describeError(error);

@@ -1,0 +1,93 @@
+"""Reads an ONNX file without its weights: protobuf fields that hold much data are skipped, not copied.
+
+The wire format is that of protobuf (https://protobuf.dev/programming-guides/encoding), the field numbers those of
+`onnx.proto`.
+"""
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from edgekit.errors import ModelError
+
+MAX_DATA_BYTES = 1 << 17
+"""Data of a tensor beyond this are left out."""
+
+_MAX_DEPTH = 64
+_INSIDE: dict[str, dict[int, str]] = {
+    "model": {7: "graph"},
+    "graph": {1: "node", 5: "tensor"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph"},
+    "tensor": {},
+}
+"""Which fields of a message hold messages with tensors in them."""
+_TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
+
+
+def skim_model(path: Path) -> onnx.ModelProto:
+    """Returns the model without the data of its big tensors; their names, types and shapes stay.
+
+    Raises:
+        ModelError: the file cannot be read or is no ONNX model.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return onnx.ModelProto.FromString(b"".join(_skim(data, "model", (0, len(data)), 0)))
+    except OSError as error:
+        raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
+    except (DecodeError, ValueError, IndexError, KeyError) as error:
+        raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint="export it again") from error
+
+
+def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int) -> Iterator[bytes]:
+    """Yields the bytes of a message that are kept; `span` is where it begins and ends."""
+    at, end = span
+    while at < end:
+        start = at
+        key, at = _read_varint(data, at)
+        field, wire = key >> 3, key & 7
+        if wire != 2:
+            at = _skip_scalar(data, at, wire)
+            yield data[start:at]
+            continue
+        size, body = _read_varint(data, at)
+        at = body + size
+        if at > end:
+            raise ValueError(at)
+        inner = _INSIDE[kind].get(field)
+        if inner is not None and depth < _MAX_DEPTH:
+            kept = b"".join(_skim(data, inner, (body, at), depth + 1))
+            yield _varint(key) + _varint(len(kept)) + kept
+        elif kind != "tensor" or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
+            yield data[start:at]
+
+
+def _skip_scalar(data: mmap.mmap, at: int, wire: int) -> int:
+    if wire == 0:
+        return _read_varint(data, at)[1]
+    return at + {1: 8, 5: 4}[wire]
+
+
+def _read_varint(data: mmap.mmap, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise ValueError(at)
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)

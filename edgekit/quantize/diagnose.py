@@ -1,0 +1,101 @@
+"""Where the error of a quantized model comes from: weights or activations, and which layers."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.model import Model
+from edgekit.quantize.build import build_qdq
+from edgekit.quantize.calibrate import Calibration
+from edgekit.quantize.graph import Graph, read_graph
+from edgekit.quantize.held_out import read_held_out
+from edgekit.quantize.judge import judge_candidate, judge_points, open_graph, powers_of, ratio_db
+from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.surgery import SWITCHES, strip_weights, swap_weights, switch_activations
+
+Cause = Literal["nothing", "weights", "activations", "arithmetic"]
+
+_NEAR_DB = 3.0
+_GOOD_DB = 30.0
+
+
+class TensorError(msgspec.Struct, frozen=True, kw_only=True):
+    """An activation, the operator that makes it, and the output's signal-to-noise ratio when it alone is quantized."""
+
+    name: str
+    op: str
+    sqnr_db: float
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """Signal-to-noise ratios of the outputs in dB on held-out samples, with only some things quantized.
+
+    `w8_db`: weights only. `a8_db`: activations only. `w8a8_db`: both, as planned. `a16w8_db`: both, activations with
+    16 bits. `tensors` lists the activations, the most harmful first.
+    """
+
+    w8_db: float
+    a8_db: float
+    w8a8_db: float
+    a16w8_db: float
+    tensors: tuple[TensorError, ...]
+
+    @property
+    def cause(self) -> Cause:
+        """What limits the accuracy; "arithmetic" means that 16-bit activations do not help either."""
+        if self.w8a8_db >= _GOOD_DB:
+            return "nothing"
+        if self.w8_db <= self.w8a8_db + _NEAR_DB:
+            return "weights"
+        return "activations" if self.a16w8_db > self.w8a8_db + _NEAR_DB else "arithmetic"
+
+
+def diagnose_quantization(model: Model, calibration: Calibration, plan: QuantPlan) -> Diagnosis:
+    """Returns what limits the accuracy of a plan, measured on the samples that its calibration held out.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    graph, statistics = read_graph(model), Path(plan.statistics)
+    points = judge_points(graph)
+    qdq = build_qdq(graph, plan, model.path.name)
+    ranges = calibration.ranges["minmax"]
+    wide = msgspec.structs.replace(plan, activation="uint16", ranges=ranges, grids={}, wide={})
+    return Diagnosis(
+        w8_db=judge_candidate(swap_weights(qdq, graph), points, statistics),
+        a8_db=judge_candidate(strip_weights(qdq, graph), points, statistics, keep_float_weights=True),
+        w8a8_db=judge_candidate(qdq, points, statistics),
+        a16w8_db=judge_candidate(build_qdq(graph, wide, model.path.name), points, statistics),
+        tensors=rank_activations(graph, qdq, statistics),
+    )
+
+
+def rank_activations(graph: Graph, qdq: onnx.ModelProto, statistics: Path, samples: int = 6) -> tuple[TensorError, ...]:
+    """Returns each quantized activation with what it alone does to the outputs, the most harmful first.
+
+    One session serves all: it holds a switch for each activation.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    proto, names = switch_activations(qdq, graph)
+    points = judge_points(graph)
+    switched = {name: f"{name}.edgekit.switched" for name in names}
+    shown = {point: switched.get(point.tensor, point.tensor) for point in points}
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(shown.values()))
+    session = open_graph(proto, statistics / "switched.onnx")
+    held = [pair for _, pair in zip(range(samples), read_held_out(statistics), strict=False)]
+    errors: list[TensorError] = []
+    for index, name in enumerate(names):
+        powers = np.zeros((len(points), 2))
+        for inputs, expected in held:
+            found = session.run({**inputs, SWITCHES: np.arange(len(names)) == index})
+            powers += [powers_of(point, expected[point.tensor], found[shown[point]]) for point in points]
+        op = graph.producers[name].op_type if name in graph.producers else "input"
+        ratio = float(np.mean([ratio_db(*power) for power in powers]))
+        errors.append(TensorError(name=name, op=op, sqnr_db=round(ratio, 2)))
+    return tuple(sorted(errors, key=lambda error: error.sqnr_db))

@@ -1,0 +1,56 @@
+"""A model is read without its weights, and nothing else is lost."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from check_models import conv_net
+from onnx import TensorProto, helper, numpy_helper
+from onnx.backend.test import loader
+
+from edgekit.check.skim import skim_model
+from edgekit.errors import ModelError
+
+LIGHT = Path(loader.DATA_DIR) / "light"
+
+
+@pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet"])
+def test_a_model_of_small_tensors_stays_as_it_is(name: str) -> None:
+    path = LIGHT / f"{name}.onnx"
+    assert skim_model(path) == onnx.load(str(path))
+
+
+def test_small_weights_stay(tmp_path: Path) -> None:
+    path = conv_net(tmp_path / "net.onnx")
+    assert skim_model(path) == onnx.load(str(path))
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
+def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> None:
+    array = np.ones((300, 400), np.float32)
+    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
+    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
+    node = helper.make_node("Add", ["w", "c"], ["y"])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(helper.make_graph([constant, node], "g", [], [out], [tensor])), str(path))
+    skimmed = skim_model(path)
+    assert skimmed.ByteSize() < 400
+    assert list(skimmed.graph.initializer[0].dims) == [300, 400]
+    assert list(skimmed.graph.node[0].attribute[0].t.dims) == [300, 400]
+
+
+@pytest.mark.parametrize("data", [b"", b"not a model at all", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"])
+def test_what_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(data)
+    with pytest.raises(ModelError):
+        skim_model(path)
+
+
+def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
+    path = conv_net(tmp_path / "net.onnx")
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ModelError, match="cut off"):
+        skim_model(path)

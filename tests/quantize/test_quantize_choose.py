@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from quantize_models import make_model, make_samples, random_samples
+
+from edgekit.errors import UsageError
+from edgekit.model import Model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.build import build_qdq
+from edgekit.quantize.correct import Rounding
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.judge import judge_candidate, judge_points
+from edgekit.target import load_target
+
+NARROW = (
+    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { h = MatMul(x, w) y = Add(h, b) }'
+)
+
+
+@pytest.fixture
+def many(net: Model, tmp_path: Path) -> Calibration:
+    return calibrate_model(net, random_samples(net, count=64), work=tmp_path / "many")
+
+
+def test_auto_is_never_worse_than_minmax_on_held_out_samples(net: Model, many: Calibration) -> None:
+    plan = plan_quantization(net, many, load_target("nnapi"), "int8")
+    scores = {(entry.method, entry.rounding): entry.sqnr_db for entry in plan.judged}
+    assert scores[plan.method, plan.rounding] == max(scores.values()) >= scores["minmax", "nearest"]
+
+
+def test_targets_that_differ_in_sign_share_the_judgement(net: Model, many: Calibration) -> None:
+    nnapi, xnnpack = (plan_quantization(net, many, load_target(name), "int8") for name in ("nnapi", "xnnpack"))
+    assert nnapi.judged == xnnpack.judged
+    assert len(list(Path(many.statistics).glob("judged-*.json"))) == 1
+
+
+def test_same_statistics_give_the_same_bytes(net: Model, tmp_path: Path) -> None:
+    digests = set[str]()
+    for name in ("a", "b"):
+        calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / name)
+        plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
+        plan = msgspec.structs.replace(plan, rounding="refit")
+        digests.add(quantize_model(net, plan, tmp_path / f"{name}.onnx").model.sha256)
+    assert len(digests) == 1
+
+
+def test_few_samples_give_minmax_with_corrected_biases(net: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(net, random_samples(net, count=4), work=tmp_path / "few")
+    plan = plan_quantization(net, calibration, load_target("nnapi"), "int8")
+    assert (plan.method, plan.rounding, plan.judged) == ("minmax", "bias", ())
+
+
+def test_statistics_that_are_gone_are_named(net: Model, many: Calibration) -> None:
+    gone = msgspec.structs.replace(many, statistics="/nowhere")
+    with pytest.raises(UsageError, match=r"'/nowhere', are gone.*calibrate again"):
+        plan_quantization(net, gone, load_target("nnapi"), "int8")
+
+
+def test_moments_recover_what_correlated_inputs_lose(tmp_path: Path) -> None:
+    model = make_model(NARROW, tmp_path / "m.onnx", {"w": (16, 16), "b": (16,)})
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=(2, 16)).astype(np.float32)
+    rows = [(rng.normal(size=(1, 2)).astype(np.float32) @ base) for _ in range(64)]
+    calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
+    graph = read_graph(model)
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int16", method="minmax")
+
+    def score(rounding: Rounding) -> float:
+        built = build_qdq(graph, msgspec.structs.replace(plan, rounding=rounding), "m")
+        return judge_candidate(built, judge_points(graph), Path(calibration.statistics))
+
+    assert score("gptq") > score("nearest") + 3

@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_models import make_model
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.layers import Cut, Layer, cut_vectors, read_layers
+from edgekit.tensors import Array
+
+CASES = {
+    "plain": ("Conv<kernel_shape=[3,3]>", (6, 4, 3, 3), (1, 4, 9, 9)),
+    "padded": ("Conv<kernel_shape=[3,3], pads=[1,1,1,1]>", (6, 4, 3, 3), (1, 4, 5, 5)),
+    "strided": ("Conv<kernel_shape=[3,3], strides=[2,2], pads=[1,0,0,1]>", (6, 4, 3, 3), (1, 4, 9, 8)),
+    "dilated": ("Conv<kernel_shape=[3,3], dilations=[2,2], pads=[2,2,2,2]>", (6, 4, 3, 3), (1, 4, 9, 9)),
+    "same upper": ('Conv<kernel_shape=[3,3], strides=[2,2], auto_pad="SAME_UPPER">', (6, 4, 3, 3), (1, 4, 8, 8)),
+    "same lower": ('Conv<kernel_shape=[2,2], auto_pad="SAME_LOWER">', (6, 4, 2, 2), (1, 4, 8, 8)),
+    "depthwise": ("Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=4>", (4, 1, 3, 3), (1, 4, 7, 7)),
+    "grouped": ("Conv<kernel_shape=[1,1], group=2>", (6, 2, 1, 1), (1, 4, 7, 7)),
+    "one dimension": ("Conv<kernel_shape=[5], pads=[2,2]>", (6, 4, 5), (1, 4, 20)),
+    "gemm": ("Gemm", (4, 6), (3, 4)),
+    "gemm transposed": ("Gemm<transB=1>", (6, 4), (3, 4)),
+    "matmul": ("MatMul", (4, 6), (2, 5, 4)),
+}
+
+
+def gather(cut: Cut, value: Array) -> Array:
+    for axis, indices in cut.gathers:
+        value = np.take(value, indices, axis=axis)
+    return cut.vectors(value)
+
+
+def layer_outputs(layer: Layer, vectors: Array, weight: Array) -> Array:
+    rows = vectors.reshape(len(vectors), layer.groups, layer.inputs)
+    return np.asarray(np.einsum("goi,ngi->ngo", layer.to_matrix(weight), rows)).reshape(len(vectors), -1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrix_times_vectors_is_what_the_layer_computes(case: str, tmp_path: Path) -> None:
+    op, weight_shape, shape = CASES[case]
+    dims = ",".join(map(str, shape))
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float y) {{ y = {op}(x, w) }}'
+    model = make_model(text, tmp_path / "m.onnx", {"w": weight_shape})
+    graph = read_graph(model)
+    (layer,) = read_layers(graph)
+    cut = cut_vectors(graph, layer, 10_000)
+    assert cut is not None
+    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    weight = graph.constant("w")
+    assert weight is not None
+    expected = CpuSession(model.path, SessionSettings()).run({"x": value})["y"]
+    if layer.op == "Conv":
+        expected = np.moveaxis(expected, 1, -1)
+    found = layer_outputs(layer, gather(cut, value), weight)
+    assert np.allclose(found, expected.reshape(found.shape), atol=1e-5)
+
+
+def test_matrix_survives_the_way_back(tmp_path: Path) -> None:
+    for name, (op, weight_shape, shape) in CASES.items():
+        dims = ",".join(map(str, shape))
+        text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float y) {{ y = {op}(x, w) }}'
+        graph = read_graph(make_model(text, tmp_path / f"{name}.onnx", {"w": weight_shape}))
+        (layer,) = read_layers(graph)
+        weight = graph.constant("w")
+        assert weight is not None
+        assert np.array_equal(layer.from_matrix(layer.to_matrix(weight), weight.shape), weight)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = Gemm<alpha=0.5>(x, w)",
+        "y = Gemm<transA=1>(x, w)",
+        "a = MatMul(x, w) y = MatMul(a, w)",
+        "y = MatMul(x, x)",
+    ],
+)
+def test_layers_that_cannot_be_corrected_are_left_out(body: str, tmp_path: Path) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[4,4] x) => (float y) {{ {body} }}'
+    assert read_layers(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}))) == ()
+
+
+def test_unknown_spatial_size_gives_no_cut(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,H,W] x) => (float y) { y = Conv(x, w) }'
+    graph = read_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 4, 3, 3)}))
+    assert cut_vectors(graph, read_layers(graph)[0], 10) is None

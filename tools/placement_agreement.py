@@ -1,0 +1,232 @@
+"""Compares the placement that check predicts with the placement that a real provider makes, node by node.
+
+    python tools/placement_agreement.py --target qnn --source real --source quantized --work DIR [--set soc_model=36]
+    python tools/placement_agreement.py --target xnnpack --source real --work DIR
+
+QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK through
+onnxruntime-web 1.16.3 under Node (`edgekit devices install xnnpack-wasm`), so its rules are asked as of ORT 1.16.
+Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
+made; sessions that fail are counted apart, against the nodes that check calls fatal.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from placement_models import write_models
+
+from edgekit._files import work_folder
+from edgekit._ort import Level
+from edgekit._proc import run_process
+from edgekit.check.check import check_model
+from edgekit.check.graph import read_graph
+from edgekit.check.report import CheckReport
+from edgekit.devices.cache import find_installed
+from edgekit.devices.child import FAR
+from edgekit.devices.exchange import FarJob, write_job
+from edgekit.devices.xnnpack_wasm import find_node, lower_model
+from edgekit.errors import EdgekitError
+from edgekit.model import load_model
+from edgekit.samples import Samples
+from edgekit.target import Target, load_target
+
+_TIMEOUT_S = 120.0
+_QNN = "QNNExecutionProvider"
+_XNNPACK = "XnnpackExecutionProvider"
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a session put the nodes it still had: names by provider; `failure` if it could not be made."""
+
+    providers: dict[str, str]
+    reasons: dict[str, str] = {}
+    failure: str | None = None
+
+
+class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that check and the provider place differently."""
+
+    model: str
+    name: str
+    op: str
+    predicted: bool
+    why: str
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """Sums over all models."""
+
+    models: int = 0
+    nodes: Counter[str] = msgspec.field(default_factory=Counter)
+    agreed: Counter[str] = msgspec.field(default_factory=Counter)
+    disagreements: list[Disagreement] = []
+    sessions: Counter[str] = msgspec.field(default_factory=Counter)
+    surprises: list[str] = []
+
+
+def main() -> int:
+    """Prints the agreement; returns 0 if at least 99 % of the nodes agree."""
+    options = _parse_options()
+    if options.observe:
+        print(json.dumps(_place_on_qnn(options.observe, options.soc)))
+        return 0
+    target = load_target(options.target, dict(pair.split("=", 1) for pair in options.set))
+    tally = Tally()
+    for path in write_models(options.source, options.work / "models"):
+        seen = _observe(path, target, options.work)
+        judged = msgspec.structs.replace(target, settings={**target.settings, **_oracle_settings(target)})
+        _compare(check_model(load_model(path), judged), seen, tally)
+    return _print_tally(tally)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=["qnn", "xnnpack"], default="qnn")
+    parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--work", type=Path, default=Path("placement"))
+    parser.add_argument("--observe", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--soc", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _oracle_settings(target: Target) -> dict[str, str]:
+    return {"ort_minor": "16"} if target.name == "xnnpack" else {}
+
+
+def _observe(path: Path, target: Target, work: Path) -> Observation:
+    settings = "-".join(target.settings.values()) or "default"
+    kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{path.stem}.json"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        seen = observe_qnn(path, target) if target.name == "qnn" else observe_xnnpack(path)
+        kept.write_bytes(msgspec.json.encode(seen))
+    return msgspec.json.decode(kept.read_bytes(), type=Observation)
+
+
+def observe_qnn(path: Path, target: Target) -> Observation:
+    """Returns where the plug-in provider puts each node, asked in a child process."""
+    argv = [sys.executable, __file__, "--observe", str(path), "--soc", target.settings["soc_model"]]
+    finished = run_process(argv, timeout_s=_TIMEOUT_S)
+    if not finished.succeeded:
+        return Observation(providers={}, failure=finished.ending)
+    return msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=Observation)
+
+
+def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
+    import onnxruntime  # noqa: PLC0415 - only the child process loads the provider
+    import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
+
+    ort: Any = onnxruntime
+    ort.register_execution_provider_library(_QNN, onnxruntime_qnn.get_library_path())
+    device = next(device for device in ort.get_ep_devices() if device.ep_name == _QNN)
+    with work_folder() as trace:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        settings = {
+            "backend_path": onnxruntime_qnn.get_qnn_htp_path(),
+            "soc_model": soc,
+            "offload_graph_io_quantization": "0",
+            "enable_framework_op_trace": "1",
+            "framework_op_trace_dir": str(trace),
+        }
+        options.add_provider_for_devices([device], settings)
+        try:
+            session = ort.InferenceSession(str(path), options, enable_fallback=False)
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a finding
+            return {"providers": {}, "failure": str(error).strip().splitlines()[0][:300]}
+        placed = {
+            re.sub(r"_token_\d+$", "", node.name): graph.ep_name
+            for graph in session.get_provider_graph_assignment_info()
+            for node in graph.get_nodes()
+        }
+        file = trace / "qnn_op_trace.json"
+        refused = json.loads(file.read_bytes())["unsupported_nodes"] if file.exists() else []
+    return {"providers": placed, "reasons": {node["node_name"]: node["reason"] for node in refused}}
+
+
+def observe_xnnpack(path: Path) -> Observation:
+    """Returns where the WebAssembly build puts each node."""
+    lock = FAR / "xnnpack-wasm" / "package-lock.json"
+    with work_folder() as folder:
+        try:
+            model, _ = lower_model(path, folder)
+        except EdgekitError as error:
+            return Observation(providers={}, failure=error.message)
+        runtime = str(find_installed("xnnpack-wasm", lock))
+        job = FarJob(model=str(model), provider=_XNNPACK, level=Level.DISABLED, samples=0, runtime=runtime)
+        write_job(folder, job, Samples(source="none", count=0, read=lambda: iter(())))
+        finished = run_process([*find_node(), str(FAR / "web_runner.mjs"), str(folder)], timeout_s=_TIMEOUT_S)
+        file = folder / "run.json"
+        run: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {"message": finished.ending}
+    if not run.get("placement") and not run.get("placed_whole"):
+        return Observation(providers={}, failure=run["message"])
+    names = {node["name"]: node["provider"] for node in run.get("placement", ())}
+    return Observation(providers=_add_fused_nodes(path, names, run.get("placed_whole", "")))
+
+
+def _add_fused_nodes(path: Path, names: dict[str, str], whole: str) -> dict[str, str]:
+    """Returns the place of every node of the model: XNNPACK renames what it takes, the CPU's nodes keep their names.
+
+    A Transpose that is on neither side was cancelled when the layout changed; it is left out.
+    """
+    nodes = read_graph(load_model(path)).nodes
+    if whole:
+        return {node.name: whole for node in nodes}
+    return {node.name: names.get(node.name, _XNNPACK) for node in nodes if node.op != "Transpose" or node.name in names}
+
+
+def _compare(report: CheckReport, seen: Observation, tally: Tally) -> None:
+    tally.models += 1
+    if seen.failure is not None:
+        tally.sessions["failed as predicted" if report.is_refused else "failed"] += 1
+        if not report.is_refused:
+            tally.surprises.append(f"{report.model}: {seen.failure}")
+        return
+    tally.sessions["refused in prediction only" if report.is_refused else "made"] += 1
+    for node in report.node_list:
+        provider = seen.providers.get(node.name)
+        if provider is None:
+            continue
+        taken = provider != "CPUExecutionProvider"
+        tally.nodes[node.op] += 1
+        tally.agreed[node.op] += taken == node.taken
+        if taken != node.taken:
+            why = seen.reasons.get(node.name, "") if node.taken else "; ".join(node.reasons)
+            tally.disagreements.append(
+                Disagreement(model=report.model, name=node.name, op=node.op, predicted=node.taken, why=why)
+            )
+
+
+def _print_tally(tally: Tally) -> int:
+    for line in _lines(tally):
+        print(line)
+    return 0 if tally.agreed.total() >= 0.99 * tally.nodes.total() else 1
+
+
+def _lines(tally: Tally) -> Iterator[str]:
+    for op, nodes in sorted(tally.nodes.items()):
+        yield f"{op:28} {tally.agreed[op]:6} of {nodes:6}  {tally.agreed[op] / nodes:8.2%}"
+    yield ""
+    for found in tally.disagreements:
+        side = "predicted taken, was not" if found.predicted else "predicted not taken, was"
+        yield f"{found.model}: {found.op} '{found.name[:60]}' {side}: {found.why[:160]}"
+    for surprise in tally.surprises:
+        yield f"session failed, not predicted: {surprise[:200]}"
+    total, agreed = tally.nodes.total(), tally.agreed.total()
+    yield f"\n{tally.models} models; sessions: " + ", ".join(
+        f"{count} {kind}" for kind, count in tally.sessions.items()
+    )
+    yield f"{agreed} of {total} nodes agree: {agreed / max(total, 1):.2%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
