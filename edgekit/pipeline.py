@@ -21,7 +21,8 @@ from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelErro
 from edgekit.labels import read_labels
 from edgekit.model import Model, load_model
 from edgekit.plain import to_json
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare import fix_model, prepare_model
+from edgekit.prepare.fix import Fix
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.halve import halve_model
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
@@ -62,6 +63,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
     source: Model
     prepared: Model
+    fixes: tuple[Fix, ...]
     samples: Samples
     samples_sha256: str
     golden: Golden
@@ -109,6 +111,7 @@ def build(
             verified=verify,
             calibration_samples=inputs.samples.count,
             golden_samples=inputs.golden.samples,
+            fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
             bundles=tuple(
                 _summarize(source, target, result, reports.get(target.name), out)
                 for target, result in zip(targets, built, strict=True)
@@ -141,7 +144,8 @@ def _find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[
 
 def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     job.progress("prepare the model")
-    prepared = prepare_model(source, job.work / "prepared" / "model.onnx", job.recipe.dims)
+    fixed = fix_model(prepare_model(source, job.work / "prepared.onnx", job.recipe.dims), job.work / "fixed.onnx")
+    prepared = fixed.model
     job.progress("read the samples")
     samples = load_samples(data.source, prepared.inputs, data.preprocess)
     if data.evaluation is None:
@@ -157,6 +161,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     return _Inputs(
         source=source,
         prepared=prepared,
+        fixes=fixed.fixes,
         samples=samples,
         samples_sha256=digest,
         golden=golden,

@@ -187,8 +187,9 @@ def _add_fused_nodes(path: Path, names: dict[str, str], whole: str) -> dict[str,
 def _compare(report: CheckReport, seen: Observation, tally: Tally) -> None:
     tally.models += 1
     if seen.failure is not None:
-        tally.sessions["failed as predicted" if report.is_refused else "failed"] += 1
-        if not report.is_refused:
+        kind = "failed as predicted" if report.is_refused else "failed at a named risk" if report.risks else "failed"
+        tally.sessions[kind] += 1
+        if kind == "failed":
             tally.surprises.append(f"{report.model}: {seen.failure}")
         return
     tally.sessions["refused in prediction only" if report.is_refused else "made"] += 1

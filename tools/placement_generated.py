@@ -60,7 +60,8 @@ def generate_models(count: int, *, size: int = 14) -> Iterator[tuple[str, onnx.M
 
 _UNARY = (
     "Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Exp", "Ceil", "Floor", "Round", "Sin", "Cos", "Elu", "LeakyRelu",
-    "Softplus", "HardSigmoid", "Softsign", "Selu", "Erf", "Sign", "Reciprocal", "HardSwish", "Atan", "Cosh", "ThresholdedRelu",
+    "Softplus", "HardSigmoid", "Softsign", "Selu", "Erf", "Sign", "Reciprocal", "HardSwish", "Atan", "Cosh",
+    "ThresholdedRelu",
 )  # fmt: skip
 
 
@@ -204,6 +205,6 @@ def _gather(net: Net, name: str, shape: Shape) -> None:
 
 
 _GROWERS: tuple[Callable[[Net, str, Shape], None], ...] = (
-    _unary, _unary, _unary, _clip, _binary, _binary, _conv, _conv, _conv_transpose, _pool, _reshape, _transpose, _concat,
-    _slice, _softmax, _reduce, _matmul, _gemm, _norm, _pad, _resize, _gather,
+    _unary, _unary, _unary, _clip, _binary, _binary, _conv, _conv, _conv_transpose, _pool, _reshape, _transpose,
+    _concat, _slice, _softmax, _reduce, _matmul, _gemm, _norm, _pad, _resize, _gather,
 )  # fmt: skip

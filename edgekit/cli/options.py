@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 import click
 
-from edgekit.errors import UsageError
+from edgekit.errors import UsageError, suggest_name
+from edgekit.model import Model
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Option = Callable[[_F], _F]
@@ -40,7 +41,7 @@ def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
     """
     parsed: dict[str, str] = {}
     for pair in pairs:
-        name, equals, value = pair.rpartition("=") if option == "--dim" else pair.partition("=")
+        name, equals, value = pair.partition("=") if option == "--set" else pair.rpartition("=")
         if not equals or not name or not value:
             raise UsageError(f"{option} '{pair}' is not NAME=VALUE", hint=f"for example {option} {_EXAMPLES[option]}")
         if name in parsed:
@@ -58,10 +59,51 @@ def parse_dims(pairs: tuple[str, ...]) -> dict[str, int]:
     return {name: _parse_size(name, value) for name, value in parse_assignments(pairs, "--dim").items()}
 
 
+def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
+    """Returns --shape INPUT=1,3,224,224 pairs as sizes of the dynamic dimensions, by name or as INPUT:AXIS.
+
+    Raises:
+        UsageError: a pair is malformed, names no input, or contradicts a dimension that the model fixes.
+    """
+    specs = {spec.name: spec for spec in model.inputs}
+    sizes: dict[str, int] = {}
+    for name, text in parse_assignments(pairs, "--shape").items():
+        if name not in specs:
+            raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
+        given = [_parse_size(f"{name}:{axis}", size) for axis, size in enumerate(text.split(","))]
+        wanted = specs[name].shape or tuple(None for _ in given)
+        if len(wanted) != len(given) or any(isinstance(w, int) and w != g for w, g in zip(wanted, given, strict=True)):
+            raise UsageError(f"--shape {name}={text} does not fit the model's {specs[name]}", hint="one size an axis")
+        for axis, (dim, size) in enumerate(zip(wanted, given, strict=True)):
+            if not isinstance(dim, int):
+                sizes[dim or f"{name}:{axis}"] = size
+    return sizes
+
+
+def parse_numbers(pairs: tuple[str, ...]) -> dict[str, float]:
+    """Returns --freeze INPUT=NUMBER pairs as a dict.
+
+    Raises:
+        UsageError: a pair is malformed or its value is no number.
+    """
+    numbers: dict[str, float] = {}
+    for name, text in parse_assignments(pairs, "--freeze").items():
+        try:
+            numbers[name] = int(text) if text.lstrip("-").isdigit() else float(text)
+        except ValueError as error:
+            raise UsageError(f"--freeze {name}={text}: '{text}' is no number", hint="for example sr=16000") from error
+    return numbers
+
+
 def _parse_size(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or not 0 < int(value) < 2**31:
         raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint="a whole number from 1")
     return int(value)
 
 
-_EXAMPLES = {"--dim": "batch=1", "--set": "api_level=31"}
+_EXAMPLES = {
+    "--dim": "batch=1",
+    "--set": "api_level=31",
+    "--shape": "image=1,3,224,224",
+    "--freeze": "sr=16000",
+}

@@ -15,6 +15,7 @@ from edgekit.plain import to_json
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
 from edgekit.target import Target
+from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import VerifyReport
 
 Progress = Callable[[str], None]
@@ -70,6 +71,14 @@ def show_target(target: Target) -> None:
 def show_devices(statuses: Sequence[DeviceStatus]) -> None:
     """Prints devices as a table."""
     _print(text.table_devices(statuses))
+
+
+def show_comparison(report: ModelComparison) -> None:
+    """Prints how far two models lie apart, and where that begins."""
+    _print(text.table_outputs(report))
+    if report.layers:
+        _print(text.table_layers(report))
+        click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
 
 
 def show_contents(report: OnnxReport | OrtFileReport) -> None:

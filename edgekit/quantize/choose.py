@@ -20,6 +20,8 @@ from edgekit.target import Precision, Target
 
 COLLAPSED_DB = 20.0
 """Below this ratio the worst tensors get 16 bits, where the target takes them, even if nobody asked for the best."""
+GOOD_DB = 30.0
+"""From this ratio on nothing more is relieved."""
 
 _METHODS_16 = ("minmax",)
 _RELIEF_STEPS = (3, 8, 20, 40)
@@ -125,7 +127,8 @@ def _relieve(
 ) -> tuple[QuantPlan, list[Candidate]]:
     """Returns the plan with the worst tensors out of 8 bits, and what was tried.
 
-    More and more are taken out until two steps in a row gain less than a decibel; what gained less is not kept.
+    More and more are taken out until the ratio is good, or two steps in a row gain less than a decibel; what gained
+    less is not kept.
     """
     unsigned = _unsigned(plan)
     placed = round_weights(place_plan(graph, unsigned, "the candidate"), graph, unsigned)
@@ -142,6 +145,6 @@ def _relieve(
             best, reached, idle = relieved, ratio, 0
         else:
             idle += 1
-        if idle == 2 or count >= len(order):
+        if idle == 2 or reached >= GOOD_DB or count >= len(order):
             break
     return best, tried

@@ -42,8 +42,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
-    `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was tried, best first.
-    `statistics` is the calibration's folder, which rounding other than "nearest" needs.
+    `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
+    tried, best first. `statistics` is the calibration's folder, which rounding other than "nearest" needs.
     """
 
     model_sha256: str

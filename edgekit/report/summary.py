@@ -46,8 +46,8 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
 class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     """A whole build.
 
-    `peak_rss_bytes` is the peak of this process plus that of its largest child. `verified` tells whether
-    verification was asked for.
+    `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
+    this process plus that of its largest child. `verified` tells whether verification was asked for.
     """
 
     model: str
@@ -55,6 +55,7 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool
     calibration_samples: int
     golden_samples: int
+    fixes: dict[str, int]
     bundles: tuple[BundleSummary, ...]
     seconds: float
     peak_rss_bytes: int

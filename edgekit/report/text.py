@@ -14,6 +14,7 @@ from edgekit.inspect import OnnxReport
 from edgekit.plain import to_plain
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.target import Target
+from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import RunReport, VerifyReport
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
@@ -37,7 +38,9 @@ def table_build(report: BuildReport) -> Table:
 
 def list_remarks(report: BuildReport) -> list[str]:
     """Returns, target by target, what failed, what was skipped and how to get it, and what was decided."""
-    return [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
+    fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
+    remarks = [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
+    return [*remarks, *fixes]
 
 
 def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
@@ -140,6 +143,31 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
         elif isinstance(shown, list):
             shown = ", ".join(map(str, cast("list[object]", shown)))
         table.add_row(name.replace("_", " "), str(shown) or "-")
+    return table
+
+
+def table_outputs(report: ModelComparison) -> Table:
+    """Returns a comparison of two models as a table: a row an output."""
+    table = _table("output", "cosine", "SQNR", "max error", "top-1", "remark")
+    for output in report.outputs:
+        remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
+        table.add_row(
+            output.name,
+            _number(output.cosine, "{:.5f}"),
+            _number(output.sqnr_db, "{:.1f} dB"),
+            _number(output.max_abs, "{:.4g}"),
+            _number(output.top1_agreement, "{:.1%}"),
+            remark,
+        )
+    return table
+
+
+def table_layers(report: ModelComparison) -> Table:
+    """Returns the layers of a comparison as a table: the error so far, and the layer's own on correct inputs."""
+    table = _table("layer", "op", "SQNR so far", "own SQNR", "max error")
+    for layer in report.layers:
+        own = _number(layer.own_sqnr_db, "{:.1f} dB")
+        table.add_row(layer.name, layer.op, _number(layer.sqnr_db, "{:.1f} dB"), own, _number(layer.max_abs, "{:.4g}"))
     return table
 
 

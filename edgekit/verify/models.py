@@ -1,5 +1,6 @@
 """Comparing any two models on the same samples, by their outputs and layer by layer."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,14 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
         """The first layer whose own error stands out, None if none does or none was compared."""
         layer = find_first_bad(self.layers)
         return None if layer is None else layer.name
+
+    def reaches(self, min_sqnr_db: float | None) -> bool:
+        """Returns True if every output could be compared, is finite, and has at least this signal-to-noise ratio."""
+        least = -math.inf if min_sqnr_db is None else min_sqnr_db
+        return bool(self.outputs) and not any(
+            output.mismatch or output.non_finite or (output.sqnr_db is not None and output.sqnr_db < least)
+            for output in self.outputs
+        )
 
 
 def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:

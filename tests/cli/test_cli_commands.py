@@ -90,7 +90,7 @@ def test_inspect_targets_devices_and_doctor_answer_in_json(capsys: pytest.Captur
 
 def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared, quantized, out = tmp_path / "p.onnx", tmp_path / "q.onnx", tmp_path / "converted"
-    assert _json(["prepare", str(MODEL), "--out", str(prepared)], capsys)["node_count"] > 50
+    assert _json(["prepare", str(MODEL), "--out", str(prepared)], capsys)["model"]["node_count"] > 50
     arguments = ["quantize", str(prepared), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "4"]
     report = _json([*arguments, "--out", str(quantized)], capsys)
     keys = {"model", "out", "target", "samples", "size_before", "size_after", "quantized_nodes", "float_nodes"}
@@ -101,6 +101,30 @@ def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys
     }
     assert (out / "model.ort").exists()
     assert (out / "model.runtime.ort").exists()
+
+
+def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantized = bundles / "digits_mobilenet-nnapi" / "model.onnx"
+    arguments = ["compare", str(MODEL), str(quantized), "--data", str(CALIBRATION), "--samples", "4", "--layers"]
+    report = _json([*arguments, "--min-sqnr", "15"], capsys)
+    assert {"a", "b", "samples", "outputs", "layers"} <= report.keys()
+    assert {"name", "op", "sqnr_db", "max_abs"} <= report["layers"][0].keys()
+    assert run_command([*arguments, "--min-sqnr", "60"]) == 1
+
+
+def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[N,M] x, float[1] k) => (float[N,M] y, float[N,M] z)'
+        "{ y = Mul(x, k) z = Add(x, k) }"
+    )
+    model = parse_model(text, tmp_path / "m.onnx")
+    arguments = ["prepare", str(model), "--shape", "x=2,3", "--freeze", "k=2", "--outputs", "z"]
+    report = _json([*arguments, "--out", str(tmp_path / "p.onnx")], capsys)["model"]
+    assert [spec["name"] for spec in (*report["inputs"], *report["outputs"])] == ["x", "z"]
+    assert report["outputs"][0]["shape"] == [2, 3]
+    for wrong in (["--shape", "x=2"], ["--shape", "q=2,3"], ["--shape", "x=2,0"], ["--freeze", "k=two"]):
+        assert run_command(["prepare", str(model), *wrong, "--out", str(tmp_path / "q.onnx")]) == 2
+    assert not (tmp_path / "q.onnx").exists()
 
 
 WRONG: list[tuple[list[str], str]] = [

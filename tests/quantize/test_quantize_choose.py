@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples, random_samples
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
@@ -72,3 +73,32 @@ def test_moments_recover_what_correlated_inputs_lose(tmp_path: Path) -> None:
         return judge_candidate(built, judge_points(graph), Path(calibration.statistics))
 
     assert score("gptq") > score("nearest") + 3
+
+
+COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
+  h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
+
+
+@pytest.fixture
+def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
+    model = make_model(COLLAPSING, tmp_path / "m.onnx", {"w": (32, 32), "v": (32, 32)})
+    return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+
+
+def test_collapsed_model_gets_16_bits_where_the_target_takes_them(
+    collapsing: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    plan = plan_quantization(*collapsing, load_target("qnn"), "int8")
+    assert plan.wide
+    relieved = [entry for entry in plan.judged if entry.relieved]
+    assert relieved[0].sqnr_db >= min(entry.sqnr_db for entry in plan.judged if not entry.relieved) + 1
+    CpuSession(quantize_model(collapsing[0], plan, tmp_path / "q.onnx").model.path, SessionSettings())
+
+
+def test_best_keeps_nodes_float_where_the_target_has_only_8_bits(
+    collapsing: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    auto, best = (plan_quantization(*collapsing, load_target("nnapi"), "int8", method=m) for m in ("auto", "best"))
+    assert [node.op for node in auto.float_nodes] == ["Tanh"]
+    assert any("8 bits do not hold" in node.reason for node in best.float_nodes)
+    CpuSession(quantize_model(collapsing[0], best, tmp_path / "q.onnx").model.path, SessionSettings())

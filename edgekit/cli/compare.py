@@ -1,0 +1,53 @@
+"""`edgekit compare`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit.cli import options
+from edgekit.cli.main import NO, YES
+from edgekit.cli.terminal import show_comparison, show_json, showing_progress
+from edgekit.images import load_preprocess
+from edgekit.model import load_model
+from edgekit.samples import check_samples, limit_samples, load_samples
+from edgekit.verify.models import compare_models
+
+
+@click.command(short_help="Say how far one model lies from another, and in which layer it begins.")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@options.DATA
+@options.PREPROCESS
+@options.SAMPLES
+@click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Say no below this signal-to-noise ratio.")
+@options.JSON
+@options.verbosity
+def command(
+    a: Path,
+    b: Path,
+    data: str,
+    preprocess: Path | None,
+    samples: int | None,
+    layers: bool,
+    min_sqnr: float | None,
+    as_json: bool,
+    volume: int,
+) -> int:
+    """Say how far model B lies from model A on the same samples, both on this machine's CPU without optimisation.
+
+    \b
+    Example:
+      edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20
+
+    Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr.
+    """
+    first = load_model(a)
+    given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
+    chosen = limit_samples(given, samples)
+    check_samples(chosen)
+    with showing_progress(volume) as progress:
+        progress(f"compare on {chosen.count} samples")
+        report = compare_models(first, load_model(b), chosen, layers=layers)
+    show_json(report) if as_json else show_comparison(report)
+    return YES if report.reaches(min_sqnr) else NO

@@ -1,0 +1,119 @@
+"""Reports render facts and verdicts, whatever is in them."""
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from edgekit.evidence import Evidence
+from edgekit.report.html import render_build
+from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.report.text import describe_agreement, format_bytes, list_remarks, table_build
+from edgekit.target import Thresholds
+from edgekit.verify.report import OutputReport, RunReport, SkippedDevice, VerifyReport
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def _run(sqnr_db: float) -> RunReport:
+    return RunReport(
+        device="emulated",
+        evidence=Evidence.EMULATED,
+        provider="P",
+        form="onnx",
+        samples=8,
+        provider_nodes={"P": 3},
+        placement_source="predicted",
+        outputs=(
+            OutputReport(name=HOSTILE, samples=8, max_abs=0.1, cosine=0.999, sqnr_db=sqnr_db, top1_agreement=0.875),
+        ),
+        accuracy=None,
+        latency_ms=None,
+        load_ms=1.0,
+        peak_rss_bytes=1,
+        versions={},
+        thresholds=Thresholds(min_cosine=0.9, min_top1_agreement=0.9, min_sqnr_db=20.0, granted_samples=1),
+        failure=None,
+    )
+
+
+def _verify(*runs: RunReport) -> VerifyReport:
+    skipped = (SkippedDevice(device="phone", reason="not here", command="plug it in"),)
+    return VerifyReport(bundle="b", target="t", runs=runs, skipped=skipped)
+
+
+def _report(**fields: object) -> BuildReport:
+    whole = BundleSummary(target="good", title="Good", path=Path("out/good"), precision="int8", size_after=10)
+    bundles = (
+        msgspec.structs.replace(whole, verify=_verify(_run(30.0))),
+        msgspec.structs.replace(whole, target="bad", verify=_verify(_run(10.0))),
+        msgspec.structs.replace(whole, target="idle", verify=_verify()),
+        BundleSummary(target="none", title="None", failure=f"cannot be built: {HOSTILE}"),
+    )
+    report = BuildReport(
+        model=HOSTILE,
+        sha256="0" * 64,
+        verified=True,
+        calibration_samples=1,
+        golden_samples=8,
+        fixes={"sum-to-add": 2},
+        bundles=bundles,
+        seconds=1.0,
+        peak_rss_bytes=1,
+        versions={},
+        report=Path("out/report.html"),
+    )
+    return msgspec.structs.replace(report, **fields)
+
+
+def test_only_what_ran_and_reached_its_thresholds_passes() -> None:
+    report = _report()
+    assert [bundle.passed for bundle in report.bundles] == [True, False, False, False]
+    assert not report.passed
+    assert _report(bundles=report.bundles[:1]).passed
+    assert not _report(bundles=report.bundles[2:3]).passed
+
+
+def test_a_build_without_verification_passes_if_each_bundle_was_made() -> None:
+    report = _report(verified=False)
+    assert not report.passed
+    unverified = msgspec.structs.replace(report.bundles[0], verify=None)
+    assert _report(verified=False, bundles=(unverified,)).passed
+    assert not _report(verified=True, bundles=(unverified,)).passed
+
+
+def test_the_page_escapes_what_models_say() -> None:
+    page = render_build(_report())
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert page.count('class="pass"') >= 2
+    assert "nothing ran" in page
+
+
+def test_the_table_says_pass_fail_and_nothing_ran() -> None:
+    console = Console(width=200, record=True, file=None, quiet=False, force_terminal=False)
+    with console.capture() as shown:
+        console.print(table_build(_report()))
+    words = [
+        line.split()[0] + " " + " ".join(line.split()[-2:]) for line in shown.get().splitlines()[2:] if line.strip()
+    ]
+    assert [word.split()[-1] for word in words] == ["pass", "fail", "ran", "bundle"]
+
+
+def test_remarks_tell_failures_skips_and_rewrites() -> None:
+    remarks = list_remarks(_report())
+    assert any("below 20 dB" in remark and remark.startswith("bad:") for remark in remarks)
+    assert "good: phone skipped: not here; to run it: plug it in" in remarks
+    assert "rewritten before the check: sum-to-add (2 nodes)" in remarks
+
+
+def test_the_worst_run_is_shown() -> None:
+    assert describe_agreement(_verify(_run(30.0), _run(10.0))) == "87.5% top-1, 10.0 dB"
+    assert describe_agreement(None) == "-"
+    assert [format_bytes(size) for size in (0, 999, 1000, 2_500_000, 3_000_000_000_000)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "2.5 MB",
+        "3000.0 GB",
+    ]
