@@ -10,12 +10,13 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.model import Model
 from edgekit.quantize.build import place_plan, round_weights
 from edgekit.quantize.calibrate import Calibration
-from edgekit.quantize.correct import ROUNDINGS, Rounding
+from edgekit.quantize.correct import Rounding
 from edgekit.quantize.diagnose import rank_activations
 from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
-from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, relieve_tensors
+from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, quantizes_any, relieve_tensors
+from edgekit.quantize.surgery import strip_weights
 from edgekit.target import Precision, Target
 
 COLLAPSED_DB = 20.0
@@ -26,6 +27,7 @@ GOOD_DB = 30.0
 _METHODS_16 = ("minmax",)
 _RELIEF_STEPS = (3, 8, 20, 40)
 _LEAST_GAIN_DB = 1.0
+_NOTABLE_DB = 0.3
 
 
 def plan_quantization(
@@ -99,19 +101,26 @@ def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
 
 
 def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Iterator[Candidate]:
-    """Yields range methods with good rounding, plain minmax, then the other roundings of the best range method."""
+    """Yields plain minmax, then the roundings of the range method that is best while weights are float.
+
+    Rounding with second moments takes its time, so it is tried only where rounded weights cost something.
+    """
     methods = _METHODS_16 if plan.precision == "int16" else tuple(calibration.ranges)
-    good: Rounding = "gptq" if read_layers(graph) else "nearest"
-    tried: list[Candidate] = []
-    for method in methods:
-        roundings = dict.fromkeys((good, "nearest") if method == "minmax" else (good,))
-        tried += _judge_method(graph, _choose(plan, calibration, method, good), tuple(roundings))
+    ratios = {method: _judge_ranges(graph, _choose(plan, calibration, method, "nearest")) for method in methods}
+    best = max(ratios, key=lambda method: ratios[method])
+    if best != "minmax":
+        yield from _judge_method(graph, _choose(plan, calibration, "minmax", "nearest"), ("nearest",))
+    chosen = _choose(plan, calibration, best, "nearest")
+    cheap: tuple[Rounding, ...] = ("nearest", "bias") if read_layers(graph) else ("nearest",)
+    tried = list(_judge_method(graph, chosen, cheap))
     yield from tried
-    best = max(tried, key=lambda candidate: candidate.sqnr_db)
-    if good == "gptq":
-        done = {candidate.rounding for candidate in tried if candidate.method == best.method}
-        others = tuple(rounding for rounding in ROUNDINGS if rounding not in done)
-        yield from _judge_method(graph, _choose(plan, calibration, best.method, good), others)
+    if len(cheap) > 1 and max(entry.sqnr_db for entry in tried) < ratios[best] - _NOTABLE_DB:
+        yield from _judge_method(graph, chosen, ("gptq", "refit"))
+
+
+def _judge_ranges(graph: Graph, plan: QuantPlan) -> float:
+    placed = strip_weights(place_plan(graph, plan, "the candidate"), graph)
+    return judge_candidate(placed, judge_points(graph), Path(plan.statistics), keep_float_weights=True)
 
 
 def _judge_method(graph: Graph, plan: QuantPlan, roundings: tuple[Rounding, ...]) -> Iterator[Candidate]:
@@ -139,6 +148,8 @@ def _relieve(
     for count in _RELIEF_STEPS:
         names = tuple(order[:count])
         relieved = relieve_tensors(graph, plan, names, calibration, widens=widens)
+        if not quantizes_any(graph, relieved):
+            break
         ratio = next(_judge_method(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
         tried.append(Candidate(method=plan.method, rounding=plan.rounding, relieved=names, sqnr_db=ratio))
         if ratio >= reached + _LEAST_GAIN_DB:

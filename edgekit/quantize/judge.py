@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import onnx
 
-from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.errors import RuntimeRefusal
 from edgekit.model import MAX_PROTOBUF_BYTES, save_proto
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.held_out import read_held_out
@@ -90,15 +91,16 @@ def ratio_db(signal: float, noise: float) -> float:
 
 def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool = False) -> CpuSession:
     """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
-    settings = SessionSettings(
-        level=Level.ALL,
-        config=dict(_PRECISE),
-        disabled_optimizers=("WeightBiasQuantization",) if keep_float_weights else (),
-    )
-    if proto.ByteSize() < MAX_PROTOBUF_BYTES // 2:
-        return CpuSession(proto.SerializeToString(), settings)
-    save_proto(proto, path)
-    return CpuSession(path, settings)
+    fits = proto.ByteSize() < MAX_PROTOBUF_BYTES // 2
+    if not fits:
+        save_proto(proto, path)
+    source = proto.SerializeToString() if fits else path
+    disabled = ("WeightBiasQuantization",) if keep_float_weights else ()
+    try:
+        return CpuSession(source, SessionSettings(config=dict(_PRECISE), disabled_optimizers=disabled))
+    except RuntimeRefusal:
+        # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
+        return CpuSession(source, SessionSettings(disabled_optimizers=disabled))
 
 
 def has_held_out(statistics: Path) -> bool:

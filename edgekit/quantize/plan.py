@@ -86,9 +86,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     delicate = delicate_islands(graph) if precision == "int8" else {}
     float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else delicate))
     exact = calibration.ranges["minmax"]
-    if len(float_nodes) == len(_float_computing(graph)):
-        raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
-    return QuantPlan(
+    plan = QuantPlan(
         model_sha256=model.sha256,
         samples_sha256=calibration.samples_sha256,
         target=target.name,
@@ -109,6 +107,15 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         judged=(),
         statistics=calibration.statistics,
     )
+    if not quantizes_any(graph, plan):
+        raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
+    return plan
+
+
+def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
+    """Returns True if a plan leaves a node that reads floats to be quantized."""
+    kept = {node.name for node in plan.float_nodes}
+    return any(node.name not in kept for node in _float_computing(graph))
 
 
 def relieve_tensors(
@@ -194,7 +201,8 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
 def _channel_axis(graph: Graph, node: onnx.NodeProto) -> int | None:
     """Returns the output-channel axis of a weighted node's constant weight, None where a scale per channel cannot be.
 
-    A grouped ConvTranspose shares an axis between groups, so its int32 bias could not follow the weight's scales.
+    A grouped ConvTranspose shares an axis between groups, so its int32 bias could not follow the weight's scales, and
+    ONNX Runtime's quantizer fails on a Gemm with a bias of two dimensions.
     """
     weight = graph.initializers.get(node.input[1])
     if weight is None or weight.data_type != onnx.TensorProto.FLOAT:
@@ -205,5 +213,8 @@ def _channel_axis(graph: Graph, node: onnx.NodeProto) -> int | None:
     if node.op_type == "ConvTranspose":
         return 1 if attributes.get("group", 1) == 1 else None
     if node.op_type == "Gemm":
+        bias = graph.initializers.get(node.input[2]) if len(node.input) > 2 else None
+        if bias is not None and len(bias.dims) > 1:
+            return None
         return 0 if attributes.get("transB", 0) else 1
     return 1 if node.op_type == "MatMul" and len(weight.dims) == 2 else None

@@ -64,7 +64,7 @@ def as_samples(inputs: dict[str, Array], model: Model, start: int) -> Samples:
 
 def run_model(path: Path, samples: Samples) -> Array:
     """Returns the float outputs of a model in a row for each sample."""
-    session = CpuSession(path, SessionSettings(config={"session.x64quantprecision": "1"}))
+    session = CpuSession(path, SessionSettings())
     rows = (session.run(sample).values() for sample in samples)
     return np.stack([np.concatenate([value.ravel() for value in row if value.dtype.kind == "f"]) for row in rows])
 
@@ -117,7 +117,11 @@ def bench_model(zoo: Path, name: str, method: str, work: Path) -> None:
         label = f"{target} {plan.method} {plan.rounding}" + (f" wide {len(plan.wide)}" if plan.wide else "")
         score(label, expected, run_model(quantized, judge), held, seconds)
         began = time.perf_counter()
-        stock = quantize_stock(model, learn, target, work / f"{target}-ort.onnx")
+        try:
+            stock = quantize_stock(model, learn, target, work / f"{target}-ort.onnx")
+        except ValueError as error:
+            print(f"  {target} ort per channel: fails: {error}")
+            continue
         seconds = time.perf_counter() - began
         score(f"{target} ort per channel", expected, run_model(stock, judge), held, seconds)
 
