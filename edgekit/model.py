@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import onnx
-from google.protobuf.message import DecodeError
 
 from edgekit._files import digest_file, safe_join
 from edgekit.errors import BundleError, ModelError
+from edgekit.skim import skim_model
 from edgekit.tensors import TensorSpec
 
 MAX_OPSET = 26
@@ -46,7 +46,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model(path: Path) -> Model:
-    """Reads the facts of an ONNX model; weights in external files are digested, not loaded.
+    """Reads the facts of an ONNX model; weights are digested, not loaded.
 
     Raises:
         ModelError: the file is missing, empty, truncated, no ONNX model, too new, or refers to external data that is
@@ -123,15 +123,11 @@ def _parse(path: Path) -> onnx.ModelProto:
         size_bytes = path.stat().st_size
         if path.is_file() and size_bytes == 0:
             raise ModelError(f"'{path}' is empty", hint="export or download the model again")
-        proto = onnx.load(str(path), load_external_data=False)
+        proto = skim_model(path)
     except FileNotFoundError as error:
         raise ModelError(f"there is no file '{path}'", hint="check the path of the model") from error
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
-    except DecodeError as error:
-        raise ModelError(
-            f"'{path}' is not an ONNX model, or is cut off", hint="export or download the model again"
-        ) from error
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
     return proto

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_ort", "_proc"),
     ("labels", "recipe"),
     ("model", "target", "samples"),
-    ("images", "npz", "_files"),
+    ("images", "npz", "skim", "_files"),
     ("tensors", "evidence", "plain"),
     ("errors",),
 )

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, shape_inference
 
-from edgekit.check.skim import skim_model
 from edgekit.model import Model, iterate_graphs, tensor_dtype
+from edgekit.skim import skim_model
 from edgekit.tensors import Array
 
 Shape = tuple[int | None, ...]

@@ -8,7 +8,7 @@ import onnx
 
 from edgekit._files import move_file, work_folder
 from edgekit.model import Model, iterate_graphs, load_model, read_proto
-from edgekit.prepare import idle_relu, resize_inputs, sum_to_add
+from edgekit.prepare import flatten_to_reshape, idle_relu, resize_inputs, sum_to_add
 from edgekit.prepare.external import write_beside
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.tidy import merge_domains, name_nodes
@@ -17,6 +17,7 @@ FIXES: dict[str, Callable[[onnx.GraphProto, int], tuple[str, ...]]] = {
     sum_to_add.FIX_ID: sum_to_add.rewrite_sums,
     resize_inputs.FIX_ID: resize_inputs.leave_out_empty_inputs,
     idle_relu.FIX_ID: idle_relu.drop_idle_relus,
+    flatten_to_reshape.FIX_ID: flatten_to_reshape.write_flattens,
 }
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 

@@ -59,6 +59,7 @@ def calibrate_model(model: Model, samples: Samples, *, work: Path) -> Calibratio
         )
     work.mkdir(parents=True, exist_ok=True)
     session = _load(observation.proto, work / "observed.onnx")
+    observation = msgspec.structs.replace(observation, proto=onnx.ModelProto())
     state, held_out, digest = _Pass(observation), HeldOut(samples.count, points), hashlib.sha256()
     for index, sample in enumerate(samples):
         digest.update(_digest_sample(sample))

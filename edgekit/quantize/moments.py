@@ -12,7 +12,7 @@ from edgekit.errors import UsageError
 from edgekit.quantize.layers import Cut, Layer
 from edgekit.tensors import Array
 
-BUDGET_BYTES = 160 << 20
+BUDGET_BYTES = 96 << 20
 _BLOCK_SIZES = (1152, 576, 288, 144)
 _FLUSH_ROWS = 256
 

@@ -16,6 +16,10 @@ RESIZE = (
     "g (float[1,1,2,2] x) => (float[1,1,4,4] y) <float[0] roi = {}, float[0] none = {}, int64[4] sizes = {1, 1, 4, 4}>"
     '{ y = Resize<mode = "nearest">(x, roi, none, sizes) }'
 )
+FLATTEN = (
+    "g (float[2,3,4] x) => (float[2,12] y, float[1,24] a, float[6,4] b)"
+    "{ y = Flatten(x)  a = Flatten<axis = 0>(x)  b = Flatten<axis = 2>(x) }"
+)
 RELU = (
     "g (float[4] x) => (float[4] y, float[4] w) <float s = {0.1}, uint8 low = {0}, uint8 mid = {128}>"
     "{ a = Relu(x)  b = QuantizeLinear(a, s, low)  y = DequantizeLinear(b, s, low)"
@@ -33,8 +37,9 @@ RELU = (
             "idle-relu",
             ["QuantizeLinear", "DequantizeLinear", "Relu", "QuantizeLinear", "DequantizeLinear"],
         ),
+        (FLATTEN, "flatten-to-reshape", ["Reshape", "Reshape", "Flatten"]),
     ],
-    ids=["sum", "resize", "relu"],
+    ids=["sum", "resize", "relu", "flatten"],
 )
 def test_a_rewrite_changes_its_nodes_and_no_result(tmp_path: Path, text: str, fix: str, ops: list[str]) -> None:
     model = make_model(text, tmp_path / "m.onnx")
@@ -84,4 +89,4 @@ def test_external_data_is_copied_beside(tmp_path: Path) -> None:
 
 
 def test_every_fix_has_the_id_of_its_advice() -> None:
-    assert list(FIXES) == ["sum-to-add", "resize-empty-inputs", "idle-relu"]
+    assert list(FIXES) == ["sum-to-add", "resize-empty-inputs", "idle-relu", "flatten-to-reshape"]

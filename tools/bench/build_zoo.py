@@ -61,7 +61,8 @@ def repeat_samples(path: Path, count: int) -> None:
     """Makes an archive hold exactly `count` samples, repeating its own."""
     with np.load(path) as archive:
         arrays = {key: archive[key] for key in archive.files}
-    np.savez(path, **{key: np.resize(value, (count, *value.shape[1:])) for key, value in arrays.items()})
+    repeated: dict[str, Any] = {key: np.resize(value, (count, *value.shape[1:])) for key, value in arrays.items()}
+    np.savez(path, **repeated)
 
 
 def time_float(model: Path, data: Path) -> float:

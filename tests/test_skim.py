@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from check_models import conv_net
+from demo_paths import MODEL
 from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test import loader
 
-from edgekit.check.skim import skim_model
 from edgekit.errors import ModelError
+from edgekit.skim import skim_model
 
 LIGHT = Path(loader.DATA_DIR) / "light"
 
@@ -21,9 +21,8 @@ def test_a_model_of_small_tensors_stays_as_it_is(name: str) -> None:
     assert skim_model(path) == onnx.load(str(path))
 
 
-def test_small_weights_stay(tmp_path: Path) -> None:
-    path = conv_net(tmp_path / "net.onnx")
-    assert skim_model(path) == onnx.load(str(path))
+def test_small_weights_stay() -> None:
+    assert skim_model(MODEL) == onnx.load(str(MODEL))
 
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
@@ -50,7 +49,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
-    path = conv_net(tmp_path / "net.onnx")
-    path.write_bytes(path.read_bytes()[:-50])
+    path = tmp_path / "net.onnx"
+    path.write_bytes(MODEL.read_bytes()[:-50])
     with pytest.raises(ModelError, match="cut off"):
         skim_model(path)
