@@ -110,6 +110,13 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                     yield from iterate_graphs(body)
 
 
+def has_integers(model: Model) -> bool:
+    """Returns True if the model is quantized: it has Q or DQ nodes, or operators that compute in 8 bits."""
+    proto = read_proto(model, weights=False)
+    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    return any(op in {"QuantizeLinear", "DequantizeLinear"} or op.startswith("QLinear") for op in ops)
+
+
 def tensor_dtype(elem_type: int) -> str:
     """Returns numpy's name of an ONNX element type, or ONNX's own name where numpy has none."""
     name = onnx.TensorProto.DataType.Name(elem_type).lower()

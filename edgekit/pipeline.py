@@ -17,9 +17,9 @@ from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
-from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError
+from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
 from edgekit.labels import read_labels
-from edgekit.model import Model, load_model
+from edgekit.model import Model, has_integers, load_model
 from edgekit.plain import to_json
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.prepare.fix import Fix
@@ -64,6 +64,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
     source: Model
     prepared: Model
     fixes: tuple[Fix, ...]
+    is_quantized: bool
     samples: Samples
     samples_sha256: str
     golden: Golden
@@ -137,6 +138,44 @@ def verify_on(bundle: Bundle, names: Sequence[str], progress: Progress | None = 
     return report
 
 
+def verify_with(
+    bundle: Bundle,
+    reference: Path,
+    data: Data,
+    names: Sequence[str],
+    *,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Verifies a bundle with other samples than its golden ones, at most that many; nothing is written into it.
+
+    `reference` is the float model that the bundle was made of and says what the outputs should be. `data.source` gives
+    the samples, `data.labels` the class of each.
+
+    Raises:
+        UsageError: the bundle was made of another model, or there is no such device.
+        DataError: the samples or the labels do not fit.
+    """
+    source, wanted = load_model(reference), bundle.manifest.ancestry.source
+    if source.sha256 != wanted:
+        raise UsageError(
+            f"'{reference}' is not the model that bundle '{bundle.folder}' was made of: its sha256 is {source.sha256},"
+            f" that of the bundle's source is {wanted}",
+            hint="give the float model that edgekit build was given",
+        )
+    devices = _find_devices(bundle, read_target(bundle), names)
+    every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
+    labels = None if data.labels is None else read_labels(data.labels, every)
+    kept = spread_indices(every.count, samples or every.count)
+    chosen = select_samples(every, kept)
+    check_samples(chosen)
+    with work_folder() as work:
+        (progress or say_nothing)("run the float model")
+        known = None if labels is None else [labels[index] for index in kept]
+        golden = make_golden(source, chosen, work, labels=known)
+        return verify_bundle(bundle, devices, golden=golden, progress=progress)
+
+
 def _find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[Device]:
     chosen = names or [planned.device for planned in bundle.manifest.verification]
     return [find_device(name, target) for name in chosen]
@@ -144,7 +183,10 @@ def _find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[
 
 def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     job.progress("prepare the model")
-    fixed = fix_model(prepare_model(source, job.work / "prepared.onnx", job.recipe.dims), job.work / "fixed.onnx")
+    fixed = fix_model(
+        prepare_model(source, job.work / "prepared" / f"{source.name}.onnx", job.recipe.dims),
+        job.work / "fixed" / f"{source.name}.onnx",
+    )
     prepared = fixed.model
     job.progress("read the samples")
     samples = load_samples(data.source, prepared.inputs, data.preprocess)
@@ -162,6 +204,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         source=source,
         prepared=prepared,
         fixes=fixed.fixes,
+        is_quantized=has_integers(prepared),
         samples=samples,
         samples_sha256=digest,
         golden=golden,
@@ -200,20 +243,23 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
     work.mkdir()
     precision, notes = choose_precision(target, job.recipe.precision), list[str]()
     quantized: QuantizedModel | None = None
-    if precision.startswith("int"):
+    if inputs.is_quantized:
+        precision = "int8"
+        notes.append("the model is quantized already: taken as it is")
+    elif precision.startswith("int"):
         try:
             quantized = _quantize(inputs, target, precision, work / "quantized.onnx")
         except ModelError as error:
-            if job.recipe.precision != "auto" or "fp32" not in target.precisions:
-                raise
-            precision = "fp32"
-            notes.append(f"built as fp32, because {error.message}")
+            precision = _fall_back(error, target, job, notes)
     model = inputs.prepared if quantized is None else quantized.model
     check = check_model(model, target)
     ort_source: Model | None = None
-    if precision == "fp16":
-        ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
-        check = check_model(model, target)
+    if precision == "fp16" and not inputs.is_quantized:
+        try:
+            ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
+            check = check_model(model, target)
+        except (ModelError, RuntimeRefusal) as error:
+            precision = _fall_back(error, target, job, notes)
     convert = partial(convert_model, model, out=work / "converted", ort_source=ort_source)
     converted = _convert(convert, target, notes)
     contents = Contents(
@@ -243,6 +289,14 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
         quantized=quantized,
         notes=tuple(notes),
     )
+
+
+def _fall_back(error: EdgekitError, target: Target, job: _Job, notes: list[str]) -> Precision:
+    """Returns fp32 where the precision was left to edgekit, and says why in `notes`; raises the error otherwise."""
+    if job.recipe.precision != "auto" or "fp32" not in target.precisions:
+        raise error
+    notes.append(f"built as fp32, because {error.message}")
+    return "fp32"
 
 
 def _quantize(inputs: _Inputs, target: Target, precision: Precision, out: Path) -> QuantizedModel:

@@ -5,21 +5,26 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from edgekit import _ort
 from edgekit._files import digest_file, replacing_file, staged_entries, work_folder
 from edgekit.check.check import check_model
+from edgekit.check.ort_opinion import OrtOpinions, ask_ort_checker
 from edgekit.check.report import CheckReport
 from edgekit.convert.census import count_ops, replay_saved
 from edgekit.convert.convert import ORT_FILES, convert_model
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.convert.ort_report import read_graph
 from edgekit.model import load_model
+from edgekit.observe import NotObserved, Observed, observe_target
+from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model
-from edgekit.quantize import FloatNode, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantization, quantize_model
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.report.text import describe_recommendation
 from edgekit.samples import check_samples, limit_samples, load_samples
 from edgekit.target import Form, Precision
 
@@ -27,11 +32,19 @@ Progress = Callable[[str], None]
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A model checked against several targets."""
+    """A model checked against several targets, what their real providers did with it, what ORT's checker says."""
 
     model: str
     sha256: str
     targets: dict[str, CheckReport]
+    observed: dict[str, Observed | NotObserved] = {}
+    ort: OrtOpinions | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """True if a target's verdict is "no", or the vendor's own code made no session."""
+        refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
+        return refused or any(report.verdict == "no" for report in self.targets.values())
 
 
 class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +58,7 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A model quantized for a target, and which nodes stayed float and why."""
+    """A model quantized for a target, which nodes stayed float and why, and what was tried, best first."""
 
     model: str
     out: Path
@@ -56,32 +69,68 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     size_after: int
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
+    steps: tuple[Candidate, ...]
     seconds: float
     peak_rss_bytes: int
 
 
-def check_targets(model: Path, recipe: Recipe, progress: Progress | None = None) -> CheckSummary:
+def check_targets(
+    model: Path, recipe: Recipe, progress: Progress | None = None, *, observe: bool = False, compare_ort: bool = False
+) -> CheckSummary:
     """Prepares a model and returns what each target of the recipe would take of it.
+
+    With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
+    report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
 
     Raises:
         EdgekitError: the model or the recipe is wrong.
     """
     progress = progress or say_nothing
     targets, source = load_targets(recipe), load_model(model)
+    reports: dict[str, CheckReport] = {}
+    observed: dict[str, Observed | NotObserved] = {}
     with work_folder() as work:
         progress("prepare the model")
         prepared = prepare_model(source, work / f"{source.name}.onnx", recipe.dims)
-        reports: dict[str, CheckReport] = {}
         for target in targets:
             progress(f"check {target.name}")
-            reports[target.name] = check_model(prepared, target)
-    return CheckSummary(model=source.name, sha256=source.sha256, targets=reports)
+            report = check_model(prepared, target)
+            if observe:
+                progress(f"observe {target.name}")
+                seen = observed[target.name] = observe_target(prepared, target)
+                if isinstance(seen, Observed):
+                    report = msgspec.structs.replace(report, evidence=seen.evidence.value)
+            reports[target.name] = report
+    opinions = ask_ort_checker(model) if compare_ort else None
+    return CheckSummary(model=source.name, sha256=source.sha256, targets=reports, observed=observed, ort=opinions)
+
+
+def describe_checks(summary: CheckSummary) -> dict[str, Any]:
+    """Returns a check as its JSON document: what was observed stands in the target's own object."""
+    targets = to_plain(summary.targets)
+    for name, seen in summary.observed.items():
+        targets[name]["observed"] = to_plain(seen) if isinstance(seen, Observed) else None
+        if isinstance(seen, NotObserved):
+            targets[name]["not_observed"] = seen.reason
+    document = {
+        "model": summary.model,
+        "sha256": summary.sha256,
+        "targets": targets,
+        "recommendation": describe_recommendation(summary.targets, summary.observed),
+    }
+    return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}
 
 
 def quantize_for(
-    model: Path, data: Data, out: Path, recipe: Recipe, progress: Progress | None = None
+    model: Path,
+    data: Data,
+    out: Path,
+    recipe: Recipe,
+    *,
+    method: str = "auto",
+    progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Writes the QDQ form of a model for the one target of the recipe.
+    """Writes the QDQ form of a model for the one target of the recipe; `method` is that of `plan_quantization`.
 
     Raises:
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
@@ -95,7 +144,7 @@ def quantize_for(
         check_samples(samples)
         progress(f"calibrate with {samples.count} samples")
         calibration = calibrate_model(prepared, samples, work=work / "calibration")
-        plan = plan_quantization(prepared, calibration, target, precision)
+        plan = plan_quantization(prepared, calibration, target, precision, method=method)
         progress("quantize")
         quantized = quantize_model(prepared, plan, temporary)
     return QuantizeReport(
@@ -108,6 +157,7 @@ def quantize_for(
         size_after=quantized.size_after,
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,
+        steps=plan.judged,
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=peak_rss_bytes(),
     )

@@ -73,6 +73,8 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
 
     `min_top1_agreement` counts for outputs that rank classes; `granted_samples` more may disagree, because few samples
     know a share only roughly. `max_cpu_nodes` limits the nodes that a provider left to the CPU; None sets no limit.
+    `min_taken_macs` is the least share of the multiply-accumulates that the provider must take for the target to be
+    worth its while.
     """
 
     min_cosine: float
@@ -80,6 +82,7 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     min_sqnr_db: float
     granted_samples: int = 0
     max_cpu_nodes: int | None = None
+    min_taken_macs: float = 0.0
 
 
 class Variant(_Strict, frozen=True, kw_only=True):

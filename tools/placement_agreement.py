@@ -11,7 +11,6 @@ made; sessions that fail are counted apart, against the nodes that check calls f
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,34 +21,25 @@ import msgspec
 from placement_models import write_models
 
 from edgekit._files import work_folder
-from edgekit._ort import Level
 from edgekit._proc import run_process
-from edgekit.check.check import check_model
-from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckReport
-from edgekit.devices.cache import find_installed
-from edgekit.devices.child import FAR
-from edgekit.devices.exchange import FarJob, write_job
-from edgekit.devices.xnnpack_wasm import find_node, lower_model
+from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError
 from edgekit.model import load_model
-from edgekit.samples import Samples
+from edgekit.observe import (
+    ObservedPlacement,
+    match_nodes,
+    name_as_model,
+    observe_placement,
+    predict_for_oracle,
+)
 from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
 _QNN = "QNNExecutionProvider"
-_XNNPACK = "XnnpackExecutionProvider"
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a session put the nodes it still had: names by provider; `failure` if it could not be made."""
-
-    providers: dict[str, str]
-    reasons: dict[str, str] = {}
-    failure: str | None = None
-
-
-class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
+class Surprise(msgspec.Struct, frozen=True, kw_only=True):
     """A node that check and the provider place differently."""
 
     model: str
@@ -65,7 +55,7 @@ class Tally(msgspec.Struct, kw_only=True):
     models: int = 0
     nodes: Counter[str] = msgspec.field(default_factory=Counter)
     agreed: Counter[str] = msgspec.field(default_factory=Counter)
-    disagreements: list[Disagreement] = []
+    disagreements: list[Surprise] = []
     sessions: Counter[str] = msgspec.field(default_factory=Counter)
     surprises: list[str] = []
 
@@ -80,8 +70,7 @@ def main() -> int:
     tally = Tally()
     for path in write_models(options.source, options.work / "models"):
         seen = _observe(path, target, options.work)
-        judged = msgspec.structs.replace(target, settings={**target.settings, **_oracle_settings(target)})
-        _compare(check_model(load_model(path), judged), seen, tally)
+        _compare(predict_for_oracle(load_model(path), target), seen, tally)
     return _print_tally(tally)
 
 
@@ -96,27 +85,23 @@ def _parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _oracle_settings(target: Target) -> dict[str, str]:
-    return {"ort_minor": "16"} if target.name == "xnnpack" else {}
-
-
-def _observe(path: Path, target: Target, work: Path) -> Observation:
+def _observe(path: Path, target: Target, work: Path) -> ObservedPlacement:
     settings = "-".join(target.settings.values()) or "default"
     kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{path.stem}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        seen = observe_qnn(path, target) if target.name == "qnn" else observe_xnnpack(path)
+        seen = observe_qnn(path, target) if target.name == "qnn" else observe_xnnpack(path, target)
         kept.write_bytes(msgspec.json.encode(seen))
-    return msgspec.json.decode(kept.read_bytes(), type=Observation)
+    return msgspec.json.decode(kept.read_bytes(), type=ObservedPlacement)
 
 
-def observe_qnn(path: Path, target: Target) -> Observation:
+def observe_qnn(path: Path, target: Target) -> ObservedPlacement:
     """Returns where the plug-in provider puts each node, asked in a child process."""
     argv = [sys.executable, __file__, "--observe", str(path), "--soc", target.settings["soc_model"]]
     finished = run_process(argv, timeout_s=_TIMEOUT_S)
     if not finished.succeeded:
-        return Observation(providers={}, failure=finished.ending)
-    return msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=Observation)
+        return ObservedPlacement(providers={}, failure=finished.ending)
+    return msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=ObservedPlacement)
 
 
 def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
@@ -143,67 +128,40 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
             session = ort.InferenceSession(str(path), options, enable_fallback=False)
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a finding
             return {"providers": {}, "failure": str(error).strip().splitlines()[0][:300]}
-        placed = {
-            re.sub(r"_token_\d+$", "", node.name): graph.ep_name
+        assigned = {
+            node.name: graph.ep_name
             for graph in session.get_provider_graph_assignment_info()
             for node in graph.get_nodes()
         }
         file = trace / "qnn_op_trace.json"
         refused = json.loads(file.read_bytes())["unsupported_nodes"] if file.exists() else []
-    return {"providers": placed, "reasons": {node["node_name"]: node["reason"] for node in refused}}
+    return {"providers": name_as_model(assigned), "reasons": {node["node_name"]: node["reason"] for node in refused}}
 
 
-def observe_xnnpack(path: Path) -> Observation:
+def observe_xnnpack(path: Path, target: Target) -> ObservedPlacement:
     """Returns where the WebAssembly build puts each node."""
-    lock = FAR / "xnnpack-wasm" / "package-lock.json"
-    with work_folder() as folder:
-        try:
-            model, _ = lower_model(path, folder)
-        except EdgekitError as error:
-            return Observation(providers={}, failure=error.message)
-        runtime = str(find_installed("xnnpack-wasm", lock))
-        job = FarJob(model=str(model), provider=_XNNPACK, level=Level.DISABLED, samples=0, runtime=runtime)
-        write_job(folder, job, Samples(source="none", count=0, read=lambda: iter(())))
-        finished = run_process([*find_node(), str(FAR / "web_runner.mjs"), str(folder)], timeout_s=_TIMEOUT_S)
-        file = folder / "run.json"
-        run: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {"message": finished.ending}
-    if not run.get("placement") and not run.get("placed_whole"):
-        return Observation(providers={}, failure=run["message"])
-    names = {node["name"]: node["provider"] for node in run.get("placement", ())}
-    return Observation(providers=_add_fused_nodes(path, names, run.get("placed_whole", "")))
+    try:
+        return observe_placement(load_model(path), target, find_device("xnnpack-wasm", target), samples=0)
+    except EdgekitError as error:
+        return ObservedPlacement(providers={}, failure=error.message)
 
 
-def _add_fused_nodes(path: Path, names: dict[str, str], whole: str) -> dict[str, str]:
-    """Returns the place of every node of the model: XNNPACK renames what it takes, the CPU's nodes keep their names.
-
-    A Transpose that is on neither side was cancelled when the layout changed; it is left out.
-    """
-    nodes = read_graph(load_model(path)).nodes
-    if whole:
-        return {node.name: whole for node in nodes}
-    return {node.name: names.get(node.name, _XNNPACK) for node in nodes if node.op != "Transpose" or node.name in names}
-
-
-def _compare(report: CheckReport, seen: Observation, tally: Tally) -> None:
+def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally) -> None:
     tally.models += 1
-    if seen.failure is not None:
+    if seen.failure is not None and not seen.providers:
         kind = "failed as predicted" if report.is_refused else "failed at a named risk" if report.risks else "failed"
         tally.sessions[kind] += 1
         if kind == "failed":
             tally.surprises.append(f"{report.model}: {seen.failure}")
         return
     tally.sessions["refused in prediction only" if report.is_refused else "made"] += 1
-    for node in report.node_list:
-        provider = seen.providers.get(node.name)
-        if provider is None:
-            continue
-        taken = provider != "CPUExecutionProvider"
+    for node, taken in match_nodes(report, seen.providers):
         tally.nodes[node.op] += 1
         tally.agreed[node.op] += taken == node.taken
         if taken != node.taken:
             why = seen.reasons.get(node.name, "") if node.taken else "; ".join(node.reasons)
             tally.disagreements.append(
-                Disagreement(model=report.model, name=node.name, op=node.op, predicted=node.taken, why=why)
+                Surprise(model=report.model, name=node.name, op=node.op, predicted=node.taken, why=why)
             )
 
 

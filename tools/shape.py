@@ -11,7 +11,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("steps",),
     ("report",),
-    ("verify", "bench", "inspect"),
+    ("verify", "bench", "inspect", "observe"),
     ("devices",),
     ("bundle",),
     ("convert", "quantize", "check"),

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import click
 
+from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_checks, show_json, showing_progress
 from edgekit.recipe import Recipe
-from edgekit.steps import check_targets
+from edgekit.report.html import render_check
+from edgekit.steps import check_targets, describe_checks
 
 
 @click.command(short_help="Say node by node what each target would take, why not, and what to do.")
@@ -16,23 +18,38 @@ from edgekit.steps import check_targets
 @options.TARGETS
 @options.SET
 @options.DIM
+@click.option("--observe", is_flag=True, help="Ask the real provider too, where one can run here.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
+@click.option("--compare-ort", is_flag=True, help="Say what ONNX Runtime's own checker says, and why that differs.")
 @options.JSON
 @options.verbosity
 def command(
-    model: Path, targets: tuple[str, ...], settings: tuple[str, ...], dims: tuple[str, ...], as_json: bool, volume: int
+    model: Path,
+    targets: tuple[str, ...],
+    settings: tuple[str, ...],
+    dims: tuple[str, ...],
+    observe: bool,
+    html: Path | None,
+    compare_ort: bool,
+    as_json: bool,
+    volume: int,
 ) -> int:
     """Say node by node what each target would take of MODEL, why not, and what to do.
 
     \b
     Example:
       edgekit check model.onnx --target nnapi --set api_level=31 --dim batch=1
+      edgekit check model.onnx --target qnn --observe --html check.html
 
-    Exit code 0: no target's verdict is "no". 1: one is.
+    Exit code 0: no target's verdict is "no". 1: one is, or the vendor's own code refused the model.
     """
     recipe = Recipe(
         targets=targets, settings=options.parse_assignments(settings, "--set"), dims=options.parse_dims(dims)
     )
     with showing_progress(volume) as progress:
-        report = check_targets(model, recipe, progress)
-    show_json(report) if as_json else show_checks(list(report.targets.values()))
-    return NO if any(check.verdict == "no" for check in report.targets.values()) else YES
+        summary = check_targets(model, recipe, progress, observe=observe, compare_ort=compare_ort)
+    if html is not None:
+        page = render_check(summary.model, summary.sha256, summary.targets, summary.observed)
+        write_file(html, page.encode())
+    show_json(describe_checks(summary)) if as_json else show_checks(summary.targets, summary.observed, summary.ort)
+    return NO if summary.is_refused else YES

@@ -21,6 +21,7 @@ from edgekit.steps import quantize_for
 @options.DIM
 @options.SAMPLES
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), default="auto", help="Default: auto.")
+@click.option("--method", default="auto", metavar="NAME", help="auto, best, minmax, mse, percentile-99.99, ...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The QDQ model.")
 @options.JSON
 @options.verbosity
@@ -33,6 +34,7 @@ def command(
     dims: tuple[str, ...],
     samples: int | None,
     precision: PrecisionChoice,
+    method: str,
     out: Path,
     as_json: bool,
     volume: int,
@@ -52,9 +54,11 @@ def command(
     )
     source = Data(source=data, preprocess=load_preprocess(preprocess) if preprocess else None)
     with showing_progress(volume) as progress:
-        report = quantize_for(model, source, out, recipe, progress)
+        report = quantize_for(model, source, out, recipe, method=method, progress=progress)
     if as_json:
         show_json(report)
     else:
         show_line(f"{out}: {report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float")
+        for tried in report.steps:
+            show_line(f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples")
     return YES

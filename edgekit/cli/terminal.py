@@ -2,15 +2,17 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import click
 from rich.console import Console, RenderableType
 
+from edgekit.check.ort_opinion import OrtOpinions
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.inspect import OnnxReport
+from edgekit.observe import NotObserved, Observed
 from edgekit.plain import to_json
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
@@ -39,14 +41,23 @@ def show_build(report: BuildReport) -> None:
     click.echo(f"report: {report.report}")
 
 
-def show_checks(reports: Sequence[CheckReport]) -> None:
-    """Prints checks, one after another: the verdict, the nodes not taken, and what to do."""
-    for report in reports:
+def show_checks(
+    reports: Mapping[str, CheckReport],
+    observed: Mapping[str, Observed | NotObserved],
+    opinions: OrtOpinions | None = None,
+) -> None:
+    """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
+    for name, report in reports.items():
         click.echo(text.describe_check(report))
         if report.taken < report.nodes:
             _print(text.table_check(report))
+        for remark in text.list_check_remarks(report, observed.get(name)):
+            click.echo(f"- {remark}")
         for advice in report.advice:
             click.echo(f"- {advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes)")
+    for line in text.list_ort_opinions(opinions, reports) if opinions is not None else ():
+        click.echo(line)
+    click.echo(f"recommendation: {text.describe_recommendation(reports, observed)}")
 
 
 def show_verify(report: VerifyReport) -> None:

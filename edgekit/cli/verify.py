@@ -1,32 +1,153 @@
 """`edgekit verify`."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
+from edgekit._files import write_file
 from edgekit.bundle.folder import open_bundle
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_json, show_verify, showing_progress
-from edgekit.pipeline import verify_on
+from edgekit.cli.terminal import Progress, show_json, show_verify, showing_progress
+from edgekit.errors import UsageError
+from edgekit.images import load_preprocess
+from edgekit.pipeline import verify_on, verify_with
+from edgekit.recipe import Data
+from edgekit.report.html import render_verify
+from edgekit.report.junit import render_junit
+from edgekit.verify.report import VerifyReport, recheck_report
+from edgekit.verify.verify import read_report
+
+_FILE = click.Path(path_type=Path)
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be judged, as the options say it."""
+
+    bundle: Path | None
+    names: tuple[str, ...]
+    data: str | None
+    preprocess: Path | None
+    labels: Path | None
+    reference: Path | None
+    samples: int | None
+    recheck: Path | None
+    min_cosine: float | None
+    min_sqnr_db: float | None
+    min_top1_agreement: float | None
+
+
+def _limit(option: str, name: str, low: float, high: float, help_text: str) -> options.Option[Any]:
+    def refuse_nan(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+        if value is not None and math.isnan(value):
+            raise click.BadParameter("'nan' is no number")
+        return value
+
+    kind = click.FloatRange(low, high)
+    return click.option(option, name, type=kind, callback=refuse_nan, metavar="X", help=help_text)
 
 
 @click.command(short_help="Run a bundle on devices and compare with the float model.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=_FILE, required=False)
 @click.option("--on", "names", multiple=True, metavar="DEVICE", help="A device; else those that the target names.")
+@click.option("--data", metavar="DATA", help="Verify with these samples, not the golden ones; needs --reference.")
+@options.PREPROCESS
+@click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
+@click.option("--reference", type=_FILE, metavar="MODEL", help="The float model that the bundle was built from.")
+@options.SAMPLES
+@click.option("--recheck", type=_FILE, metavar="FILE", help="Judge this verify.json again; nothing runs.")
+@_limit("--min-cosine", "min_cosine", -1, 1, "Least cosine of an output.")
+@_limit("--min-sqnr", "min_sqnr_db", -200, 200, "Least signal-to-noise ratio in dB.")
+@_limit("--min-top1", "min_top1_agreement", 0, 1, "Least share of samples (of integers: of elements) that agree.")
+@click.option("--junit", type=_FILE, metavar="FILE", help="Write the result as JUnit XML too.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write the result as an HTML page too.")
 @options.JSON
 @options.verbosity
-def command(bundle: Path, names: tuple[str, ...], as_json: bool, volume: int) -> int:
-    """Run BUNDLE on devices and compare with the float model; the result goes into its verify.json.
+def command(junit: Path | None, html: Path | None, as_json: bool, volume: int, **asked: Any) -> int:
+    """Run BUNDLE on devices and compare with the float model.
+
+    A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. --min-...
+    count for this judgement only; --data and --recheck leave verify.json alone.
 
     \b
     Example:
-      edgekit verify bundles/model-qnn --on qnn-htp-sim
+      edgekit verify bundles/model-qnn --on qnn-htp-sim --junit verify.xml
+      edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx
+      edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
 
-    Exit code 0: at least one device ran and each that ran passed. 1: not so. 2: the bundle is damaged.
+    Exit code 0: at least one device ran and each that ran passed. 1: not so. 2: the usage or an input is wrong.
     """
-    opened = open_bundle(bundle)
+    question = _Question(**asked)
+    _check_options(question)
+    _check_places(question.bundle, {"--junit": junit, "--html": html})
     with showing_progress(volume) as progress:
-        report = verify_on(opened, names, progress)
+        report = _judge(_answer(question, progress), question)
+    if junit is not None:
+        write_file(junit, render_junit(report))
+    if html is not None:
+        write_file(html, render_verify(report).encode())
     show_json(report) if as_json else show_verify(report)
     return YES if report.passed else NO
+
+
+def _check_options(question: _Question) -> None:
+    if (question.bundle is None) == (question.recheck is None):
+        raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
+    of_data = {
+        "--preprocess": question.preprocess,
+        "--labels": question.labels,
+        "--reference": question.reference,
+        "--samples": question.samples,
+    }
+    if question.recheck is not None:
+        _refuse({"--on": question.names or None, "--data": question.data, **of_data}, "--recheck runs nothing")
+    elif question.data is None:
+        _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
+    elif question.reference is None:
+        raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
+
+
+def _refuse(given: Mapping[str, object], reason: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} means nothing here", hint=reason)
+
+
+def _check_places(bundle: Path | None, places: Mapping[str, Path | None]) -> None:
+    """Refuses a report inside the bundle: a bundle with a file that its manifest does not list cannot be opened."""
+    for option, place in places.items():
+        if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
+            raise UsageError(f"{option} '{place}' lies in the bundle", hint="write it beside the bundle")
+
+
+def _answer(question: _Question, progress: Progress) -> VerifyReport:
+    if question.recheck is not None:
+        return read_report(question.recheck)
+    bundle = open_bundle(question.bundle or Path())
+    if question.data is None or question.reference is None:
+        return verify_on(bundle, question.names, progress)
+    preprocess = load_preprocess(question.preprocess) if question.preprocess else None
+    data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
+    samples = question.samples
+    return verify_with(bundle, question.reference, data, question.names, samples=samples, progress=progress)
+
+
+def _judge(report: VerifyReport, question: _Question) -> VerifyReport:
+    """Returns the report under the limits that were given; those that were not are as they were.
+
+    A share of samples that the user names grants no sample more, as a target's does.
+    """
+    given = {
+        "min_cosine": question.min_cosine,
+        "min_sqnr_db": question.min_sqnr_db,
+        "min_top1_agreement": question.min_top1_agreement,
+        "granted_samples": None if question.min_top1_agreement is None else 0,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if not chosen or not report.runs:
+        return report
+    return recheck_report(report, msgspec.structs.replace(report.runs[0].thresholds, **chosen))

@@ -22,7 +22,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     copy.CopyFrom(proto)
     _LOGGER.disabled = True
     try:
-        return cast(
+        converted = cast(
             "onnx.ModelProto",
             float16.convert_float_to_float16(copy, keep_io_types=True, node_block_list=list(kept)),
         )
@@ -32,3 +32,18 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
         ) from error
     finally:
         _LOGGER.disabled = False
+    _drop_repeated_casts(converted.graph)
+    return converted
+
+
+def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
+    """Keeps one of the casts that the converter writes for each kept node that reads a value, all under one name."""
+    seen: set[str] = set()
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        if node.op_type == "Cast" and node.output[0] in seen:
+            continue
+        seen.update(node.output)
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)

@@ -10,6 +10,7 @@ from onnx import numpy_helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model import Model, read_proto, save_proto
+from edgekit.prepare.tidy import name_nodes
 from edgekit.quantize._ort_half import convert_floats
 
 MAX_HALF = 65504.0
@@ -34,6 +35,7 @@ def halve_model(model: Model, kept: Sequence[str], out: Path) -> HalvedModel:
     """
     proto = read_proto(model)
     halved = convert_floats(proto, kept, model.path.name)
+    name_nodes(halved.graph)
     written = save_proto(halved, out)
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
     return HalvedModel(model=written, clamped=_clamped(proto, halved))

@@ -1,19 +1,28 @@
 """Reports as one HTML page: no script, nothing loaded from elsewhere."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
 
+from edgekit.check.report import CheckReport
 from edgekit.evidence import Evidence
+from edgekit.observe import NotObserved, Observed
 from edgekit.report.summary import BuildReport
 from edgekit.report.text import (
     describe_agreement,
+    describe_disagreement,
     describe_evidence,
+    describe_recommendation,
     describe_remarks,
     describe_size,
     describe_taken,
+    describe_work,
     format_bytes,
+    list_observed,
+    list_verify_remarks,
 )
+from edgekit.verify.report import VerifyReport
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("edgekit.report"),
@@ -29,6 +38,9 @@ _FILTERS: dict[str, Any] = {
     "evidence": describe_evidence,
     "remarks": describe_remarks,
     "bytes": format_bytes,
+    "work": describe_work,
+    "disagreement": describe_disagreement,
+    "observed": list_observed,
 }
 _TEMPLATES.filters.update(_FILTERS)
 
@@ -36,3 +48,25 @@ _TEMPLATES.filters.update(_FILTERS)
 def render_build(report: BuildReport) -> str:
     """Returns a build as an HTML page."""
     return _TEMPLATES.get_template("build.html.j2").render(report=report, evidence_kinds=list(Evidence))
+
+
+def render_verify(report: VerifyReport) -> str:
+    """Returns a verification as an HTML page."""
+    remarks = list(list_verify_remarks(report))
+    return _TEMPLATES.get_template("verify.html.j2").render(
+        report=report, remarks=remarks, evidence_kinds=list(Evidence)
+    )
+
+
+def render_check(
+    model: str, sha256: str, reports: Mapping[str, CheckReport], observed: Mapping[str, Observed | NotObserved]
+) -> str:
+    """Returns the checks of a model, by target, as an HTML page; `observed` may lack targets that were not asked."""
+    return _TEMPLATES.get_template("check.html.j2").render(
+        model=model,
+        sha256=sha256,
+        reports=reports,
+        observed=observed,
+        recommendation=describe_recommendation(reports, observed),
+        evidence_kinds=list(Evidence),
+    )

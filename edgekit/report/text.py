@@ -1,16 +1,19 @@
 """Reports as tables for a terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opinion
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
+from edgekit.evidence import Evidence
 from edgekit.inspect import OnnxReport
+from edgekit.observe import Disagreement, NotObserved, Observed
 from edgekit.plain import to_plain
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.target import Target
@@ -54,6 +57,7 @@ def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
 
 def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
+    yield from report.failures
     for run in report.runs:
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: {note}" for note in run.notes)
@@ -77,6 +81,82 @@ def table_check(report: CheckReport) -> Table:
         if not node.taken:
             table.add_row(node.name or "(no name)", node.op, "\n".join(node.reasons))
     return table
+
+
+def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
+    """Yields what a verdict rests on beside the nodes not taken, worst first, and what the real provider did."""
+    for node in report.node_list:
+        if node.fatal:
+            yield f"fatal: {node.op} '{node.name}' makes the provider refuse the whole session"
+    yield from (f"risk: {risk}" for risk in report.risks)
+    if seen is not None:
+        yield from list_observed(seen)
+
+
+def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
+    """Yields what a real provider did with a model: counts, disagreements, notes, or why it was not asked."""
+    if isinstance(seen, NotObserved):
+        yield f"not observed: {seen.reason}"
+        return
+    agreed = "as predicted" if not seen.disagreements else f"{len(seen.disagreements)} not as predicted"
+    if seen.failure is not None:
+        yield f"observed on {seen.device}: no session: {seen.failure}"
+    if seen.nodes or seen.failure is None:
+        yield f"observed on {seen.device} ({seen.evidence.value}): {seen.taken} of {seen.nodes} nodes taken, {agreed}"
+    for found in seen.disagreements:
+        yield f"disagreement: {found.op} '{found.name}' {describe_disagreement(found)}"
+    yield from (f"note: {note}" for note in seen.notes)
+
+
+def describe_disagreement(found: Disagreement) -> str:
+    """Returns which way a node was placed otherwise than predicted."""
+    return "was predicted taken, and is not" if found.predicted else "was predicted left, and is taken"
+
+
+def choose_target(reports: Sequence[CheckReport]) -> CheckReport | None:
+    """Returns the check of the target to use: the best verdict, most work, fewest crossings, best evidence.
+
+    None where every verdict is "no".
+    """
+    usable = [report for report in reports if report.verdict != "no"]
+    return max(usable, key=_worth, default=None)
+
+
+def describe_recommendation(
+    reports: Mapping[str, CheckReport], observed: Mapping[str, Observed | NotObserved] | None = None
+) -> str:
+    """Returns which of the checked targets to use, and why, in one line.
+
+    A target whose vendor's own code was observed to refuse the model is not recommended, whatever the rules say.
+    """
+    refused = {name for name, seen in (observed or {}).items() if isinstance(seen, Observed) and seen.refused}
+    best = choose_target([report for name, report in reports.items() if name not in refused])
+    if best is None:
+        return "none of these targets: each refuses the model or takes less than half of its work; use the CPU"
+    others = sorted((report for report in reports.values() if report is not best), key=_worth, reverse=True)
+    why = f"{best.verdict}, {describe_work(best)} in {best.partitions} partitions with {best.crossings} crossings"
+    rest = "; ".join(f"{report.target} {report.verdict}, {describe_work(report)}" for report in others)
+    return f"{best.target}: {why}" + (f" (others: {rest})" if rest else "")
+
+
+def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport]) -> Iterator[str]:
+    """Yields what ONNX Runtime's own checker says, and for each target that it knows why check says otherwise."""
+    if opinions.failure is not None:
+        yield f"ONNX Runtime's checker fails on this model: {opinions.failure}"
+    for opinion in opinions.opinions:
+        counted = f"{opinion.taken} of {opinion.nodes} nodes in {opinion.partitions} partitions"
+        yield f"ONNX Runtime's checker says {opinion.verdict} for {opinion.provider}: {counted}"
+        for report in reports.values():
+            if find_opinion(opinions, report) is opinion:
+                agrees = opinion.verdict == report.verdict
+                yield f"  check says {report.verdict} for {report.target}" + (", as it does" if agrees else ", because")
+                yield from (f"  - {reason}" for reason in explain_difference(opinion, report))
+
+
+def describe_work(report: CheckReport) -> str:
+    """Returns the share of the work that is taken, of MACs or where nothing multiplies of bytes."""
+    unit = "MACs" if any(node.macs for node in report.node_list) else "bytes"
+    return f"{report.taken_macs:.0%} of {unit}"
 
 
 def table_verify(report: VerifyReport) -> Table:
@@ -210,6 +290,12 @@ def format_bytes(size_bytes: int) -> str:
             break
         size /= 1000
     return f"{size:.0f} {unit}" if unit in {"B", "kB"} else f"{size:.1f} {unit}"
+
+
+def _worth(report: CheckReport) -> tuple[int, float, float, int, int]:
+    verdict = ("no", "maybe", "yes").index(report.verdict)
+    evidence = list(Evidence).index(Evidence(report.evidence))
+    return verdict, report.taken_macs, report.taken_bytes, -report.crossings, -evidence
 
 
 def _rank(run: RunReport) -> int:

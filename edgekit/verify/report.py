@@ -134,13 +134,16 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
-    It passes if at least one device ran and every device that ran passed; a skipped device proves nothing.
+    It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be
+    worth its while; a skipped device proves nothing. `taken_macs` is the predicted share of that work.
     """
 
     bundle: str
     target: str
     runs: tuple[RunReport, ...]
     skipped: tuple[SkippedDevice, ...]
+    taken_macs: float = 1.0
+    min_taken_macs: float = 0.0
     attribution: tuple[AttributionStep, ...] = ()
     first_bad_layer: str | None = None
 
@@ -155,8 +158,15 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if at least one device ran and every one that ran passed."""
-        return bool(self.runs) and all(run.passed for run in self.runs)
+        """True if at least one device ran, every one that ran passed, and nothing else speaks against it."""
+        return bool(self.runs) and all(run.passed for run in self.runs) and not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What speaks against the bundle as a whole, one line each; what speaks against a run stands there."""
+        if self.taken_macs >= self.min_taken_macs:
+            return ()
+        return (f"the provider takes {self.taken_macs:.0%} of the work, less than {self.min_taken_macs:.0%}",)
 
     @property
     def evidence(self) -> Evidence | None:
@@ -168,7 +178,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
     """Returns the same facts under other thresholds; nothing runs again."""
     runs = tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs)
-    return msgspec.structs.replace(report, runs=runs)
+    return msgspec.structs.replace(report, runs=runs, min_taken_macs=thresholds.min_taken_macs)
 
 
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:

@@ -57,6 +57,8 @@ def verify_bundle(
         target=bundle.manifest.target,
         runs=tuple(runs),
         skipped=tuple(skipped),
+        taken_macs=bundle.manifest.placement.taken_macs,
+        min_taken_macs=bundle.manifest.thresholds.min_taken_macs,
     )
 
 

@@ -61,10 +61,10 @@ def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array
     scale = _spread(quantized.read(node.input[1]), axis, values.ndim)
     has_zero = len(node.input) > 2 and node.input[2] in quantized.tensors
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
-    steps = np.abs(values.astype(np.float64) - zero - wanted / scale)
+    steps = np.atleast_1d(np.abs(values.astype(np.float64) - zero - wanted / scale))
     limits = np.iinfo(values.dtype)
-    steps[(values <= limits.min + 1) | (values == limits.max)] = 0.0
-    channels = np.moveaxis(steps, axis if scale.size > 1 else 0, 0) if steps.ndim else steps.reshape(1)
+    steps[np.atleast_1d((values <= limits.min + 1) | (values == limits.max))] = 0.0
+    channels = np.moveaxis(steps, axis if scale.size > 1 else 0, 0)
     rows = channels.reshape(len(channels), -1)
     kept = rows[np.median(rows, axis=1) <= 1.0]
     isolated = np.count_nonzero(kept > FAR_STEPS) <= _ISOLATED

@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edgekit.bundle.folder import Bundle, Contents, write_bundle
 from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import Ancestry
+from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.model import Model, load_model
 from edgekit.samples import Samples
@@ -44,15 +45,7 @@ def make_samples(count: int = 6) -> Samples:
 
 
 def make_check(model: Model, target: Target) -> CheckReport:
-    return CheckReport(
-        target=target.name,
-        model=model.name,
-        sha256=model.sha256,
-        evidence="predicted",
-        settings=target.settings,
-        node_list=(),
-        advice=(),
-    )
+    return check_model(model, target)
 
 
 def make_contents(folder: Path, *, target: str = "nnapi", labels: tuple[int, ...] | None = None) -> Contents:

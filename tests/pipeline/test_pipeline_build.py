@@ -149,3 +149,23 @@ def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(tmp_path: 
     assert report.samples == 8
     assert report.quantized_nodes > 30
     assert [path.name for path in tmp_path.iterdir()] == ["q.onnx"]
+
+
+def test_a_model_that_is_quantized_already_is_taken_as_it_is(tmp_path: Path) -> None:
+    recipe = Recipe(targets=("nnapi",), samples=8)
+    quantize_for(MODEL, Data(source=str(CALIBRATION)), tmp_path / "q.onnx", recipe)
+    (bundle,) = build(tmp_path / "q.onnx", Data(source=str(CALIBRATION)), tmp_path / "out", recipe).bundles
+    assert bundle.passed
+    assert bundle.precision == "int8"
+    assert "quantized already" in bundle.notes[0]
+
+
+def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
+    np.savez(tmp_path / "d.npz", x=np.ones((8, 4), np.float32))
+    recipe = Recipe(targets=("nnapi",))
+    report = build(
+        parse_model(text, tmp_path / "erf.onnx"), Data(source=str(tmp_path / "d.npz")), tmp_path / "o", recipe
+    )
+    assert not report.passed
+    assert "takes 0% of the work" in report.bundles[0].verify.failures[0]  # type: ignore[union-attr]

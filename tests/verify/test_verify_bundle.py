@@ -140,3 +140,11 @@ def test_the_json_keeps_its_contract(bundle: Bundle) -> None:
     keys = {"name", "max_abs", "mean_abs", "rmse", "cosine", "sqnr_db", "top1_agreement", "non_finite"}
     assert keys <= run["outputs"][0].keys()
     assert run["latency_ms"].keys() == {"median", "p95"}
+
+
+def test_a_provider_that_takes_too_little_work_is_not_worth_it(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    assert report.passed
+    idle = msgspec.structs.replace(report, taken_macs=0.3)
+    assert not idle.passed
+    assert "takes 30% of the work, less than 50%" in idle.failures[0]

@@ -20,7 +20,13 @@ import onnxruntime
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT.parent / "shared" / "zoo"
 DEFAULT_MODELS = ("mobilenetv2_1.0_224_fp32",)
-DIMS = {"mobilenetv2_1.0_224_fp32": "N=1", "vww_96_float": "unk__337=1", "kws_dscnn_float": "unk__123=1"}
+DIMS = {
+    "mobilenetv2_1.0_224_fp32": ("N=1",),
+    "vww_96_float": ("unk__337=1",),
+    "kws_dscnn_float": ("unk__123=1",),
+    "magika_v3_3": ("unk__214=1",),
+    "silero_vad_micro_transformer": ("batch=1", "samples=16000"),
+}
 
 
 def main() -> int:
@@ -45,7 +51,7 @@ def bench_model(name: str, samples: int) -> int:
         float_seconds = time_float(model, folder / "calib.npz")
         command = [sys.executable, "-m", "edgekit", "build", str(model), "--data", str(folder / "calib.npz")]
         command += ["--eval", str(folder / "eval.npz"), "--out", str(folder / "out"), "--json"]
-        command += ["--dim", DIMS[name]] if name in DIMS else []
+        command += [word for dim in DIMS.get(name, ()) for word in ("--dim", dim)]
         if (folder / "eval_labels.npy").exists():
             command += ["--labels", str(folder / "eval_labels.npy")]
         seconds, peak_bytes, output = run_measured(command)
@@ -67,7 +73,9 @@ def repeat_samples(path: Path, count: int) -> None:
 
 def time_float(model: Path, data: Path) -> float:
     """Returns the seconds that stock ONNX Runtime needs for the samples, one at a time."""
-    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
     with np.load(data) as archive:
         arrays = {key: archive[key] for key in archive.files}
     start = time.perf_counter()

@@ -1,0 +1,149 @@
+"""`edgekit check`: what it observes, its page, and its recommendation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from demo_paths import MODEL
+from tiny_models import parse_model
+
+from edgekit.check.report import Advice, CheckedNode, CheckReport
+from edgekit.cli.main import run_command
+from edgekit.devices.find import find_device
+from edgekit.evidence import Evidence
+from edgekit.observe import Disagreement, NotObserved, Observed
+from edgekit.report.html import render_check
+from edgekit.report.text import choose_target, describe_recommendation, list_check_remarks
+from edgekit.target import load_target
+
+HOSTILE = "<script>alert(1)</script>\"'>"
+
+
+def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command(["check", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def _require(device: str, target: str) -> None:
+    missing = find_device(device, load_target(target)).find_missing()
+    if missing is not None:
+        pytest.skip(f"needs {device}: {missing.command}")
+
+
+def test_what_was_observed_stands_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _require("qnn-htp-sim", "qnn")
+    targets = _json([str(MODEL), "--target", "qnn", "--target", "nnapi", "--observe"], capsys)["targets"]
+    assert targets["qnn"]["evidence"] == "simulator"
+    assert {"device": "qnn-htp-sim", "nodes": 62, "taken": 62, "disagreements": []}.items() <= targets["qnn"][
+        "observed"
+    ].items()
+    assert targets["nnapi"]["observed"] is None
+    assert targets["nnapi"]["evidence"] == "predicted"
+    assert "NnapiExecutionProvider" in targets["nnapi"]["not_observed"]
+
+
+def test_nothing_is_observed_without_being_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _json([str(MODEL), "--target", "qnn"], capsys)
+    assert "observed" not in report["targets"]["qnn"]
+    assert report["recommendation"].startswith("qnn: yes")
+
+
+def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _require("qnn-htp-sim", "qnn")
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y)'
+        "{ [a] t = Relu(x) [b] u = IsNaN(t) [c] v = Not(u) [d] w = Cast<to=1>(v) [e] y = Mul(w, t) }"
+    )
+    arguments = [str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn", "--set", "soc_model=30"]
+    report = _json([*arguments, "--observe"], capsys, code=1)
+    assert "1002" in report["targets"]["qnn"]["observed"]["failure"]
+    assert report["recommendation"].startswith("none")
+
+
+def test_the_page_is_written_and_complete(tmp_path: Path) -> None:
+    page = tmp_path / "deep" / "check.html"
+    assert run_command(["check", str(MODEL), "--target", "xnnpack", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "9 nodes not taken" in text
+    assert "XNNPACK has no builder for GlobalAveragePool" in text
+    assert "<script" not in text
+
+
+def test_the_text_ends_with_the_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["check", str(MODEL), "--target", "xnnpack", "--target", "nnapi"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("recommendation: nnapi: yes, 100% of MACs")
+
+
+def _node(name: str = "n", **fields: object) -> CheckedNode:
+    node = CheckedNode(
+        name=name, op="Conv", domain="ai.onnx", taken=True, reasons=(), macs=10, bytes=10, partition=0, unit=name
+    )
+    return msgspec.structs.replace(node, **fields)
+
+
+def _report(target: str, *nodes: CheckedNode, crossings: int = 0) -> CheckReport:
+    return CheckReport(
+        target=target, model="m", sha256="0", evidence="predicted", settings={}, node_list=nodes, advice=(),
+        crossings=crossings,
+    )  # fmt: skip
+
+
+LEFT = _node("left", taken=False, partition=None, reasons=("too odd",))
+
+
+def test_most_work_in_fewest_crossings_is_recommended() -> None:
+    some = _report("some", *(_node() for _ in range(9)), LEFT)
+    whole, split = _report("whole", _node()), _report("split", _node(), crossings=2)
+    assert choose_target([some, split, whole]) is whole
+    assert choose_target([_report("none", LEFT)]) is None
+    line = describe_recommendation({"some": some, "whole": whole})
+    assert line == "whole: yes, 100% of MACs in 1 partitions with 0 crossings (others: some yes, 90% of MACs)"
+    assert describe_recommendation({"none": _report("none", LEFT)}).startswith("none of these targets")
+
+
+def _observed(**fields: object) -> Observed:
+    found = Disagreement(name=HOSTILE, op=HOSTILE, predicted=True, observed=False)
+    seen = Observed(
+        device="d", evidence=Evidence.SIMULATOR, nodes=1, taken=0, not_taken=(HOSTILE,), disagreements=(found,),
+        failure=None, notes=(HOSTILE,),
+    )  # fmt: skip
+    return msgspec.structs.replace(seen, **fields)
+
+
+def test_what_was_observed_to_fail_is_not_recommended() -> None:
+    reports = {"a": _report("a", _node()), "b": _report("b", _node(), _node(), LEFT)}
+    assert describe_recommendation(reports, {"a": _observed()}).startswith("a: ")
+    assert describe_recommendation(reports, {"a": _observed(failure="no")}).startswith("b: ")
+
+
+def test_risks_fatal_nodes_and_disagreements_are_told() -> None:
+    report = _report("t", _node("bad", fatal=True), _node(risks=("it may fail",)))
+    assert list(list_check_remarks(report)) == [
+        "fatal: Conv 'bad' makes the provider refuse the whole session",
+        "risk: it may fail",
+    ]
+    told = list(list_check_remarks(report, _observed(failure="out of memory")))
+    assert "observed on d: no session: out of memory" in told
+    assert any("was predicted taken, and is not" in line for line in told)
+    assert list(list_check_remarks(report, NotObserved(reason="none here")))[-1] == "not observed: none here"
+
+
+def test_the_page_escapes_what_models_say() -> None:
+    advice = Advice(id="i", subject=HOSTILE, message=HOSTILE, fix="manual", gain_nodes=1)
+    nodes = (_node(HOSTILE, op=HOSTILE, fatal=True, risks=(HOSTILE,)), _node(HOSTILE, taken=False, reasons=(HOSTILE,)))
+    report = msgspec.structs.replace(_report(HOSTILE, *nodes), settings={HOSTILE: HOSTILE}, advice=(advice,))
+    reports = {"a": report, HOSTILE: report, "c": report}
+    observed: dict[str, Observed | NotObserved] = {
+        "a": _observed(),
+        HOSTILE: _observed(failure=HOSTILE),
+        "c": NotObserved(reason=HOSTILE),
+    }
+    page = render_check(HOSTILE, "0" * 64, reports, observed)
+    assert "<script" not in page
+    assert "alert(1)" in page
+    assert "1 differ" in page
+    assert "no session" in page
+    assert "not observed" in page

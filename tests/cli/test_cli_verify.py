@@ -1,0 +1,171 @@
+"""`edgekit verify`: other samples, other limits, and the reports it writes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from tiny_models import parse_model
+
+from edgekit.bundle.folder import open_bundle
+from edgekit.cli.main import run_command
+
+WITH_DATA = ["--data", str(EVALUATION), "--reference", str(MODEL), "--samples", "8"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("verify") / "out"
+    arguments = ["build", str(MODEL), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "16"]
+    assert run_command([*arguments, "--no-verify", "-q", "--out", str(out)]) == 0
+    return out / "digits_mobilenet-nnapi"
+
+
+@pytest.fixture
+def bundle(built: Path, tmp_path: Path) -> Path:
+    """A copy: `verify` writes into it."""
+    return shutil.copytree(built, tmp_path / built.name)
+
+
+def _verify(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command(["verify", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def _refuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert run_command(["verify", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    return shown.err
+
+
+def test_other_samples_are_measured_and_leave_the_bundle_alone(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(bundle.rglob("*"))
+    labels = ["--labels", str(LABELS)]
+    (run,) = _verify([str(bundle), "--on", "emulated", *WITH_DATA, *labels], capsys)["runs"]
+    assert run["samples"] == 8
+    assert run["accuracy"]["samples"] == 8
+    assert run["accuracy"]["reference"] > 0.8
+    assert sorted(bundle.rglob("*")) == before
+
+
+def test_the_reference_is_the_float_model_not_the_golden_outputs(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "golden.npz", **np.load(bundle / "golden" / "inputs.npz"))
+    data = ["--data", str(tmp_path / "golden.npz"), "--reference", str(MODEL)]
+    ours = _verify([str(bundle), "--on", "emulated", *data], capsys)["runs"][0]["outputs"]
+    assert ours == _verify([str(bundle), "--on", "emulated"], capsys)["runs"][0]["outputs"]
+
+
+def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
+    other = parse_model(text, tmp_path / "other.onnx")
+    message = _refuse([str(bundle), "--data", str(EVALUATION), "--reference", str(other)], capsys)
+    assert str(other) in message
+    assert open_bundle(bundle).manifest.ancestry.source in message
+
+
+def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "few.npy", np.load(LABELS)[:-1])
+    message = _refuse([str(bundle), *WITH_DATA, "--labels", str(tmp_path / "few.npy")], capsys)
+    assert "few.npy" in message
+    assert f"give {len(np.load(LABELS))} whole numbers" in message
+
+
+def test_labels_go_with_their_samples(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = np.load(LABELS)
+    kept = [index * len(labels) // 8 for index in range(8)]
+    wrong = (labels + 1) % 10
+    wrong[kept] = labels[kept]
+    np.save(tmp_path / "labels.npy", wrong)
+    report = _verify([str(bundle), "--on", "emulated", *WITH_DATA, "--labels", str(tmp_path / "labels.npy")], capsys)
+    assert report["runs"][0]["accuracy"]["reference"] > 0.8
+
+
+@pytest.mark.parametrize("limit", [["--min-cosine", "1"], ["--min-sqnr", "90"]])
+def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_junit(
+    bundle: Path, limit: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    junit, page = tmp_path / "out" / "v.xml", tmp_path / "out" / "v.html"
+    reports = ["--junit", str(junit), "--html", str(page)]
+    report = _verify([str(bundle), "--on", "emulated", *limit, *reports], capsys, code=1)
+    failure = ET.parse(junit).find("testsuite/testcase/failure")  # noqa: S314 - our own text
+    assert failure is not None
+    assert failure.get("message") == report["runs"][0]["failures"][0]
+    assert 'class="fail"' in page.read_text()
+    assert sorted(path.name for path in junit.parent.iterdir()) == ["v.html", "v.xml"]
+
+
+def test_limits_do_not_go_into_the_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lax = _verify([str(bundle), "--on", "emulated", "--min-sqnr", "-200", "--min-cosine", "-1"], capsys)
+    assert lax["runs"][0]["thresholds"]["min_sqnr_db"] == -200
+    kept = json.loads((bundle / "verify.json").read_text())["runs"][0]["thresholds"]
+    assert kept["min_sqnr_db"] == open_bundle(bundle).manifest.thresholds.min_sqnr_db
+
+
+def test_recheck_says_yes_and_no_without_running(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _verify([str(bundle), "--on", "emulated"], capsys)
+    facts = shutil.copy(bundle / "verify.json", tmp_path / "facts.json")
+    shutil.rmtree(bundle)
+    assert _verify(["--recheck", str(facts)], capsys) == report
+    no = _verify(["--recheck", str(facts), "--min-sqnr", "90", "--junit", str(tmp_path / "j.xml")], capsys, code=1)
+    assert "below 90 dB" in no["runs"][0]["failures"][0]
+    assert "below 90 dB" in (tmp_path / "j.xml").read_text()
+
+
+def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = {"name": "y", "samples": 8, "cosine": 1.0, "sqnr_db": 50.0, "top1_agreement": 0.875}
+    limits = {"min_cosine": 0.9, "min_top1_agreement": 0.9, "min_sqnr_db": 20.0, "granted_samples": 1}
+    run = {"device": "emulated", "evidence": "emulated", "provider": "P", "form": "onnx", "samples": 8, "load_ms": 1.0}
+    run |= {"provider_nodes": {}, "placement_source": "predicted", "outputs": [output], "accuracy": None}
+    run |= {"latency_ms": None, "peak_rss_bytes": 1, "versions": {}, "thresholds": limits, "failure": None}
+    facts = tmp_path / "verify.json"
+    facts.write_text(json.dumps({"bundle": "b", "target": "t", "runs": [run], "skipped": []}))
+    assert _verify(["--recheck", str(facts)], capsys)["passed"]
+    assert not _verify(["--recheck", str(facts), "--min-top1", "0.9"], capsys, code=1)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either a BUNDLE to run or --recheck"),
+        (["BUNDLE", "--recheck", "v.json"], "either a BUNDLE to run or --recheck"),
+        (["--recheck", "none.json"], "cannot read 'none.json'"),
+        (["--recheck", "v.json", "--on", "emulated"], "--on means nothing"),
+        (["--recheck", "v.json", *WITH_DATA], "--data means nothing"),
+        (["BUNDLE", "--labels", str(LABELS)], "--labels means nothing"),
+        (["BUNDLE", "--samples", "3"], "--samples means nothing"),
+        (["BUNDLE", "--data", str(EVALUATION)], "--data needs --reference"),
+        (["BUNDLE", *WITH_DATA, "--on", "emulatd"], "emulatd"),
+        (["BUNDLE", "--data", "none.npz", "--reference", str(MODEL)], "'none.npz' does not exist"),
+        (["BUNDLE", "--data", str(EVALUATION), "--reference", "none.onnx"], "no file 'none.onnx'"),
+        (["BUNDLE", "--junit", "BUNDLE/v.xml"], "lies in the bundle"),
+        (["BUNDLE", "--html", "BUNDLE/manifest.json"], "lies in the bundle"),
+        (["BUNDLE", "--min-cosine", "1.5"], "--min-cosine"),
+        (["BUNDLE", "--min-sqnr", "nan"], "'nan' is no number"),
+        (["BUNDLE", "--min-top1", "x"], "--min-top1"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str],
+    message: str,
+    built: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in _refuse([word.replace("BUNDLE", str(built)) for word in arguments], capsys)
+    assert list(tmp_path.iterdir()) == []
+    open_bundle(built)

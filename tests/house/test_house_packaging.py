@@ -1,0 +1,55 @@
+"""What an installed edgekit holds: the code, the targets, the far-side programs, the demo; and nothing else."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "edgekit/py.typed",
+        "edgekit/__init__.pyi",
+        "edgekit/_targets/qnn/target.toml",
+        "edgekit/_targets/qnn/rules.toml",
+        "edgekit/_targets/coreml/app/ModelSession.swift.j2",
+        "edgekit/demo/digits_mobilenet.onnx",
+        "edgekit/demo/LICENSE.md",
+        "edgekit/devices/far/ort_runner.py",
+        "edgekit/devices/far/web_runner.mjs",
+        "edgekit/devices/far/xnnpack-wasm/package-lock.json",
+        "edgekit/convert/far/qnn_context.py",
+        "edgekit/report/templates/build.html.j2",
+    ],
+)
+def test_the_wheel_holds_what_runs(wheel: list[str], name: str) -> None:
+    assert name in wheel
+
+
+def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
+    heads = {name.split("/")[0] for name in wheel}
+    assert all(head == "edgekit" or head.endswith(".dist-info") for head in heads)
+    assert not any("node_modules" in name or "__pycache__" in name for name in wheel)
+
+
+def test_every_locked_package_is_hashed() -> None:
+    for lock in (ROOT / "tools" / "lock").glob("*.txt"):
+        entries = lock.read_text().replace("\\\n", " ").splitlines()
+        packages = [line for line in entries if line and not line.startswith(("#", " "))]
+        assert packages
+        assert all("--hash=sha256:" in line for line in packages), lock.name

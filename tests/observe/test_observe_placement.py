@@ -1,0 +1,158 @@
+"""What a real provider does with a model stands beside what check predicts of it."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from demo_paths import MODEL
+from tiny_models import parse_model
+
+from edgekit.check.report import CheckReport
+from edgekit.devices.device import Device
+from edgekit.devices.find import find_device
+from edgekit.evidence import Evidence
+from edgekit.model import Model, load_model
+from edgekit.observe import (
+    NotObserved,
+    Observed,
+    compare_placement,
+    draw_samples,
+    name_as_model,
+    observe_placement,
+    observe_target,
+    predict_for_oracle,
+)
+from edgekit.prepare.clean import prepare_model
+from edgekit.target import Target, load_target
+
+ORACLES = {"qnn": "qnn-htp-sim", "xnnpack": "xnnpack-wasm"}
+LEFT = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y) { '
+
+
+def _device(target: Target) -> Device:
+    device = find_device(ORACLES[target.name], target)
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"needs {device.name}: {missing.command}")
+    return device
+
+
+def _observe(model: Model, target: Target) -> Observed:
+    _device(target)
+    seen = observe_target(model, target)
+    assert isinstance(seen, Observed), seen
+    return seen
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return prepare_model(load_model(MODEL), tmp_path_factory.mktemp("demo") / "demo.onnx", {})
+
+
+@pytest.mark.parametrize(("name", "taken"), [("qnn", 62), ("xnnpack", 53)])
+def test_the_demo_is_placed_as_predicted(demo: Model, name: str, taken: int) -> None:
+    seen = _observe(demo, load_target(name))
+    assert (seen.device, seen.nodes, seen.taken) == (ORACLES[name], 62, taken)
+    assert seen.disagreements == ()
+    assert seen.failure is None
+    assert len(seen.not_taken) == 62 - taken
+
+
+def _turn(report: CheckReport, name: str) -> CheckReport:
+    nodes = (msgspec.structs.replace(node, taken=node.taken != (node.name == name)) for node in report.node_list)
+    return msgspec.structs.replace(report, node_list=tuple(nodes))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_wrong_prediction_is_listed(demo: Model, name: str) -> None:
+    target = load_target(name)
+    device = _device(target)
+    wrong = _turn(predict_for_oracle(demo, target), "block1/add")
+    seen = compare_placement(wrong, observe_placement(demo, target, device), device)
+    (found,) = seen.disagreements
+    assert (found.name, found.op, found.observed) == ("block1/add", "Add", name == "qnn")
+    assert found.predicted is not found.observed
+
+
+def test_a_node_that_qnn_refuses_is_named(tmp_path: Path) -> None:
+    text = LEFT + "[first] t = Relu(x) [odd] u = Shrink(t) [last] y = Mul(u, t) }"
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    seen = _observe(model, load_target("qnn"))
+    assert seen.not_taken == ("odd",)
+    assert (seen.nodes, seen.taken, seen.disagreements) == (3, 2, ())
+    assert any("odd" in note for note in seen.notes)
+
+
+def test_a_node_fused_on_the_cpu_is_not_taken_for_one_of_xnnpack(tmp_path: Path) -> None:
+    text = LEFT + "[a] t = MatMul(x, x) [b] u = Transpose<perm=[0,1,3,2]>(x) [c] v = MatMul(t, u) [d] y = Relu(v) }"
+    seen = _observe(load_model(parse_model(text, tmp_path / "m.onnx")), load_target("xnnpack"))
+    assert set(seen.not_taken) >= {"a", "c", "d"}
+    assert seen.disagreements == ()
+
+
+def test_a_session_that_the_vendor_refuses_is_a_finding(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x) => (float[2,4] y) { [n] y = Elu(x) }'
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    seen = _observe(model, load_target("qnn", {"soc_model": "30"}))
+    assert seen.refused
+    assert "1002" in str(seen.failure)
+
+
+def test_a_sample_that_fails_does_not_hide_the_placement(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x, int64[2] shape) => (float[N,M] y)'
+        "{ [r] t = Relu(x) [s] y = Reshape(t, shape) }"
+    )
+    seen = _observe(load_model(parse_model(text, tmp_path / "m.onnx")), load_target("xnnpack"))
+    assert seen.nodes == 2
+    assert seen.failure is None
+    assert any("random numbers failed" in note for note in seen.notes)
+
+
+def test_what_cannot_be_asked_says_why(demo: Model) -> None:
+    seen = observe_target(demo, load_target("nnapi"))
+    assert isinstance(seen, NotObserved)
+    assert "NnapiExecutionProvider" in seen.reason
+
+
+def test_a_missing_device_says_how_to_get_it(demo: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
+    seen = observe_target(demo, load_target("xnnpack"))
+    assert isinstance(seen, NotObserved)
+    assert "edgekit" in seen.reason
+    assert "install" in seen.reason
+
+
+def test_samples_fit_the_inputs_and_are_the_same_each_time(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float16[2,3] x, int64[4] i, bool[1] b, string[2] s, float k)'
+        "=> (float16[2,3] y) { y = Relu(x) }"
+    )
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    (first,), (again,) = draw_samples(model, 1), draw_samples(model, 1)
+    found = {name: (value.dtype.name, value.shape) for name, value in first.items()}
+    assert found == {
+        "x": ("float16", (2, 3)), "i": ("int64", (4,)), "b": ("bool", (1,)), "s": ("object", (2,)),
+        "k": ("float32", ()),
+    }  # fmt: skip
+    assert all((first[name] == again[name]).all() for name in first)
+
+
+def test_no_sample_where_a_size_is_open(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,3] x) => (float[N,3] y) { y = Relu(x) }'
+    assert draw_samples(load_model(parse_model(text, tmp_path / "m.onnx")), 1).count == 0
+
+
+def test_names_lose_what_the_layout_added_but_no_name_of_the_model() -> None:
+    placed = {"conv_token_3": "Q", "a_token_4": "Q", "a": "C"}
+    assert name_as_model(placed) == {"conv": "Q", "conv_token_3": "Q", "a_token_4": "Q", "a": "C"}
+
+
+def test_only_the_vendors_own_code_outweighs_the_rules() -> None:
+    seen = Observed(
+        device="d", evidence=Evidence.SIMULATOR, nodes=0, taken=0, not_taken=(), disagreements=(), failure="no",
+        notes=(),
+    )  # fmt: skip
+    assert seen.refused
+    assert not msgspec.structs.replace(seen, evidence=Evidence.SAME_EP).refused
+    assert not msgspec.structs.replace(seen, failure=None).refused

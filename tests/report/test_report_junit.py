@@ -1,0 +1,126 @@
+"""A verification as JUnit XML and as a page: what they say, and that no name gets out of its place."""
+
+from xml.etree import ElementTree as ET
+
+import msgspec
+import pytest
+
+from edgekit.evidence import Evidence
+from edgekit.report.html import render_verify
+from edgekit.report.junit import render_junit
+from edgekit.target import Thresholds
+from edgekit.verify.report import OutputReport, RunReport, SkippedDevice, VerifyReport
+
+HOSTILE = "</testcase><script>alert(1)</script>\"'&]]>\x00\x1b[31m\x85\ud800\ufffe"
+CLEANED = "</testcase><script>alert(1)</script>\"'&]]>[31m"
+GOOD = RunReport(
+    device="emulated",
+    evidence=Evidence.EMULATED,
+    provider="P",
+    form="onnx",
+    samples=8,
+    provider_nodes={"P": 3},
+    placement_source="predicted",
+    outputs=(OutputReport(name="y", samples=8, max_abs=0.1, cosine=0.999, sqnr_db=30.0, top1_agreement=1.0),),
+    accuracy=None,
+    latency_ms=None,
+    load_ms=1.0,
+    peak_rss_bytes=1,
+    versions={},
+    thresholds=Thresholds(min_cosine=0.9, min_top1_agreement=0.9, min_sqnr_db=20.0),
+    failure=None,
+)
+BAD = msgspec.structs.replace(
+    GOOD, device="arm64", thresholds=Thresholds(min_cosine=1.0, min_top1_agreement=0.9, min_sqnr_db=40.0)
+)
+DEAD = msgspec.structs.replace(GOOD, device="phone", outputs=(), failure="the cable fell out")
+SKIPPED = SkippedDevice(device="coreml", reason="no Mac", command="buy one")
+
+
+def _report(*runs: RunReport, bundle: str = "m-t", skipped: tuple[SkippedDevice, ...] = (SKIPPED,)) -> VerifyReport:
+    return VerifyReport(bundle=bundle, target="t", runs=runs, skipped=skipped)
+
+
+def _suite(report: VerifyReport) -> ET.Element:
+    suite = ET.fromstring(render_junit(report)).find("testsuite")  # noqa: S314 - our own text
+    assert suite is not None
+    return suite
+
+
+def test_each_device_is_a_case() -> None:
+    suite = _suite(_report(GOOD, BAD, DEAD))
+    assert suite.attrib == {"name": "m-t", "tests": "4", "failures": "2", "errors": "0", "skipped": "1"}
+    assert [case.get("name") for case in suite] == ["emulated", "arm64", "phone", "coreml"]
+    assert {case.get("classname") for case in suite} == {"m-t"}
+    skipped = suite.find("testcase/skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "no Mac; to run it: buy one"
+
+
+def test_a_failure_says_every_reason() -> None:
+    bad, dead = _suite(_report(GOOD, BAD, DEAD)).findall("testcase/failure")
+    assert bad.get("message") == "output 'y' has cosine 0.999, below 1"
+    assert bad.text == "output 'y' has cosine 0.999, below 1\noutput 'y' has SQNR 30 dB, below 40 dB"
+    assert dead.get("message") == "the device failed: the cable fell out"
+
+
+def test_the_evidence_and_the_figures_stand_in_the_case() -> None:
+    shown = _suite(_report(GOOD)).findtext("testcase/system-out") or ""
+    assert "evidence: emulated" in shown
+    assert "output 'y': cosine 0.999, SQNR dB 30, top-1 agreement 1" in shown
+
+
+IDLE = msgspec.structs.replace(_report(GOOD), taken_macs=0.0, min_taken_macs=0.5)
+
+
+@pytest.mark.parametrize(
+    "report", [_report(), _report(skipped=()), _report(BAD), _report(GOOD, DEAD), _report(GOOD), IDLE]
+)
+def test_it_fails_exactly_where_the_report_does_not_pass(report: VerifyReport) -> None:
+    suite = _suite(report)
+    assert (suite.get("failures") == "0") == report.passed
+    assert int(suite.get("failures", "")) == len(suite.findall("testcase/failure"))
+    assert int(suite.get("tests", "")) == len(suite.findall("testcase"))
+
+
+def test_what_speaks_against_the_whole_bundle_is_a_case() -> None:
+    failure = _suite(IDLE).find("testcase[@name='the bundle as a whole']/failure")
+    assert failure is not None
+    assert failure.get("message") == IDLE.failures[0]
+    assert IDLE.failures[0] in render_verify(IDLE)
+
+
+def _hostile() -> VerifyReport:
+    output = msgspec.structs.replace(GOOD.outputs[0], name=HOSTILE, cosine=0.1)
+    run = msgspec.structs.replace(GOOD, device=HOSTILE, outputs=(output,), notes=(HOSTILE,), versions={HOSTILE: "1"})
+    skipped = SkippedDevice(device=HOSTILE, reason=HOSTILE, command=HOSTILE)
+    return _report(run, bundle=HOSTILE, skipped=(skipped,))
+
+
+def test_names_stay_in_their_place_in_xml() -> None:
+    suite = _suite(_hostile())
+    assert suite.get("name") == CLEANED
+    assert [case.get("name") for case in suite] == [CLEANED, CLEANED]
+    assert {element.tag for element in suite.iter()} == {
+        "testsuite",
+        "testcase",
+        "failure",
+        "system-out",
+        "skipped",
+    }
+    assert (suite.findtext("testcase/failure") or "").startswith(f"output '{CLEANED}' has cosine 0.1")
+
+
+def test_names_stay_in_their_place_on_the_page() -> None:
+    page = render_verify(_hostile())
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
+    page = render_verify(_report(GOOD, BAD, DEAD))
+    assert (page.count('"pass"'), page.count('"fail"')) == (1, 3)
+    assert "phone: the device failed: the cable fell out" in page
+    assert "coreml skipped: no Mac; to run it: buy one" in page
+    assert "nothing ran" in render_verify(_report())
+    assert "http" not in page
