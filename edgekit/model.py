@@ -19,6 +19,7 @@ MAX_IR_VERSION = 13
 MAX_PROTOBUF_BYTES = 2**31 - 1
 
 _MAIN_DOMAIN = "ai.onnx"
+_INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,11 +111,13 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                     yield from iterate_graphs(body)
 
 
-def has_integers(model: Model) -> bool:
-    """Returns True if the model is quantized: it has Q or DQ nodes, or operators that compute in 8 bits."""
-    proto = read_proto(model, weights=False)
+def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Returns the operators by which one sees that a model is quantized, sorted; none for a float model.
+
+    DQ nodes alone are none of them: they store weights in 8 bits, and the model computes in float.
+    """
     ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
-    return any(op in {"QuantizeLinear", "DequantizeLinear"} or op.startswith("QLinear") for op in ops)
+    return tuple(sorted(op for op in ops if op in _INTEGER_OPS or op.startswith("QLinear")))
 
 
 def tensor_dtype(elem_type: int) -> str:

@@ -19,7 +19,7 @@ from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
 from edgekit.labels import read_labels
-from edgekit.model import Model, has_integers, load_model
+from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.prepare.fix import Fix
@@ -204,7 +204,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         source=source,
         prepared=prepared,
         fixes=fixed.fixes,
-        is_quantized=has_integers(prepared),
+        is_quantized=bool(find_integer_ops(read_proto(prepared, weights=False))),
         samples=samples,
         samples_sha256=digest,
         golden=golden,

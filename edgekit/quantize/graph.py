@@ -9,15 +9,12 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.model import Model, iterate_graphs, read_proto
+from edgekit.model import Model, find_integer_ops, iterate_graphs, read_proto
 from edgekit.tensors import Array
 
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
-_INTEGER_OPS = frozenset(
-    {"QuantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"}
-)
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
 )
@@ -185,8 +182,7 @@ def known_bounds(graph: Graph, node: onnx.NodeProto) -> tuple[float | None, floa
 
 
 def _check_float(model: Model, proto: onnx.ModelProto) -> None:
-    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
-    found = sorted(ops & _INTEGER_OPS)
+    found = find_integer_ops(proto)
     if found:
         raise ModelError(
             f"'{model.path.name}' is quantized already: it has {', '.join(found)}",

@@ -169,3 +169,18 @@ def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path) -> None:
     )
     assert not report.passed
     assert "takes 0% of the work" in report.bundles[0].verify.failures[0]  # type: ignore[union-attr]
+
+
+def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path) -> None:
+    weights = ", ".join(str(index % 9 - 4) for index in range(144))
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,6,6] y)'
+        f"<int8[4,4,3,3] q = {{{weights}}}, float s = {{0.05}}>"
+        "{ w = DequantizeLinear(q, s) c = Conv(x, w) y = Relu(c) }"
+    )
+    samples = np.random.default_rng(0).normal(size=(12, 4, 8, 8)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=samples)
+    data = Data(source=str(tmp_path / "d.npz"))
+    (bundle,) = build(parse_model(text, tmp_path / "w.onnx"), data, tmp_path / "o", Recipe(targets=("nnapi",))).bundles
+    assert bundle.passed
+    assert bundle.quantized_nodes == 1

@@ -131,7 +131,12 @@ def print_bundle(bundle: dict[str, Any]) -> None:
     check = bundle["check"] or {"taken": 0, "nodes": 0}
     sizes = f"{bundle['size_before'] / 1e6:.2f} -> {bundle['size_after'] / 1e6:.2f} MB"
     print(f"  {bundle['target']}: passed={bundle['passed']} taken={check['taken']}/{check['nodes']} {sizes}")
-    for run in (bundle["verify"] or {"runs": []})["runs"]:
+    if bundle["failure"]:
+        print(f"    {bundle['failure']}")
+    verify = bundle["verify"] or {"runs": [], "failures": []}
+    for failure in verify["failures"]:
+        print(f"    {failure}")
+    for run in verify["runs"]:
         accuracy = run["accuracy"]
         share = f" accuracy {accuracy['reference']:.3f} -> {accuracy['got']:.3f}" if accuracy else ""
         for output in run["outputs"]:
