@@ -28,6 +28,8 @@ REFUSALS: tuple[type[Exception], ...] = tuple(
 )  # fmt: skip
 """Every exception class that onnxruntime defines; they share no base (a test enumerates them)."""
 
+_TRANSLATED: tuple[type[Exception], ...] = (*REFUSALS, UnicodeDecodeError)
+
 
 class Level(enum.StrEnum):
     """How far ONNX Runtime optimises a graph."""
@@ -69,6 +71,7 @@ class CpuSession:
                 _session_options(settings),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
+                enable_fallback=False,
             )
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
@@ -93,11 +96,15 @@ def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *,
 
 @contextlib.contextmanager
 def translated(subject: str) -> Generator[None]:
-    """Turns any exception of onnxruntime into a `RuntimeRefusal` that names the subject in one line."""
+    """Turns any exception of onnxruntime into a `RuntimeRefusal` that names the subject in one line.
+
+    A message that quotes bytes of the model which are no text arrives as a `UnicodeDecodeError`.
+    """
     try:
         yield
-    except REFUSALS as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except _TRANSLATED as error:
+        text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         raise RuntimeRefusal(f"ONNX Runtime refuses '{subject}': {first[:400]}", hint=_hint(first)) from error
 
 

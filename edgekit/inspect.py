@@ -114,6 +114,7 @@ def _count_values(tensor: onnx.TensorProto) -> int:
 def _weight_bytes(weights: list[onnx.TensorProto]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for tensor in weights:
-        itemsize = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        sizes[tensor_dtype(tensor.data_type)] += _count_values(tensor) * itemsize
+        kind = tensor_dtype(tensor.data_type)
+        itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        sizes[kind] += _count_values(tensor) * itemsize
     return dict(sorted(sizes.items()))

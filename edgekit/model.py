@@ -121,7 +121,9 @@ def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def tensor_dtype(elem_type: int) -> str:
-    """Returns numpy's name of an ONNX element type, or ONNX's own name where numpy has none."""
+    """Returns numpy's name of an ONNX element type, ONNX's own name where numpy has none, or "undefined"."""
+    if elem_type not in onnx.TensorProto.DataType.values():
+        return "undefined"
     name = onnx.TensorProto.DataType.Name(elem_type).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
 

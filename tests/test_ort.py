@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import parse_model
 
 from edgekit._ort import REFUSALS, CpuSession, Level, SessionSettings, translated
 from edgekit.errors import RuntimeRefusal
@@ -32,3 +33,12 @@ def test_a_bug_is_not_hidden() -> None:
 def test_a_session_runs_at_every_level(relu_model: Path, level: Level) -> None:
     session = CpuSession(relu_model, SessionSettings(level=level))
     assert session.run({"x": np.array([[-1, 0, 2]], np.float32)})["y"].tolist() == [[0, 0, 2]]
+
+
+def test_a_message_that_is_no_text_is_a_refusal_too(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { a = Relu(x) y = Relu(a) }'
+    path = parse_model(text, tmp_path / "m.onnx")
+    content = path.read_bytes().replace(b"\n\x01a\x12\x01y", b"\n\x01\x8e\x12\x01y")
+    path.write_bytes(content)
+    with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
+        CpuSession(path, SessionSettings())
