@@ -23,19 +23,18 @@ from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.prepare.fix import Fix
+from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.halve import halve_model
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.samples import Samples, check_samples, limit_samples, load_samples, select_samples, spread_indices
-from edgekit.steps import list_versions, peak_rss_bytes, say_nothing
+from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
 from edgekit.verify.attribute import explain_report
 from edgekit.verify.report import Step, VerifyReport
 from edgekit.verify.verify import verify_bundle, write_report
-
-Progress = Callable[[str], None]
 
 GOLDEN_SHARE = 4
 """Without data of its own for verification, one sample in four is kept from calibration and verifies."""
@@ -58,7 +57,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
 class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
     """The model made ready, its samples split, and what the float model makes of the golden ones.
 
-    `calibration` is None where no target needs it, and an error where no node can be quantized.
+    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized.
     """
 
     source: Model
@@ -200,15 +199,16 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     labels = None if data.labels is None else read_labels(data.labels, held_out)
     job.progress("run the float model")
     golden = make_golden(source, held_out, job.work / "golden", labels=labels)
+    is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
     return _Inputs(
         source=source,
         prepared=prepared,
         fixes=fixed.fixes,
-        is_quantized=bool(find_integer_ops(read_proto(prepared, weights=False))),
+        is_quantized=is_quantized,
         samples=samples,
         samples_sha256=digest,
         golden=golden,
-        calibration=_calibrate(prepared, samples, job),
+        calibration=None if is_quantized else _calibrate(prepared, samples, job),
     )
 
 
@@ -254,7 +254,7 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
     model = inputs.prepared if quantized is None else quantized.model
     check = check_model(model, target)
     ort_source: Model | None = None
-    if precision == "fp16" and not inputs.is_quantized:
+    if precision == "fp16":
         try:
             ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
             check = check_model(model, target)

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,12 @@ from edgekit.model import load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model
+from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantization, quantize_model
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.text import describe_recommendation
 from edgekit.samples import check_samples, limit_samples, load_samples
 from edgekit.target import Form, Precision
-
-Progress = Callable[[str], None]
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,10 +187,6 @@ def convert_for(model: Path, out: Path, recipe: Recipe, options: OrtOptions, sty
 def list_versions() -> dict[str, str]:
     """Returns the versions of edgekit and of what it stands on."""
     return {"edgekit": version("edgekit"), "onnxruntime": _ort.VERSION, "onnx": version("onnx")}
-
-
-def say_nothing(_step: str) -> None:
-    """Takes a step of progress and shows nothing."""
 
 
 def peak_rss_bytes() -> int:

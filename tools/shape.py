@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("labels", "recipe"),
     ("model", "target", "samples"),
     ("images", "npz", "skim", "_files"),
-    ("tensors", "evidence", "plain"),
+    ("tensors", "evidence", "plain", "progress"),
     ("errors",),
 )
 DOORS = {

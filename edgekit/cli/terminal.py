@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import click
 from rich.console import Console, RenderableType
@@ -14,13 +14,12 @@ from edgekit.devices.device import DeviceStatus
 from edgekit.inspect import OnnxReport
 from edgekit.observe import NotObserved, Observed
 from edgekit.plain import to_json
+from edgekit.progress import Progress
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
 from edgekit.target import Target
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import VerifyReport
-
-Progress = Callable[[str], None]
 
 
 def show_json(value: object) -> None:

@@ -12,10 +12,11 @@ from edgekit._files import write_file
 from edgekit.bundle.folder import open_bundle
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import Progress, show_json, show_verify, showing_progress
+from edgekit.cli.terminal import show_json, show_verify, showing_progress
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.pipeline import verify_on, verify_with
+from edgekit.progress import Progress
 from edgekit.recipe import Data
 from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit

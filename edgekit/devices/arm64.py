@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from edgekit.devices.exchange import write_job
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model import load_model
+from edgekit.progress import Progress
 
 CPUS = ("cortex-a76", "cortex-a72")
 """The first has the dot-product instructions, the second plain NEON: ONNX Runtime takes other kernels."""
@@ -80,7 +81,7 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
         return collect_run(runner, job, finished, work)
 
 
-def install_arm64(progress: Callable[[str], None]) -> None:
+def install_arm64(progress: Progress) -> None:
     """Builds the Debian root with Python and the pinned aarch64 wheels in the cache, and tries it.
 
     Raises:

@@ -13,6 +13,7 @@ from edgekit.devices.qnn_sim import PROVIDER as QNN
 from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
 from edgekit.devices.xnnpack_wasm import XnnpackWasm, install_xnnpack_wasm
 from edgekit.errors import UsageError, suggest_name
+from edgekit.progress import Progress
 from edgekit.target import Target
 
 _DEVICES: dict[str, Device] = {
@@ -29,7 +30,7 @@ _DEVICES: dict[str, Device] = {
 _PROVIDERS = {"qnn-htp-sim": QNN, "xnnpack-wasm": XNNPACK, "coreml": COREML}
 """Devices that run one provider only, and so only targets of that provider."""
 
-_INSTALLERS: dict[str, Callable[[Callable[[str], None]], None]] = {
+_INSTALLERS: dict[str, Callable[[Progress], None]] = {
     "xnnpack-wasm": install_xnnpack_wasm,
     "arm64": install_arm64,
 }
@@ -65,7 +66,7 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     )
 
 
-def install_device(name: str, progress: Callable[[str], None]) -> None:
+def install_device(name: str, progress: Progress) -> None:
     """Installs what a device needs into the user's cache; what is there already is left alone.
 
     `progress` is told each step in words.

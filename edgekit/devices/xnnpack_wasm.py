@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ from edgekit.devices.exchange import write_job
 from edgekit.errors import DeviceError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.model import iterate_graphs, load_model, read_proto
+from edgekit.progress import Progress
 
 PROVIDER = "XnnpackExecutionProvider"
 MAX_OPSET = 19
@@ -99,7 +99,7 @@ def lower_model(model: Path, work: Path) -> tuple[Path, tuple[str, ...]]:
     return lowered, notes
 
 
-def install_xnnpack_wasm(progress: Callable[[str], None]) -> None:
+def install_xnnpack_wasm(progress: Progress) -> None:
     """Installs onnxruntime-web 1.16.3 into the cache, with the integrity hashes of the committed lock file.
 
     Raises:

@@ -1,6 +1,6 @@
 """Running a bundle on devices and judging what comes back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,6 +12,7 @@ from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.errors import DataError, EdgekitError
 from edgekit.plain import to_json
+from edgekit.progress import Progress
 from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.target import Thresholds, Verification
 from edgekit.verify.accuracy import measure_accuracy
@@ -25,8 +26,6 @@ from edgekit.verify.report import (
     judge_output,
 )
 from edgekit.verify.suspects import find_suspects
-
-Progress = Callable[[str], None]
 
 
 def verify_bundle(
