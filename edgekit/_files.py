@@ -4,8 +4,9 @@ import contextlib
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from edgekit.errors import BundleError, OutputError
 
@@ -34,6 +35,27 @@ def write_file(path: Path, data: bytes) -> None:
     """
     with replacing_file(path) as temporary:
         temporary.write_bytes(data)
+
+
+def write_new(path: Path, chunks: Iterable[bytes]) -> None:
+    """Writes a file that does not exist yet, chunk by chunk, making its folders; for folders that appear at once.
+
+    Raises:
+        OutputError: the folder cannot be written, or there is such a file.
+    """
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            file.writelines(chunks)
+
+
+def copy_into(source: Path | bytes, target: IO[bytes]) -> None:
+    """Copies a file, or the bytes themselves, into an open file."""
+    if isinstance(source, bytes):
+        target.write(source)
+        return
+    with source.open("rb") as file:
+        shutil.copyfileobj(file, target, _CHUNK_BYTES)
 
 
 @contextlib.contextmanager
