@@ -1,19 +1,26 @@
 """The only door to subprocess: a child with a time limit, whose death is a finding."""
 
+import contextlib
+import io
 import os
 import resource
+import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
+from typing import IO, Any
 
 import msgspec
 
 from edgekit.errors import DeviceError
 
 _TAIL_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+_JOIN_S = 1.0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,18 +68,7 @@ def run_process(
         DeviceError: the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        try:
-            child = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=cwd,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
+        child = _start(argv, (subprocess.DEVNULL, out, err), cwd, env)
         status, timed_out, usage = _wait(child, timeout_s)
         return Finished(
             argv=tuple(argv),
@@ -82,6 +78,125 @@ def run_process(
             stderr=_tail(err.fileno()),
             peak_rss_bytes=usage.ru_maxrss * 1024,
         )
+
+
+def stream_process(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    feed: Iterable[bytes],
+    take: Callable[[io.BufferedReader], None],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Finished:
+    """Runs a child process with a flow into and a flow out of it, and returns how it ended, its stdout as "".
+
+    `feed` is written to its standard input while `take` reads its standard output. A child that takes no more input is
+    no error. When `take` returns before the end, or the time is up, the child and its children are ended.
+
+    Raises:
+        DeviceError: the program cannot be started.
+        EdgekitError: what `feed` or `take` raised.
+    """
+    deadline = time.monotonic() + timeout_s
+    child = _start(argv, (subprocess.PIPE, subprocess.PIPE, subprocess.PIPE), cwd, env)
+    wrong: list[BaseException] = []
+    words = bytearray()
+    threads = [
+        Thread(target=_write_all, args=(child.stdin, feed, wrong), daemon=True),
+        Thread(target=_keep_tail, args=(child.stderr, words), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        ended = _read_until(child, deadline, take)
+    except BaseException:
+        _end_group(child.pid)
+        child.wait()
+        raise
+    if not ended:
+        _end_group(child.pid)
+    status, timed_out, usage = _wait(child, max(0.0, deadline - time.monotonic()))
+    for thread in threads:
+        thread.join(_JOIN_S)
+    if wrong:
+        raise wrong[0]
+    return Finished(
+        argv=tuple(argv),
+        status=status,
+        timed_out=timed_out or time.monotonic() > deadline,
+        stdout="",
+        stderr=words.decode(errors="replace"),
+        peak_rss_bytes=usage.ru_maxrss * 1024,
+    )
+
+
+class _Timed(io.RawIOBase):
+    """A pipe that comes to its end when the time is up, whoever still holds it open."""
+
+    def __init__(self, descriptor: int, deadline: float) -> None:
+        self._descriptor = descriptor
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        left = self._deadline - time.monotonic()
+        if left <= 0 or not select.select([self._descriptor], [], [], left)[0]:
+            return 0
+        return os.readv(self._descriptor, [buffer])
+
+
+def _read_until(child: subprocess.Popen[bytes], deadline: float, take: Callable[[io.BufferedReader], None]) -> bool:
+    """Lets `take` read, and returns True if it came to the end of the output."""
+    if child.stdout is None:
+        return True
+    with child.stdout as pipe:
+        timed: Any = _Timed(pipe.fileno(), deadline)
+        stream = io.BufferedReader(timed, _CHUNK_BYTES)
+        take(stream)
+        return not stream.peek(1)
+
+
+def _write_all(pipe: IO[bytes], feed: Iterable[bytes], wrong: list[BaseException]) -> None:
+    with contextlib.suppress(OSError), pipe:
+        try:
+            for data in feed:
+                pipe.write(data)
+                pipe.flush()
+        except OSError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is raised again by the thread that asked
+            wrong.append(error)
+
+
+def _keep_tail(pipe: IO[bytes], words: bytearray) -> None:
+    with pipe:
+        while data := os.read(pipe.fileno(), _CHUNK_BYTES):
+            words += data
+            del words[:-_TAIL_BYTES]
+
+
+def _start(
+    argv: Sequence[str],
+    streams: tuple[int | IO[bytes], int | IO[bytes], int | IO[bytes]],
+    cwd: Path | None,
+    env: Mapping[str, str] | None,
+) -> subprocess.Popen[bytes]:
+    stdin, stdout, stderr = streams
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
 
 
 def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, resource.struct_rusage]:

@@ -98,7 +98,15 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
     except DeviceError as error:
         far, wrong = _NOTHING, error.message if finished.succeeded else ""
     outputs, malformed = open_outputs(work / "out", job.outputs, runner.device)
-    count = outputs.count
+    failure = wrong or _failure(far, finished) or malformed or find_shortage(outputs.count, far, job.samples.count)
+    return judge_run(runner, job, far, outputs, failure)
+
+
+def judge_run(
+    runner: Runner, job: Job, far: FarRun | None, outputs: Samples, failure: str | None, repeat: int = 1
+) -> DeviceRun:
+    """Returns the run of a device from what its far side says, None where that is nothing, and what came back."""
+    far = far or _NOTHING
     return DeviceRun(
         device=runner.device,
         evidence=runner.evidence,
@@ -106,12 +114,15 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
         placement=_read_placement(far, job.model),
         placement_source=far.placement_source,
         load_ms=far.load_ms,
-        latency_ms=far.latency_ms[:count],
+        latency_ms=far.latency_ms[: outputs.count * repeat],
         peak_rss_bytes=far.peak_rss_bytes,
         versions=far.versions,
-        notes=describe_stop(count, job) if far.status == "stopped" else (),
+        notes=describe_stop(outputs.count, job) if far.status == "stopped" else (),
         stopped_early=far.status == "stopped",
-        failure=wrong or _failure(far, finished) or malformed or _shortage(count, far, job.samples.count),
+        failure=failure,
+        cpu_features=far.cpu_features,
+        before=far.before,
+        after=far.after,
     )
 
 
@@ -133,20 +144,27 @@ def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
 
 def _failure(far: FarRun, finished: Finished) -> str:
     if not finished.succeeded:
-        return f"the child process {finished.ending}{_last_words(finished.stderr)}"
+        return f"the child process {finished.ending}{last_words(finished.stderr)}"
     if far.status == "refused":
-        return f"refused: {_clean_line(far.message)[:400]}"
+        return describe_refusal(far)
     return "" if far.status in {"done", "stopped"} else "the child process ended before its work was done"
 
 
-def _shortage(count: int, far: FarRun, wanted: int) -> str | None:
+def describe_refusal(far: FarRun) -> str:
+    """Returns in one line why the far side did not do its work."""
+    return f"refused: {_clean_line(far.message)[:400]}"
+
+
+def find_shortage(count: int, far: FarRun, wanted: int, repeat: int = 1) -> str | None:
+    """Returns what is wrong with the number of samples and times that came back, None where it is right."""
     due = range(min(LEAST_SAMPLES, wanted), wanted + 1) if far.status == "stopped" else (wanted,)
-    if count in due and count == len(far.latency_ms):
+    if count in due and count * repeat == len(far.latency_ms):
         return None
     return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
 
 
-def _last_words(stderr: str) -> str:
+def last_words(stderr: str) -> str:
+    """Returns the last line that a program wrote, after a colon; empty where it wrote none."""
     lines = [line for text in stderr.splitlines() if (line := _clean_line(text))]
     return f": {lines[-1][-300:]}" if lines else ""
 

@@ -44,6 +44,13 @@ class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
 
 
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How warm a device is and how fast it is clocked, where it tells: sensors in degrees Celsius, CPUs in kHz."""
+
+    temperatures_c: Mapping[str, float] = {}
+    clocks_khz: Mapping[str, int] = {}
+
+
 class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     """What came back from a device.
 
@@ -51,7 +58,8 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is
     None when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what
     came back until then. `notes` tell what was done differently from an app on the target, a line each.
-    `stopped_early` says that the time was over before the last sample; what came back is whole.
+    `stopped_early` says that the time was over before the last sample; what came back is whole. `cpu_features`, and
+    the state before the first and after the last sample, are known from devices with edgekit's runner.
     """
 
     device: str
@@ -66,6 +74,9 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None
     notes: tuple[str, ...] = ()
     stopped_early: bool = False
+    cpu_features: tuple[str, ...] = ()
+    before: DeviceState | None = None
+    after: DeviceState | None = None
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

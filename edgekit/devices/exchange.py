@@ -3,6 +3,9 @@
 A folder holds `job.json`, `in/NNNNN.tensors`, and later `run.json` and `out/NNNNN.tensors`. A `.tensors` file is one
 line of JSON, a list of {name, dtype, shape, size_bytes}, and then the payloads one after another, little-endian and in
 C order; the payload of strings is a JSON array. What comes back is hostile until it has been checked.
+
+The same passes through pipes: into the program one line with the job and then a `.tensors` message a sample, out of it
+a message a sample and, last, one line with the run.
 """
 
 import math
@@ -15,9 +18,9 @@ from typing import IO, Annotated, Literal
 import msgspec
 import numpy as np
 
-from edgekit._files import write_file
+from edgekit._files import replacing_file, write_file
 from edgekit._ort import Level
-from edgekit.devices.device import LEAST_SAMPLES
+from edgekit.devices.device import LEAST_SAMPLES, DeviceState
 from edgekit.errors import DeviceError
 from edgekit.samples import Samples
 from edgekit.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
@@ -26,6 +29,9 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 1 << 32
 MAX_RANK = 32
 MAX_RESULT_BYTES = 1 << 26
+
+_RUN = "run.json"
+_CHUNK_BYTES = 1 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -37,7 +43,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
     choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
     placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
-    program must find.
+    program must find. A program that is fed through a pipe runs the first sample `warmup` times before it counts, and
+    each sample `repeat` times, and gives a time for each of these runs.
     """
 
     model: str
@@ -52,6 +59,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float = 3600.0
     profile: bool = False
     runtime: str = ""
+    warmup: int = 0
+    repeat: int = 1
 
 
 class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +76,8 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What a far-side program says of its run.
 
     `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
-    `placed_whole` names a provider that took every node where the far side learned no more than that.
+    `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
+    one time a sample, or as many as the job said in `repeat`.
     """
 
     status: Literal["running", "done", "stopped", "refused"]
@@ -79,6 +89,9 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     placement: tuple[FarNode, ...]
     placement_source: Literal["session", "profile", "log"]
     placed_whole: str = ""
+    cpu_features: tuple[str, ...] = ()
+    before: DeviceState | None = None
+    after: DeviceState | None = None
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,15 +118,22 @@ def read_run(folder: Path) -> FarRun:
     Raises:
         DeviceError: there is no `run.json`, or it is not what a far-side program writes.
     """
-    file = folder / "run.json"
+    with _open_regular(folder / _RUN) as stream:
+        return decode_run(stream.read(MAX_RESULT_BYTES + 1))
+
+
+def decode_run(data: bytes) -> FarRun:
+    """Returns what the far side says of its run.
+
+    Raises:
+        DeviceError: it is not what a far-side program writes.
+    """
+    if len(data) > MAX_RESULT_BYTES:
+        raise _malformed(Path(_RUN), f"it is larger than {MAX_RESULT_BYTES} bytes")
     try:
-        with _open_regular(file) as stream:
-            data = stream.read(MAX_RESULT_BYTES + 1)
-        if len(data) > MAX_RESULT_BYTES:
-            raise _malformed(file, f"it is larger than {MAX_RESULT_BYTES} bytes")
         return msgspec.json.decode(data, type=FarRun)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(file, str(error)) from error
+        raise _malformed(Path(_RUN), str(error)) from error
 
 
 def open_outputs(folder: Path, outputs: Sequence[TensorSpec], source: str) -> tuple[Samples, str]:
@@ -147,6 +167,11 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
     Raises:
         OutputError: the folder cannot be written.
     """
+    write_file(path, encode_tensors(tensors))
+
+
+def encode_tensors(tensors: Tensors) -> bytes:
+    """Returns the tensors of one sample as a message."""
     entries: list[_Entry] = []
     payloads: list[bytes] = []
     for name, value in tensors.items():
@@ -155,7 +180,29 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
         dtype = "string" if is_text else value.dtype.name
         entries.append(_Entry(name=name, dtype=dtype, shape=value.shape, size_bytes=len(payload)))
         payloads.append(payload)
-    write_file(path, b"".join((msgspec.json.encode(entries), b"\n", *payloads)))
+    return b"".join((msgspec.json.encode(entries), b"\n", *payloads))
+
+
+def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> None:
+    """Copies one message from a pipe into the file `path`; no more is read than what `specs` allow.
+
+    Raises:
+        DeviceError: it is no message, it does not hold exactly these tensors, or it ends early.
+        OutputError: the folder cannot be written.
+    """
+    line = stream.readline(MAX_HEADER_BYTES + 1)
+    left = sum(entry.size_bytes for entry in _decode_header(line, path, specs))
+    if left > MAX_SAMPLE_BYTES:
+        raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
+    with replacing_file(path) as temporary, temporary.open("wb") as file:
+        file.write(line)
+        while left:
+            chunk = stream.read(min(left, _CHUNK_BYTES))
+            if not chunk:
+                raise _malformed(path, "it ends early")
+            file.write(chunk)
+            left -= len(chunk)
+    check_tensors(path, specs)
 
 
 def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:
@@ -197,6 +244,14 @@ def _open_regular(path: Path) -> IO[bytes]:
 
 def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
     line = stream.readline(MAX_HEADER_BYTES + 1)
+    entries = _decode_header(line, path, specs)
+    size_bytes = len(line) + sum(entry.size_bytes for entry in entries)
+    if size_bytes > MAX_SAMPLE_BYTES or size_bytes != os.fstat(stream.fileno()).st_size:
+        raise _malformed(path, "its size is not what its header says")
+    return entries
+
+
+def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
     if not line.endswith(b"\n"):
         raise _malformed(path, "its header has no end")
     try:
@@ -207,9 +262,6 @@ def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> 
     by_name = {spec.name: spec for spec in specs}
     for entry in entries:
         _check_entry(path, entry, by_name[entry.name])
-    size_bytes = len(line) + sum(entry.size_bytes for entry in entries)
-    if size_bytes > MAX_SAMPLE_BYTES or size_bytes != os.fstat(stream.fileno()).st_size:
-        raise _malformed(path, "its size is not what its header says")
     return entries
 
 

@@ -1,16 +1,21 @@
-"""Runs a model over samples with ONNX Runtime, and writes what came out: `python ort_runner.py FOLDER`.
+"""Runs a model over samples with ONNX Runtime, and writes what came out: `python ort_runner.py FOLDER` or `... --pipe`.
 
-It stands alone, on numpy and onnxruntime only, so that it runs wherever Python has these. FOLDER and its files are
-those of `edgekit/devices/exchange.py`. It exits with 0 when it could write `run.json`, even if that holds a refusal.
+It stands alone, on numpy and onnxruntime only, so that it runs wherever Python has these. FOLDER and its files, and
+the messages that pass through stdin and stdout with `--pipe`, are those of `edgekit/devices/exchange.py`. It exits with
+0 when it could write `run.json` or the last line, even if that holds a refusal.
 """
 
+import itertools
 import json
+import os
 import platform
 import resource
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +36,44 @@ Array = npt.NDArray[Any]
 
 
 def main() -> int:
-    """Runs the job in the folder given as the only argument."""
+    """Runs the job in the folder given as the only argument, or the one that comes through stdin."""
+    if sys.argv[1] == "--pipe":
+        return _serve_pipe()
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_bytes())
-    run: Json = {
+    run = _new_run(job)
+
+    def keep(index: int, tensors: dict[str, Any]) -> None:
+        _write_whole(folder / "out" / f"{index:05d}.tensors", _join_tensors(tensors))
+
+    def started() -> None:
+        _write_whole(folder / "run.json", _finish_run(run))
+        (folder / "out").mkdir()
+
+    _run_or_refuse(lambda: _run_samples(folder, job, run, _folder_samples(folder, job), keep, started), run)
+    _write_whole(folder / "run.json", _finish_run(run))
+    return 0
+
+
+def _serve_pipe() -> int:
+    """Answers each sample of stdin on stdout; what libraries print goes to stderr."""
+    stdin = sys.stdin.buffer
+    with os.fdopen(os.dup(1), "wb") as stdout, tempfile.TemporaryDirectory() as folder:
+        os.dup2(2, 1)
+        job = json.loads(stdin.readline())
+        run = _new_run(job)
+
+        def answer(_: int, tensors: dict[str, Any]) -> None:
+            stdout.write(_join_tensors(tensors))
+            stdout.flush()
+
+        _run_or_refuse(lambda: _run_samples(Path(folder), job, run, _piped_samples(stdin), answer, lambda: None), run)
+        stdout.write(_finish_run(run) + b"\n")
+    return 0
+
+
+def _new_run(job: Json) -> Json:
+    return {
         "status": "running",
         "message": "",
         "load_ms": 0.0,
@@ -44,36 +83,61 @@ def main() -> int:
         "placement": [],
         "placement_source": "profile" if job["profile"] else "session",
     }
+
+
+def _run_or_refuse(work: Callable[[], str], run: Json) -> None:
     try:
-        run["status"] = _run_samples(folder, job, run)
+        run["status"] = work()
+    except BrokenPipeError:
+        raise
     except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal to report
         run["status"] = "refused"
         run["message"] = _one_line(error)
-    _write_run(folder, run)
-    return 0
 
 
-def _run_samples(folder: Path, job: Json, run: Json) -> str:
+def _folder_samples(folder: Path, job: Json) -> Iterator[dict[str, Array]]:
+    for index in range(job["samples"]):
+        with (folder / "in" / f"{index:05d}.tensors").open("rb") as stream:
+            yield _read_tensors(stream.readline(), stream)
+
+
+def _piped_samples(stdin: IO[bytes]) -> Iterator[dict[str, Array]]:
+    while line := stdin.readline():
+        yield _read_tensors(line, stdin)
+
+
+def _run_samples(
+    folder: Path,
+    job: Json,
+    run: Json,
+    samples: Iterator[dict[str, Array]],
+    keep: Callable[[int, dict[str, Any]], None],
+    started: Callable[[], None],
+) -> str:
     start = time.perf_counter()
     session = _open_session(folder, job)
     run["load_ms"] = (time.perf_counter() - start) * 1e3
     if not job["profile"]:
         run["placement"] = _assigned_nodes(session)
-    _write_run(folder, run)
-    (folder / "out").mkdir()
+    started()
+    names = [output.name for output in session.get_outputs()]
     begin = time.perf_counter()
-    for index in range(job["samples"]):
+    for index in itertools.count():
         if index >= job["least_samples"] and time.perf_counter() - begin > job["budget_s"]:
             return "stopped"
-        name = f"{index:05d}.tensors"
-        inputs = _read_tensors(folder / "in" / name)
-        start = time.perf_counter()
-        values = session.run(None, inputs)
-        run["latency_ms"].append((time.perf_counter() - start) * 1e3)
-        names = [output.name for output in session.get_outputs()]
-        _write_tensors(folder / "out" / name, dict(zip(names, values, strict=True)))
+        inputs = next(samples, None)
+        if inputs is None:
+            return "done"
+        for _ in range(0 if index else job.get("warmup", 0)):
+            session.run(None, inputs)
+        values: list[Any] = []
+        for _ in range(job.get("repeat", 1)):
+            start = time.perf_counter()
+            values = session.run(None, inputs)
+            run["latency_ms"].append((time.perf_counter() - start) * 1e3)
         if job["profile"] and index == 0:
             run["placement"] = _profiled_nodes(Path(session.end_profiling()))
+        keep(index, dict(zip(names, values, strict=True)))
     return "done"
 
 
@@ -119,12 +183,13 @@ def _profiled_nodes(file: Path) -> list[Json]:
     return list(nodes.values())
 
 
-def _read_tensors(path: Path) -> dict[str, Array]:
+def _read_tensors(line: bytes, stream: IO[bytes]) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
-    with path.open("rb") as stream:
-        for entry in json.loads(stream.readline()):
-            data = stream.read(entry["size_bytes"])
-            tensors[entry["name"]] = _decode(data, entry["dtype"]).reshape(entry["shape"])
+    for entry in json.loads(line):
+        data = stream.read(entry["size_bytes"])
+        if len(data) != entry["size_bytes"]:
+            raise EOFError(f"the samples end in the middle of '{entry['name']}'")
+        tensors[entry["name"]] = _decode(data, entry["dtype"]).reshape(entry["shape"])
     return tensors
 
 
@@ -134,14 +199,14 @@ def _decode(data: bytes, dtype: str) -> Array:
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
 
 
-def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
+def _join_tensors(tensors: dict[str, Any]) -> bytes:
     entries: list[Json] = []
     payloads: list[bytes] = []
     for name, value in tensors.items():
         dtype, payload = _encode(name, value)
         entries.append({"name": name, "dtype": dtype, "shape": value.shape, "size_bytes": len(payload)})
         payloads.append(payload)
-    _write_whole(path, b"".join((json.dumps(entries).encode(), b"\n", *payloads)))
+    return b"".join((json.dumps(entries).encode(), b"\n", *payloads))
 
 
 def _encode(name: str, value: Any) -> tuple[str, bytes]:
@@ -152,8 +217,8 @@ def _encode(name: str, value: Any) -> tuple[str, bytes]:
     return value.dtype.name, value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _write_run(folder: Path, run: Json) -> None:
-    _write_whole(folder / "run.json", json.dumps({**run, "peak_rss_bytes": _peak_rss_bytes()}).encode())
+def _finish_run(run: Json) -> bytes:
+    return json.dumps({**run, "peak_rss_bytes": _peak_rss_bytes()}).encode()
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -1,0 +1,171 @@
+"""A job through a link: the same tensors as in a folder, and whatever the far side does wrong is a failure in words."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, noise_samples, text_model
+
+from edgekit.devices.child import ORT_RUNNER, Runner, describe_job
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.host import Host
+from edgekit.devices.link import LocalLink, digest_files, list_model_files
+from edgekit.devices.pipe import run_over
+from edgekit.errors import BundleError, DataError
+from edgekit.evidence import Evidence
+from edgekit.samples import Samples
+from edgekit.tensors import Tensors
+
+RUNNER = Runner(device="liar", evidence=Evidence.DEVICE)
+PYTHON = (sys.executable, "-P", str(ORT_RUNNER), "--pipe")
+RUN = (
+    b'{"status":"done","message":"","load_ms":1,"latency_ms":[1,1,1],"peak_rss_bytes":1,"versions":{},'
+    b'"placement":[],"placement_source":"session"}\n'
+)
+HEAD = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n'
+GOOD = HEAD + bytes(1024)
+
+
+def open_link(folder: Path) -> LocalLink:
+    return LocalLink(name="near", folder=folder / "sets", inside=str(folder / "sets"))
+
+
+def run_piped(job: Job, work: Path, program: tuple[str, ...] = PYTHON, **changes: object) -> DeviceRun:
+    far = msgspec.structs.replace(describe_job(job), **changes)
+    return run_over(open_link(work), program, job, far, work, runner=RUNNER)
+
+
+def lie(path: Path, work: Path, answer: bytes, after: str = "", *, timeout_s: float = 20) -> str | None:
+    """Runs a program that reads everything and gives this answer, whatever the samples are."""
+    (path / "answer").write_bytes(answer)
+    say = f"sys.stdout.buffer.write(open({str(path / 'answer')!r}, 'rb').read()); sys.stdout.flush()"
+    program = f"import os, sys, time; sys.stdin.buffer.read(); {say}; {after}"
+    job = make_job(float_conv(path / "f.onnx"), "nnapi", timeout_s=timeout_s)
+    return run_piped(job, work, (sys.executable, "-c", program)).failure
+
+
+def test_a_pipe_gives_what_a_folder_gives(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
+    (work / "a").mkdir()
+    direct, piped = Host().run_job(job, work / "a"), run_piped(job, work)
+    assert piped.failure is None
+    assert piped.placement == direct.placement
+    assert len(piped.latency_ms) == piped.outputs.count == 3
+    for got, want in zip(piped.outputs, direct.outputs, strict=True):
+        np.testing.assert_array_equal(got["y"], want["y"])
+
+
+def test_strings_and_scalars_pass(tmp_path: Path, work: Path) -> None:
+    head = "(string s, float x) => (string t, float y, float[0] z)"
+    body = f"{head} {{ t = Identity(s) y = Neg(x) z = Constant<value = float[0] {{}}>() }}"
+    sample: Tensors = {"s": np.array("grüße\n", object), "x": np.array(2, np.float32)}
+    run = run_piped(make_job(text_model(tmp_path / "m.onnx", body), "nnapi", [sample]), work)
+    assert run.failure is None
+    (got,) = run.outputs
+    assert (got["t"].item(), got["y"].item(), got["z"].shape) == ("grüße\n", -2.0, (0,))
+
+
+def test_an_ort_file_tells_its_placement_by_a_profile_that_is_gone_afterwards(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
+    run = run_piped(job, work, ("env", f"TMPDIR={tmp_path}", *PYTHON), profile=True)
+    assert run.placement_source == "profile"
+    assert {node.provider for node in run.placement} == {"CPUExecutionProvider"}
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["work"]
+
+
+def test_each_of_many_runs_is_timed(tmp_path: Path, work: Path) -> None:
+    run = run_piped(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), work, warmup=2, repeat=5)
+    assert run.failure is None
+    assert len(run.latency_ms) == 15
+
+
+def test_a_budget_that_is_over_stops_the_run(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi", noise_samples(400))
+    run = run_piped(msgspec.structs.replace(job, budget_s=0.0), work)
+    assert run.failure is None
+    assert run.stopped_early
+    assert run.outputs.count == 4
+
+
+def test_a_refusal_is_told_in_its_words(tmp_path: Path, work: Path) -> None:
+    run = run_piped(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), work, model=str(tmp_path / "none.onnx"))
+    assert str(run.failure).startswith("'near' before the first outputs: refused: ")
+    assert "none.onnx" in str(run.failure)
+
+
+@pytest.mark.parametrize(
+    ("answer", "after", "failure"),
+    [
+        (b"", "", "before the first outputs: the program ended before its work was done"),
+        (GOOD, "", "at sample 2 of 3: the program ended before its work was done"),
+        (GOOD, "os.kill(os.getpid(), 11)", "at sample 2 of 3: the program was ended by SIGSEGV"),
+        (GOOD * 2, "print('oh', file=sys.stderr); sys.exit(3)", "the program ended with exit code 3: oh"),
+        (GOOD * 2 + RUN, "", "at sample 3 of 3: 2 of 3 samples came back, with 3 times"),
+        (GOOD * 4 + RUN, "", "after the last sample: it gave more outputs than it got samples"),
+        (GOOD * 3 + RUN + b"x", "", "after the last sample: it wrote more after its last line"),
+        (GOOD * 3 + RUN[:-9], "", "after the last sample: 'run.json' from the device is malformed"),
+        (GOOD + HEAD + b"12", "", "at sample 2 of 3: '00001.tensors' from the device is malformed: it ends early"),
+        (b"Welcome to Debian", "", "'00000.tensors' from the device is malformed: its header has no end"),
+        (b"[" * (2 << 20), "", "'00000.tensors' from the device is malformed: its header has no end"),
+        (b"{" * (2 << 20) + b"\n", "", "'run.json' from the device is malformed"),
+        (HEAD.replace(b'"y"', b'"z"'), "", "it holds 'z', the model gives 'y'"),
+        (HEAD.replace(b"1024", b"9999999999999"), "", "not that of its shape"),
+    ],
+)  # fmt: skip
+def test_a_liar_fails(tmp_path: Path, work: Path, answer: bytes, after: str, failure: str) -> None:
+    assert failure in str(lie(tmp_path, work, answer, after))
+
+
+@pytest.mark.parametrize("answer", [b"", GOOD, GOOD[:1000], GOOD * 3 + RUN])
+def test_a_hang_is_ended_within_its_time(tmp_path: Path, work: Path, answer: bytes) -> None:
+    start = time.monotonic()
+    assert "ran out of time (1 s)" in str(lie(tmp_path, work, answer, "time.sleep(60)", timeout_s=1))
+    assert time.monotonic() - start < 10
+
+
+def test_a_child_that_left_the_session_does_not_hold_the_run(tmp_path: Path, work: Path) -> None:
+    after = "pid = os.fork() or (os.setsid(), time.sleep(4), os._exit(0)); os._exit(0)"
+    start = time.monotonic()
+    assert "ran out of time (1 s)" in str(lie(tmp_path, work, GOOD, after, timeout_s=1))
+    assert time.monotonic() - start < 10
+
+
+def test_samples_that_cannot_be_read_are_the_callers_error(tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
+
+    def read() -> Iterator[Tensors]:
+        yield from noise_samples(2)
+        raise DataError("the data is damaged", hint="mend it")
+
+    with pytest.raises(DataError, match="damaged"):
+        run_piped(msgspec.structs.replace(job, samples=Samples(source="s", count=3, read=read)), work)
+
+
+def test_a_set_of_files_is_stored_once(tmp_path: Path, work: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    (tmp_path / "b").write_text("#!")
+    (tmp_path / "b").chmod(0o755)
+    link, files = open_link(work), {"m": tmp_path / "a", "lib/b": tmp_path / "b"}
+    folder = Path(link.push(files))
+    assert folder.name == digest_files(files)
+    assert (folder / "m").read_text() == "one"
+    assert (folder / "lib/b").stat().st_mode & 0o777 == 0o755
+    made = folder.stat().st_ino
+    assert Path(link.push(files)).stat().st_ino == made
+    link.clean()
+    assert not folder.exists()
+
+
+def test_a_name_that_climbs_out_is_refused(tmp_path: Path, work: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    with pytest.raises(BundleError, match="not a safe file name"):
+        open_link(work).push({"../a": tmp_path / "a"})
+
+
+def test_the_files_of_a_model_are_itself_and_its_data(tmp_path: Path) -> None:
+    model = float_conv(tmp_path / "f.onnx")
+    assert list_model_files(model) == {"f.onnx": model}
