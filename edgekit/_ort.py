@@ -51,13 +51,14 @@ _LEVELS: dict[Level, Any] = {
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session on the CPU provider is made with."""
+    """What a session on the CPU provider is made with; `libraries` hold custom operators."""
 
     level: Level = Level.ALL
     config: dict[str, str] = {}
     disabled_optimizers: tuple[str, ...] = ()
     threads: int = 0
     save_to: Path | None = None
+    libraries: tuple[Path, ...] = ()
 
 
 class CpuSession:
@@ -123,6 +124,8 @@ def _session_options(settings: SessionSettings) -> Any:
     options.intra_op_num_threads = settings.threads
     for key, value in settings.config.items():
         options.add_session_config_entry(key, value)
+    for library in settings.libraries:
+        options.register_custom_ops_library(str(library))
     if settings.save_to is not None:
         options.optimized_model_filepath = str(settings.save_to)
     return options

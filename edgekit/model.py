@@ -1,14 +1,15 @@
 """A model file and the facts read from it."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import onnx
 
 from edgekit._files import digest_file, safe_join
-from edgekit.errors import BundleError, ModelError
+from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.skim import skim_model
 from edgekit.tensors import TensorSpec
 
@@ -16,6 +17,7 @@ MAX_OPSET = 26
 """The newest ai.onnx opset that ONNX Runtime 1.31 supports officially (its own error message says so)."""
 MAX_IR_VERSION = 13
 """The newest IR version that ONNX Runtime 1.31 loads (its own error message says so)."""
+QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
 MAX_PROTOBUF_BYTES = 2**31 - 1
 
 _MAIN_DOMAIN = "ai.onnx"
@@ -26,7 +28,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """An ONNX file, its digest, and the facts that every stage needs.
 
     `sha256` covers the file and, in the order of their names, its external data files. `inputs` leaves out
-    initializers. `size_bytes` counts external data. `node_count` counts the nodes of the main graph.
+    initializers. `size_bytes` counts external data. `node_count` counts the nodes of the main graph. `custom_ops` are
+    the libraries whose operators it uses.
     """
 
     path: Path
@@ -39,6 +42,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...]
     node_count: int
     external_files: tuple[str, ...]
+    custom_ops: tuple[Path, ...] = ()
 
     @property
     def is_static(self) -> bool:
@@ -46,13 +50,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return all(spec.is_static for spec in self.inputs)
 
 
-def load_model(path: Path) -> Model:
-    """Reads the facts of an ONNX model; weights are digested, not loaded.
+def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
+    """Reads the facts of an ONNX model; weights are digested, not loaded. `custom_ops` are libraries it needs to run.
 
     Raises:
+        UsageError: a library is missing.
         ModelError: the file is missing, empty, truncated, no ONNX model, too new, or refers to external data that is
             missing or outside its folder.
     """
+    for library in custom_ops:
+        if not library.is_file():
+            raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
     external = tuple(sorted(set(_external_files(proto))))
     for name in external:
@@ -71,6 +79,7 @@ def load_model(path: Path) -> Model:
         outputs=tuple(_spec(value) for value in proto.graph.output),
         node_count=len(proto.graph.node),
         external_files=external,
+        custom_ops=tuple(library.absolute() for library in custom_ops),
     )
 
 
@@ -118,6 +127,21 @@ def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
     """
     ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
     return tuple(sorted(op for op in ops if op in _INTEGER_OPS or op.startswith("QLinear")))
+
+
+def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
+    """Returns how a model is quantized: "" for a float model, "weights" where only weights are stored in few bits.
+
+    A QDQ model may come from training or from a quantizer; both are taken as they are.
+    """
+    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    if any(op.startswith("QLinear") for op in ops):
+        return "qoperator"
+    if ops & {"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}:
+        return "dynamic"
+    if "QuantizeLinear" in ops:
+        return "qdq"
+    return "weights" if ops & {"DequantizeLinear", "MatMulNBits"} else ""
 
 
 def tensor_dtype(elem_type: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit.bundle.folder import Bundle, Contents, read_target, write_bundle
-from edgekit.bundle.golden import Golden, make_golden
+from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
@@ -260,8 +260,7 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
             check = check_model(model, target)
         except (ModelError, RuntimeRefusal) as error:
             precision = _fall_back(error, target, job, notes)
-    convert = partial(convert_model, model, out=work / "converted", ort_source=ort_source)
-    converted = _convert(convert, target, notes)
+    converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
     contents = Contents(
         source=inputs.source,
         target=target,
@@ -314,6 +313,11 @@ def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> 
     if halved.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(halved.clamped[:5])}")
     return halved.model
+
+
+def _converter(model: Model, ort_source: Model | None, inputs: _Inputs, out: Path) -> Callable[..., ConvertedModel]:
+    golden = read_inputs(inputs.golden)
+    return partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
 
 
 def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:

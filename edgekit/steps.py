@@ -2,7 +2,6 @@
 
 import resource
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,10 @@ from typing import Any
 import msgspec
 
 from edgekit import _ort
-from edgekit._files import digest_file, replacing_file, staged_entries, work_folder
+from edgekit._files import replacing_file, work_folder
 from edgekit.check.check import check_model
 from edgekit.check.ort_opinion import OrtOpinions, ask_ort_checker
 from edgekit.check.report import CheckReport
-from edgekit.convert.census import count_ops, replay_saved
-from edgekit.convert.convert import ORT_FILES, convert_model
-from edgekit.convert.ort_form import OrtOptions, Style, write_ort
-from edgekit.convert.ort_report import read_graph
 from edgekit.model import load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
@@ -27,7 +22,7 @@ from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantiz
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.text import describe_recommendation
 from edgekit.samples import check_samples, limit_samples, load_samples
-from edgekit.target import Form, Precision
+from edgekit.target import Precision
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,16 +39,6 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
         """True if a target's verdict is "no", or the vendor's own code made no session."""
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return refused or any(report.verdict == "no" for report in self.targets.values())
-
-
-class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The files written, by form, the one to load first; `census` counts the nodes that an `.ort` file will run."""
-
-    model: str
-    out: Path
-    files: dict[Form, tuple[str, ...]]
-    census: dict[Form, dict[str, int]]
-    sha256: dict[str, str]
 
 
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,28 +145,6 @@ def quantize_for(
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=peak_rss_bytes(),
     )
-
-
-def convert_for(model: Path, out: Path, recipe: Recipe, options: OrtOptions, styles: Sequence[Style]) -> ConvertReport:
-    """Writes a model into the folder `out`: for the one target of the recipe, or without one in the styles asked for.
-
-    Raises:
-        EdgekitError: the model or the recipe is wrong, or ONNX Runtime refuses the model.
-    """
-    targets, source = load_targets(recipe), load_model(model)
-    with work_folder() as work, staged_entries(out) as staging:
-        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
-        files: dict[Form, tuple[str, ...]] = {}
-        census: dict[Form, dict[str, int]] = {}
-        if targets:
-            converted = convert_model(prepared, targets[0], staging)
-            files, census = converted.files, converted.census
-        for style in () if targets else styles:
-            write_ort(prepared, staging / ORT_FILES[style], msgspec.structs.replace(options, style=style))
-            files[style] = (ORT_FILES[style],)
-            census[style] = count_ops(replay_saved(read_graph(staging / ORT_FILES[style])))
-        sha256 = {name: digest_file(staging / name) for names in files.values() for name in names}
-    return ConvertReport(model=source.name, out=out, files=files, census=census, sha256=sha256)
 
 
 def list_versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("pipeline",),
-    ("steps",),
+    ("steps", "conversion"),
     ("report",),
     ("verify", "bench", "inspect", "observe"),
     ("devices",),

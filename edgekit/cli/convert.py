@@ -8,11 +8,12 @@ import click
 from edgekit._ort import Level
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line, showing_progress
+from edgekit.cli.terminal import show_conversion, show_json, showing_progress
+from edgekit.conversion import ConvertOptions, convert_for
+from edgekit.convert.context import ContextOptions
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.errors import UsageError
 from edgekit.recipe import Recipe
-from edgekit.steps import convert_for
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 
@@ -25,6 +26,14 @@ _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime
 @click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
 @click.option("--level", type=click.Choice([level.value for level in Level]), help="Default: all.")
 @click.option("--cpu", type=click.Choice(["arm", "x64"]), help="The CPU whose kernels the file is for. Default: arm.")
+@click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too.")
+@click.option("--soc", "socs", metavar="43,69", help="Qualcomm SoCs, all in one QNN context; for --target qnn.")
+@click.option("--htp-arch", "archs", metavar="73,79", help="Or: Hexagon versions, all in one QNN context.")
+@click.option("--embed-context", "embedded", is_flag=True, help="Put the QNN context inside the ONNX file.")
+@options.CUSTOM_OPS
+@click.option("--data", metavar="DATA", help="Inputs to run each file on. Default: drawn at random.")
+@options.PREPROCESS
+@click.option("--check/--no-check", "checked", default=True, help="Run each .ort file against its source.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the files go.")
 @options.JSON
 @options.verbosity
@@ -36,6 +45,14 @@ def command(
     style: Literal["full", "runtime", "both"] | None,
     level: str | None,
     cpu: Cpu | None,
+    with_onnx: bool,
+    socs: str | None,
+    archs: str | None,
+    embedded: bool,
+    custom_ops: tuple[Path, ...],
+    data: str | None,
+    preprocess: Path | None,
+    checked: bool,
     out: Path,
     as_json: bool,
     volume: int,
@@ -46,19 +63,25 @@ def command(
     Example:
       edgekit convert model.onnx --target nnapi --out converted
     """
-    if target is not None and (style or level or cpu):
+    if target is not None and (style or level or cpu or with_onnx):
         raise UsageError(f"target '{target}' settles style, level and CPU", hint="give either --target or the others")
+    if target is None and (socs or archs or embedded):
+        raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
     recipe = Recipe(
         targets=() if target is None else (target,),
         settings=options.parse_assignments(settings, "--set"),
         dims=options.parse_dims(dims),
     )
-    wanted = OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all"))
-    with showing_progress(volume):
-        report = convert_for(model, out, recipe, wanted, _STYLES[style or "both"])
-    if as_json:
-        show_json(report)
-    else:
-        for form, names in report.files.items():
-            show_line(f"{form}: {' + '.join(str(out / name) for name in names)}")
+    wanted = ConvertOptions(
+        ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all")),
+        styles=_STYLES[style or "both"],
+        with_onnx=with_onnx,
+        context=ContextOptions(socs=options.split_names(socs), archs=options.split_names(archs), embedded=embedded),
+        custom_ops=custom_ops,
+        data=options.parse_data(data, preprocess),
+        checked=checked,
+    )
+    with showing_progress(volume) as progress:
+        report = convert_for(model, out, recipe, wanted, progress)
+    show_json(report) if as_json else show_conversion(report)
     return YES

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 import click
 
 from edgekit.errors import UsageError, suggest_name
+from edgekit.images import load_preprocess
 from edgekit.model import Model
+from edgekit.recipe import Data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Option = Callable[[_F], _F]
@@ -24,6 +26,14 @@ TARGET = click.option("--target", required=True, metavar="NAME", help="A target 
 SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")
 DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The size of a dynamic dimension.")
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
+CUSTOM_OPS = click.option(
+    "--custom-ops",
+    "custom_ops",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="LIB.so",
+    help="A library with custom operators; it is loaded and its code runs.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 
@@ -93,6 +103,24 @@ def parse_numbers(pairs: tuple[str, ...]) -> dict[str, float]:
         except ValueError as error:
             raise UsageError(f"--freeze {name}={text}: '{text}' is no number", hint="for example sr=16000") from error
     return numbers
+
+
+def split_names(names: str | None) -> tuple[str, ...]:
+    """Returns the names of a list with commas, none for None."""
+    return tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+
+
+def parse_data(source: str | None, preprocess: Path | None) -> Data | None:
+    """Returns --data and --preprocess as what they mean, None without --data.
+
+    Raises:
+        DataError: the preprocessing file cannot be read.
+        UsageError: there is a --preprocess without --data.
+    """
+    if source is None and preprocess is not None:
+        raise UsageError("--preprocess says how to read --data", hint="add --data FOLDER")
+    loaded = load_preprocess(preprocess) if preprocess else None
+    return None if source is None else Data(source=source, preprocess=loaded)
 
 
 def _parse_size(name: str, value: str) -> int:

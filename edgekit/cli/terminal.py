@@ -9,6 +9,8 @@ from rich.console import Console, RenderableType
 
 from edgekit.check.ort_opinion import OrtOpinions
 from edgekit.check.report import CheckReport
+from edgekit.conversion import ConvertReport
+from edgekit.convert.equality import Equality
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.inspect import OnnxReport
@@ -20,6 +22,9 @@ from edgekit.report.summary import BuildReport
 from edgekit.target import Target
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import VerifyReport
+
+_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
+"""Operators whose fate tells nothing by itself."""
 
 
 def show_json(value: object) -> None:
@@ -89,6 +94,36 @@ def show_comparison(report: ModelComparison) -> None:
     if report.layers:
         _print(text.table_layers(report))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
+
+
+def show_conversion(report: ConvertReport) -> None:
+    """Prints the files of a conversion, why these, and what is known of each."""
+    for form, names in report.files.items():
+        size = text.format_bytes(sum(report.size_bytes[name] for name in names))
+        click.echo(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
+        for fate in report.fates.get(form, ()):
+            if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
+                click.echo(f"  {fate.sentence}")
+        for node in report.unfused.get(form, ()):
+            click.echo(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
+        if form in report.equality:
+            click.echo(f"  {describe_equality(report.equality[form])}")
+        for trait in report.host_traits.get(form, ()):
+            click.echo(f"  other bytes on another kind of CPU: {trait}")
+    if report.quantized:
+        click.echo(f"quantized already ({report.quantized}): taken as it is")
+    if report.compatibility:
+        click.echo(f"compatibility: {report.compatibility}")
+    click.echo(f"why: {report.reason}")
+
+
+def describe_equality(found: Equality) -> str:
+    """Returns in words how a file compares with its source."""
+    if found.skipped:
+        return f"not compared with its source: {found.skipped}"
+    if found.bit_equal:
+        return f"bit-equal to its source on {found.samples} samples"
+    return f"error {found.error:.1g} of {found.tolerance:g} allowed against its source on {found.samples} samples"
 
 
 def show_contents(report: OnnxReport | OrtFileReport) -> None:

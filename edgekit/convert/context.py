@@ -6,20 +6,45 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import onnx
 
 from edgekit._proc import Finished, run_process
-from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal
+from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError, suggest_name
 from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
 _PROGRAM = Path(__file__).parent / "far" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
+_ARCHS_AT, _SOCS_AT = 4, 5
+"""Where the compatibility string holds HTP versions and SoCs (read back from contexts of QAIRT 2.51)."""
 _NAMED_NODES = 8
 _NAME_LENGTH = 80
+
+
+class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to compile a context.
+
+    `socs` are Qualcomm's numbers of the SoCs it is for and `archs` versions of the HTP, such as 73; without either the
+    target says it. Several make one binary for all of them. With `embedded` the binary lies inside the ONNX file.
+    """
+
+    socs: tuple[str, ...] = ()
+    archs: tuple[str, ...] = ()
+    embedded: bool = False
+
+    @property
+    def serves_several(self) -> bool:
+        """True if one binary serves several chips, which Qualcomm's library for this PC compiles but cannot load."""
+        return len(self.socs) > 1 or len(self.archs) > 1
+
+
+DEFAULT_CONTEXT = ContextOptions()
+HTP_ARCHS = ("68", "69", "73", "75", "79", "81")
+"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,52 +76,109 @@ def require_compiler() -> None:
         )
 
 
-def compile_context(model: str, target: Target, folder: Path, *, timeout_s: float = 900.0) -> Context:
-    """Compiles the model file of that name in `folder` for the target's SoC, beside it.
+def compile_context(
+    model: str,
+    target: Target,
+    folder: Path,
+    options: ContextOptions = DEFAULT_CONTEXT,
+    *,
+    timeout_s: float = 900.0,
+) -> Context:
+    """Compiles the model file of that name in `folder` for the target's SoC or those of the options, beside it.
 
-    The child works inside the folder, since the model's path as it is given enters the bytes of the context.
+    Each compilation has a child process of its own, since QNN keeps state that spoils the next one. The child works
+    inside the folder, since the model's path as it is given enters the bytes of the context. What was compiled is then
+    loaded in another child. A context for several chips cannot be loaded here: one is compiled and loaded for each chip
+    by itself.
 
     Raises:
+        UsageError: there is no such SoC number or HTP version.
         MissingExtraError: onnxruntime-qnn is not installed.
         RuntimeRefusal: QNN does not take the whole model.
         DeviceError: the compiler crashed or ran out of time.
     """
     require_compiler()
-    job = {
-        "model": model,
-        "out": CONTEXT_FILE,
-        "provider_options": target.session.provider_options,
-        "config": target.session.config,
-    }
-    child = run_process(
-        [sys.executable, str(_PROGRAM), json.dumps(job, sort_keys=True)], timeout_s=timeout_s, cwd=folder
-    )
-    if not child.succeeded:
-        raise _failure(child, target)
+    _check_options(options)
+    whole = _describe_job(model, CONTEXT_FILE, target, options)
+    versions = _run_child(whole, folder, timeout_s)
+    singles = [_describe_job(model, f"single{at}.onnx", target, one) for at, one in enumerate(_singles(options))]
+    for job in singles:
+        _run_child(job, folder, timeout_s)
+    for job in singles or [whole]:
+        _run_child({**job, "load": True}, folder, timeout_s)
+    compatibility = _read_compatibility(folder / CONTEXT_FILE)
+    _check_compatibility(compatibility, options)
     data = sorted(path.name for path in folder.glob(f"{Path(CONTEXT_FILE).stem}*.bin"))
-    return Context(
-        files=(CONTEXT_FILE, *data),
-        compatibility=_read_compatibility(folder / CONTEXT_FILE),
-        versions=json.loads(child.stdout.strip().splitlines()[-1])["versions"],
-    )
+    return Context(files=(CONTEXT_FILE, *data), compatibility=compatibility, versions=versions)
 
 
-def _failure(child: Finished, target: Target) -> DeviceError | RuntimeRefusal:
+def _describe_job(model: str, out: str, target: Target, options: ContextOptions) -> dict[str, Any]:
+    provider = dict(target.session.provider_options)
+    if options.socs or options.archs:
+        provider.pop("soc_model", None)
+        wanted = {"soc_model": ",".join(options.socs), "htp_arch": ",".join(options.archs)}
+        provider |= {key: value for key, value in wanted.items() if value}
+    config = target.session.config
+    return {"model": model, "out": out, "provider_options": provider, "config": config, "embed": options.embedded}
+
+
+def _singles(options: ContextOptions) -> tuple[ContextOptions, ...]:
+    if not options.serves_several:
+        return ()
+    socs = tuple(ContextOptions(socs=(soc,), embedded=True) for soc in options.socs)
+    return socs or tuple(ContextOptions(archs=(arch,), embedded=True) for arch in options.archs)
+
+
+def _check_options(options: ContextOptions) -> None:
+    """Refuses what the provider would take without complaint, to compile for the oldest chip."""
+    if options.socs and options.archs:
+        raise UsageError("a context is for SoCs or for HTP versions, not both", hint="give --soc or --htp-arch")
+    for soc in options.socs:
+        if not re.fullmatch(r"[1-9][0-9]{0,2}", soc):
+            raise UsageError(f"'{soc}' is no number of a SoC", hint="for example 43 (SM8550), 57 (SM8650), 69 (SM8750)")
+    for arch in options.archs:
+        if arch not in HTP_ARCHS:
+            raise UsageError(f"there is no HTP version '{arch}'", hint=suggest_name(arch, HTP_ARCHS))
+
+
+def _check_compatibility(compatibility: str, options: ContextOptions) -> None:
+    fields = compatibility.split(":")
+    written = [fields[place].split(",") if len(fields) > place else [] for place in (_ARCHS_AT, _SOCS_AT)]
+    for wanted, found in zip((options.archs, options.socs), written, strict=True):
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise RuntimeRefusal(
+                f"QNN's compiler left out {', '.join(missing)}: the context says '{compatibility}'",
+                hint="compile one context for each chip",
+            )
+
+
+def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[str, str]:
+    argv = [sys.executable, str(_PROGRAM), json.dumps(job, sort_keys=True)]
+    child = run_process(argv, timeout_s=timeout_s, cwd=folder)
+    if not child.succeeded:
+        raise _failure(child, job["provider_options"])
+    versions: dict[str, str] = json.loads(child.stdout.strip().splitlines()[-1])["versions"]
+    return versions
+
+
+def _failure(child: Finished, options: Mapping[str, str]) -> DeviceError | RuntimeRefusal:
     last = (child.stderr.strip().splitlines() or [""])[-1]
     if child.status != _REFUSED or child.timed_out:
         return DeviceError(
             f"QNN's compiler {child.ending}: {last[:300]}", hint="edgekit check MODEL --target qnn --observe"
         )
-    settings = ", ".join(f"{key}={value}" for key, value in target.settings.items())
+    settings = ", ".join(f"{key}={options[key]}" for key in ("soc_model", "htp_arch") if key in options)
     left = re.findall(r"\{ name: (.*?), type: (\w+) \}", child.stderr)
-    nodes = ", ".join(f"'{_shorten(name)}' ({op})" for name, op in list(dict.fromkeys(left))[:_NAMED_NODES])
+    nodes = ", ".join(f"'{shorten_name(name)}' ({op})" for name, op in list(dict.fromkeys(left))[:_NAMED_NODES])
     reason = f"does not take the whole model, for one {nodes}" if nodes else f"refuses the model: {last[:300]}"
     return RuntimeRefusal(
         f"QNN for {settings} {reason}", hint="edgekit check MODEL --target qnn tells why, and what to change"
     )
 
 
-def _shorten(name: str) -> str:
+def shorten_name(name: str) -> str:
+    """Returns the name of a node as a message quotes it: some converters write a whole path for each fused layer."""
     return name if len(name) <= _NAME_LENGTH else f"{name[:_NAME_LENGTH]}..."
 
 

@@ -1,6 +1,6 @@
 """Converting a model into every file its target loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,39 +8,28 @@ import msgspec
 from edgekit._files import digest_file, move_file, work_folder
 from edgekit._ort import VERSION
 from edgekit.convert.canonical import CANONICAL_VERSION
-from edgekit.convert.census import UnfusedNode, count_ops, find_unfused, replay_saved
-from edgekit.convert.context import compile_context, require_compiler
-from edgekit.convert.ort_form import OrtOptions, Style, refuse_large, write_ort
-from edgekit.convert.ort_report import read_graph
+from edgekit.convert.census import UnfusedNode
+from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
+from edgekit.convert.equality import Equality
+from edgekit.convert.fates import OpFate
+from edgekit.convert.forms import ORT_FILES, Source, Written, write_context_form, write_onnx_form, write_ort_form
+from edgekit.convert.ort_form import OrtOptions, refuse_large
 from edgekit.convert.twin import write_twin
-from edgekit.errors import ModelError
 from edgekit.model import Model
+from edgekit.samples import Samples
 from edgekit.target import Form, Target
 
-ORT_FILES: dict[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}
-"""The name of the file of each style."""
-
-
-class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """A form on disk: its files, the one to load first, and what is known of them.
-
-    `census` counts the nodes that will run, by operator. `unfused` are quantized nodes that keep a float activation
-    between themselves and their Q node. `compatibility` says which device a context fits; it is empty for other forms.
-    """
-
-    files: tuple[str, ...]
-    census: dict[str, int] = {}
-    unfused: tuple[UnfusedNode, ...] = ()
-    compatibility: str = ""
-    versions: dict[str, str] = {}
+_ASKED_FOR = "the style, the level and the CPU were asked for"
 
 
 class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a model for one target.
 
     `files` has, for each form in the target's order, the names in the folder, the one to load first. `census` counts
-    the nodes that each `.ort` form will run. `sha256` and `size_bytes` go by file name. `versions` name what wrote the
-    files: onnxruntime, and for a context onnxruntime-qnn and qairt.
+    the nodes that each `.ort` form will run, `fates` says what became of those of the source, `equality` how it
+    compares with the source, `host_traits` what another kind of CPU would write otherwise. `sha256` and `size_bytes` go
+    by file name. `versions` name what wrote the files: onnxruntime, the version of the canonical form, and for a
+    context onnxruntime-qnn and qairt. `target` is empty where the styles were asked for.
     """
 
     source_sha256: str
@@ -48,7 +37,10 @@ class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     files: dict[Form, tuple[str, ...]]
     census: dict[Form, dict[str, int]]
+    fates: dict[Form, tuple[OpFate, ...]]
     unfused: dict[Form, tuple[UnfusedNode, ...]]
+    equality: dict[Form, Equality]
+    host_traits: dict[Form, tuple[str, ...]]
     sha256: dict[str, str]
     size_bytes: dict[str, int]
     canonical_version: int
@@ -57,7 +49,17 @@ class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def convert_model(model: Model, target: Target, out: Path, *, ort_source: Model | None = None) -> ConvertedModel:
+def convert_model(
+    model: Model,
+    target: Target,
+    out: Path,
+    *,
+    ort_source: Model | None = None,
+    origin: Model | None = None,
+    samples: Samples | None = None,
+    checked: bool = True,
+    context: ContextOptions = DEFAULT_CONTEXT,
+) -> ConvertedModel:
     """Writes every form that the target loads into the folder `out`: each file whole or not at all.
 
     Args:
@@ -66,9 +68,14 @@ def convert_model(model: Model, target: Target, out: Path, *, ort_source: Model 
         out: the folder; files that are there already and have other names stay.
         ort_source: what the `.ort` forms are written from, where that is another model: the float32 form of an fp16
             model, because ONNX Runtime's CPU provider would bake a cast to float32 around every node of the latter.
+        origin: the model before it was prepared, which tells whose constants were folded.
+        samples: what each `.ort` form and its source run on; inputs drawn at random where there are none.
+        checked: whether they run at all.
+        context: how a QNN context is compiled.
 
     Raises:
-        ModelError: the ORT format cannot hold the model, or quantized nodes would run in float.
+        ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or an `.ort` form gives
+            other results than its source.
         RuntimeRefusal: ONNX Runtime, or QNN for a context, refuses the model.
         MissingExtraError: a context is wanted and onnxruntime-qnn is not installed.
         DeviceError: QNN's compiler crashed or ran out of time.
@@ -82,26 +89,79 @@ def convert_model(model: Model, target: Target, out: Path, *, ort_source: Model 
     with work_folder(out) as work:
         twin = write_twin(model, work)
         ort_twin = twin if ort_source is None else write_twin(ort_source, _make_folder(work / "ort"))
-        written = {form: _WRITERS[form](ort_twin if form in _ORT_FORMS else twin, target, work) for form in forms}
-        names = [name for form in forms for name in written[form].files]
-        sha256 = {name: digest_file(work / name) for name in names}
-        sizes = {name: (work / name).stat().st_size for name in names}
-        for name in reversed(names):
-            move_file(work / name, out / name)
+        source = Source(model=ort_twin, origin=origin or ort_source or model, samples=samples, checked=checked)
+        options = OrtOptions(style="full", cpu=target.conversion.cpu)
+        writers: Mapping[Form, Callable[[], Written]] = {
+            **_portable_writers(source, twin, work, options),
+            "context": lambda: write_context_form(twin, target, work, context),
+        }
+        written: dict[Form, Written] = {form: writers[form]() for form in forms}
+        return _publish(model, written, work, out, target=target.name, reason=target.conversion.reason)
+
+
+def convert_styles(
+    model: Model,
+    out: Path,
+    options: OrtOptions,
+    forms: Sequence[Form],
+    *,
+    origin: Model | None = None,
+    samples: Samples | None = None,
+    checked: bool = True,
+) -> ConvertedModel:
+    """Writes a prepared model into the folder `out` in ORT format, in the styles asked for, or as its ONNX twin.
+
+    Raises:
+        ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or a file gives other
+            results than its source.
+        RuntimeRefusal: ONNX Runtime refuses the model.
+        OutputError: `out` cannot be written.
+    """
+    if _ORT_FORMS & set(forms):
+        refuse_large(model)
+    with work_folder(out) as work:
+        twin = write_twin(model, work)
+        source = Source(model=twin, origin=origin or model, samples=samples, checked=checked)
+        writers = _portable_writers(source, twin, work, options)
+        written: dict[Form, Written] = {form: writers[form]() for form in forms}
+        return _publish(model, written, work, out, target="", reason=_ASKED_FOR)
+
+
+def _portable_writers(
+    source: Source, twin: Model, work: Path, options: OrtOptions
+) -> Mapping[Form, Callable[[], Written]]:
+    return {
+        "onnx": lambda: write_onnx_form(twin),
+        "full": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="full")),
+        "runtime": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="runtime")),
+    }
+
+
+def _publish(
+    model: Model, written: Mapping[Form, Written], work: Path, out: Path, *, target: str, reason: str
+) -> ConvertedModel:
+    names = [name for form in written.values() for name in form.files]
+    sha256 = {name: digest_file(work / name) for name in names}
+    sizes = {name: (work / name).stat().st_size for name in names}
+    for name in reversed(names):
+        move_file(work / name, out / name)
+    versions = {"onnxruntime": VERSION, "ort-canonical-form": str(CANONICAL_VERSION)}
     return ConvertedModel(
         source_sha256=model.sha256,
-        target=target.name,
+        target=target,
         folder=out,
-        files={form: written[form].files for form in forms},
-        census={form: written[form].census for form in forms if written[form].census},
-        unfused={form: written[form].unfused for form in forms if written[form].unfused},
+        files={form: item.files for form, item in written.items()},
+        census={form: item.census for form, item in written.items() if item.census},
+        fates={form: item.fates for form, item in written.items() if item.fates},
+        unfused={form: item.unfused for form, item in written.items() if item.unfused},
+        equality={form: item.equality for form, item in written.items() if item.equality is not None},
+        host_traits={form: item.host_traits for form, item in written.items() if item.host_traits},
         sha256=sha256,
         size_bytes=sizes,
         canonical_version=CANONICAL_VERSION,
-        versions={"onnxruntime": VERSION}
-        | {key: value for form in forms for key, value in written[form].versions.items()},
-        compatibility="".join(written[form].compatibility for form in forms),
-        reason=target.conversion.reason,
+        versions=versions | {key: value for item in written.values() for key, value in item.versions.items()},
+        compatibility="".join(item.compatibility for item in written.values()),
+        reason=reason,
     )
 
 
@@ -110,46 +170,4 @@ def _make_folder(path: Path) -> Path:
     return path
 
 
-def _write_onnx(twin: Model, _target: Target, _work: Path) -> Written:
-    return Written(files=(twin.path.name, *twin.external_files))
-
-
-def _write_full(twin: Model, target: Target, work: Path) -> Written:
-    return _write_ort(twin, work / ORT_FILES["full"], OrtOptions(style="full", cpu=target.conversion.cpu))
-
-
-def _write_runtime(twin: Model, target: Target, work: Path) -> Written:
-    return _write_ort(twin, work / ORT_FILES["runtime"], OrtOptions(style="runtime", cpu=target.conversion.cpu))
-
-
-def _write_ort(twin: Model, path: Path, options: OrtOptions) -> Written:
-    write_ort(twin, path, options)
-    graph = read_graph(path)
-    nodes = replay_saved(graph)
-    unfused = find_unfused(nodes, graph.outputs)
-    stuck = [node for node in unfused if not node.activation]
-    if stuck:
-        names = ", ".join(f"'{node.name}' ({node.op})" for node in stuck[:10])
-        raise ModelError(
-            f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}",
-            hint="ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL",
-        )
-    return Written(files=(path.name,), census=count_ops(nodes), unfused=unfused)
-
-
-def _write_context(twin: Model, target: Target, work: Path) -> Written:
-    context = compile_context(twin.path.name, target, work)
-    return Written(
-        files=context.files,
-        compatibility=context.compatibility,
-        versions={**context.versions, "qairt": context.qairt_version},
-    )
-
-
 _ORT_FORMS = frozenset(ORT_FILES)
-_WRITERS: dict[Form, Callable[[Model, Target, Path], Written]] = {
-    "onnx": _write_onnx,
-    "full": _write_full,
-    "runtime": _write_runtime,
-    "context": _write_context,
-}

@@ -40,15 +40,24 @@ def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -
         UsageError: no file is given.
         ModelError: a file is damaged, or no ORT-format file.
     """
+    lines = list_operators(models)
+    if types:
+        used = sorted({_TYPES.get(name, f"{name}_t") for model in models for name in inspect_ort(model).types})
+        lines = (f"!globally_allowed_types;{','.join(used)}", *lines)
+    write_file(out, (_HEADER + "".join(f"{line}\n" for line in lines)).encode())
+
+
+def list_operators(models: Sequence[Path]) -> tuple[str, ...]:
+    """Returns the lines of a config, `domain;opset;Operator,Operator`, for every one of these ORT-format files.
+
+    Raises:
+        UsageError: no file is given.
+        ModelError: a file is damaged, or no ORT-format file.
+    """
     if not models:
         raise UsageError("there is no model to write a config for", hint="give one .ort file or more")
-    reports = [inspect_ort(model) for model in models]
-    operators = _group_kernels(kernel for report in reports for kernel in report.kernels)
-    lines = [f"{domain};{opset};{','.join(sorted(names))}\n" for (domain, opset), names in sorted(operators.items())]
-    if types:
-        used = sorted({_TYPES.get(name, f"{name}_t") for report in reports for name in report.types})
-        lines.insert(0, f"!globally_allowed_types;{','.join(used)}\n")
-    write_file(out, (_HEADER + "".join(lines)).encode())
+    operators = _group_kernels(kernel for model in models for kernel in inspect_ort(model).kernels)
+    return tuple(f"{domain};{opset};{','.join(sorted(names))}" for (domain, opset), names in sorted(operators.items()))
 
 
 def read_operators(path: Path) -> Operators | None:
@@ -60,7 +69,7 @@ def read_operators(path: Path) -> Operators | None:
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the config '{path}'", hint="give a file that --operators wrote") from error
+        raise UsageError(f"cannot read the config '{path}'", hint="give a file that edgekit operators wrote") from error
     named: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith(("#", "!")):

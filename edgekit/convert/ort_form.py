@@ -44,9 +44,9 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
     """
     refuse_large(model)
     with replacing_file(out) as temporary:
-        optimize_graph(model.path, temporary, _settings(options))
+        optimize_graph(model.path, temporary, _write_settings(options, model))
         canonicalize_file(temporary)
-        CpuSession(temporary, SessionSettings(config=REPLAY))
+        CpuSession(temporary, msgspec.structs.replace(load_settings(options), libraries=model.custom_ops))
 
 
 def refuse_large(model: Model) -> None:
@@ -62,13 +62,24 @@ def refuse_large(model: Model) -> None:
         )
 
 
-def _settings(options: OrtOptions) -> SessionSettings:
-    config = {
-        "session.save_model_format": "ORT",
-        "session.disable_prepacking": "1",
-        "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0",
-    }
+def session_settings(options: OrtOptions, level: Level) -> SessionSettings:
+    """Returns how to open the source so that it runs as the file will."""
+    disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
+    return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
+
+
+def load_settings(options: OrtOptions) -> SessionSettings:
+    """Returns how to open a converted file as an app would."""
+    return SessionSettings(config={**_config(options), **REPLAY}, threads=1)
+
+
+def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
+    settings = session_settings(options, options.level)
+    config = {**settings.config, "session.save_model_format": "ORT"}
     if options.style == "runtime":
         config["optimization.minimal_build_optimizations"] = "save"
-    disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
-    return SessionSettings(level=options.level, config=config, disabled_optimizers=disabled, threads=1)
+    return msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
+
+
+def _config(options: OrtOptions) -> dict[str, str]:
+    return {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}

@@ -10,9 +10,9 @@ from convert_models import make_float, make_qdq, save_graph
 from onnx import helper
 
 from edgekit.convert import context
-from edgekit.convert.context import compile_context
+from edgekit.convert.context import ContextOptions, compile_context
 from edgekit.convert.convert import convert_model
-from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal
+from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError
 from edgekit.model import load_model
 from edgekit.target import load_target
 
@@ -29,6 +29,49 @@ def test_a_context_is_compiled_and_says_what_it_fits(tmp_path: Path) -> None:
     assert converted.versions["qairt"] == converted.compatibility.split(":")[2]
     nodes = onnx.load(str(tmp_path / "out/model_ctx.onnx")).graph.node
     assert [node.op_type for node in nodes] == ["EPContext"]
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("options", "at", "expected"),
+    [
+        (ContextOptions(socs=("43", "69")), 5, "43,69"),
+        (ContextOptions(archs=("73", "79")), 4, "73,79"),
+        (ContextOptions(archs=("75",), embedded=True), 4, "75"),
+    ],
+)
+def test_a_context_serves_the_chips_asked_for(tmp_path: Path, options: ContextOptions, at: int, expected: str) -> None:
+    converted = convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out", context=options)
+    assert converted.compatibility.split(":")[at] == expected
+    beside = () if options.embedded else ("model_ctx_qnn.bin",)
+    assert converted.files["context"] == ("model_ctx.onnx", *beside)
+    node = onnx.load(str(tmp_path / "out/model_ctx.onnx")).graph.node[0]
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    assert attributes["embed_mode"] == int(options.embedded)
+    assert bool(attributes["is_multi_soc_ep_context"]) is options.serves_several
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ContextOptions(socs=("SM8550",)), "'SM8550' is no number of a SoC"),
+        (ContextOptions(archs=("v73",)), "there is no HTP version 'v73'"),
+        (ContextOptions(socs=("43",), archs=("73",)), "not both"),
+    ],
+)
+@needs_qnn
+def test_chips_that_the_provider_would_misread_are_refused(
+    tmp_path: Path, options: ContextOptions, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out", context=options)
+
+
+@needs_qnn
+def test_a_chip_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    options = ContextOptions(socs=("43", "999"))
+    with pytest.raises(RuntimeRefusal, match="soc_model=43,999"):
+        convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out", context=options)
 
 
 @needs_qnn

@@ -40,7 +40,7 @@ def test_digests_ancestry_and_versions_are_recorded(tmp_path: Path) -> None:
     }
     assert converted.size_bytes["model.onnx"] == (tmp_path / "out/model.onnx").stat().st_size
     assert (converted.source_sha256, converted.canonical_version) == (model.sha256, 1)
-    assert set(converted.versions) == {"onnxruntime"}
+    assert set(converted.versions) == {"onnxruntime", "ort-canonical-form"}
     assert msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(converted, enc_hook=str)))["target"] == "nnapi"
 
 

@@ -1,6 +1,7 @@
 """Compiles one ONNX model into a QNN context model; a program of its own, started with one JSON argument.
 
-The argument holds `model`, `out`, `provider_options` and `config`. On success one JSON object on the last line of
+The argument holds `model`, `out`, `provider_options`, `config`, and `embed`, which puts the context inside the ONNX
+file. With `load` the context `out` is loaded instead, as a device would. On success one JSON object on the last line of
 stdout holds `versions`. A refusal by ONNX Runtime ends with exit code 3 and its message on the last line of stderr.
 """
 
@@ -27,8 +28,12 @@ def main() -> int:
         for key, value in job["config"].items():
             options.add_session_config_entry(key, value)
         options.add_provider_for_devices(devices[:1], job["provider_options"])
-        compiler = ort.ModelCompiler(options, job["model"], embed_compiled_data_into_model=False, flags=_flags())
-        compiler.compile_to_file(job["out"])
+        if job.get("load"):
+            ort.InferenceSession(job["out"], options, enable_fallback=False)
+        else:
+            embed = job["embed"]
+            compiler = ort.ModelCompiler(options, job["model"], embed_compiled_data_into_model=embed, flags=_flags())
+            compiler.compile_to_file(job["out"])
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions have no base of their own
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return 3

@@ -1,0 +1,115 @@
+"""One conversion, from a model as the user has it: it is prepared, changed where that is wanted, and converted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import staged_entries, work_folder
+from edgekit._ort import Level
+from edgekit.convert.census import UnfusedNode
+from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
+from edgekit.convert.convert import ConvertedModel, convert_model, convert_styles
+from edgekit.convert.equality import Equality
+from edgekit.convert.fates import OpFate
+from edgekit.convert.ort_form import OrtOptions, Style
+from edgekit.model import Model, QuantizedForm, find_quantized_form, load_model, read_proto
+from edgekit.prepare.clean import prepare_model
+from edgekit.progress import Progress, say_nothing
+from edgekit.recipe import Data, Recipe, load_targets
+from edgekit.samples import Samples, load_samples
+from edgekit.target import Form
+
+
+class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX twin too `with_onnx`.
+
+    `data` holds the inputs on which each file runs against its source, which it does not unless `checked`.
+    """
+
+    ort: OrtOptions = OrtOptions(style="full", cpu="arm", level=Level.ALL)
+    styles: tuple[Style, ...] = ("full", "runtime")
+    with_onnx: bool = False
+    context: ContextOptions = DEFAULT_CONTEXT
+    custom_ops: tuple[Path, ...] = ()
+    data: Data | None = None
+    checked: bool = True
+
+
+class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The files written, by form, the one to load first, and what is known of them.
+
+    `reason` says why these forms. `quantized` is how the model was quantized before, empty for a float one: its
+    integers pass through as they are. `census` counts the nodes that an `.ort` file will run, `fates` says what became
+    of those of the source, `unfused` which quantized nodes keep a float activation, `equality` how the file compares
+    with its source, `host_traits` why another kind of CPU would write other bytes (nowhere else).
+    """
+
+    model: str
+    out: Path
+    target: str
+    reason: str
+    quantized: QuantizedForm
+    files: dict[Form, tuple[str, ...]]
+    census: dict[Form, dict[str, int]]
+    fates: dict[Form, tuple[OpFate, ...]]
+    unfused: dict[Form, tuple[UnfusedNode, ...]]
+    equality: dict[Form, Equality]
+    host_traits: dict[Form, tuple[str, ...]]
+    sha256: dict[str, str]
+    size_bytes: dict[str, int]
+    versions: dict[str, str]
+    compatibility: str
+
+
+def convert_for(
+    model: Path, out: Path, recipe: Recipe, options: ConvertOptions, progress: Progress | None = None
+) -> ConvertReport:
+    """Writes a model into the folder `out`: for the one target of the recipe, or without one in the styles asked for.
+
+    Raises:
+        EdgekitError: the model or the recipe is wrong, ONNX Runtime refuses the model, or a file gives other results
+            than its source.
+    """
+    progress = progress or say_nothing
+    targets, source = load_targets(recipe), load_model(model, custom_ops=options.custom_ops)
+    with work_folder() as work, staged_entries(out) as staging:
+        progress("prepare the model")
+        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+        samples = _load_samples(options.data, prepared)
+        progress("convert and compare")
+        if targets:
+            converted = convert_model(
+                prepared, targets[0], staging, origin=source, samples=samples, checked=options.checked,
+                context=options.context,
+            )  # fmt: skip
+        else:
+            forms: Sequence[Form] = (*options.styles, "onnx") if options.with_onnx else options.styles
+            converted = convert_styles(
+                prepared, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
+            )
+    return _report(source, out, converted)
+
+
+def _load_samples(data: Data | None, prepared: Model) -> Samples | None:
+    return None if data is None else load_samples(data.source, prepared.inputs, data.preprocess)
+
+
+def _report(source: Model, out: Path, converted: ConvertedModel) -> ConvertReport:
+    return ConvertReport(
+        model=source.name,
+        out=out,
+        target=converted.target,
+        reason=converted.reason,
+        quantized=find_quantized_form(read_proto(source, weights=False)),
+        files=converted.files,
+        census=converted.census,
+        fates=converted.fates,
+        unfused=converted.unfused,
+        equality=converted.equality,
+        host_traits=converted.host_traits,
+        sha256=converted.sha256,
+        size_bytes=converted.size_bytes,
+        versions=converted.versions,
+        compatibility=converted.compatibility,
+    )

@@ -1,0 +1,155 @@
+"""Running a converted file against its source, and naming the first node whose result differs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit._files import work_folder
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.convert.drawn import draw_samples
+from edgekit.convert.layout import write_tables
+from edgekit.convert.ort_form import OrtOptions, load_settings, session_settings
+from edgekit.convert.tables import Record, open_tables, records, table, text, texts
+from edgekit.errors import RuntimeRefusal
+from edgekit.model import Model, iterate_graphs, read_proto
+from edgekit.samples import Samples, limit_samples
+from edgekit.skim import skim_model
+from edgekit.tensors import Array
+
+FLOAT_TOLERANCE = 1e-4
+HALF_TOLERANCE = 1e-2
+QUANTIZED_TOLERANCE = 0.05
+"""Largest error over largest magnitude of an output. Fused float kernels round otherwise in the last bits; where these
+cross a step of a quantized tensor, a value moves by that step."""
+MAX_SAMPLES = 3
+
+_RANDOM_OPS = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+_QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulNBits"})
+
+
+class Equality(msgspec.Struct, frozen=True, kw_only=True):
+    """How a converted file compares with its source, both run on this machine's CPU.
+
+    `error` is the largest difference of an output over the largest magnitude of that output, over all samples; infinite
+    where shapes, types or non-finite values differ. `first_bad` is the first node whose result differs, empty if none
+    does or none could be told. `skipped` says why nothing was compared.
+    """
+
+    samples: int
+    bit_equal: bool
+    error: float
+    tolerance: float
+    first_bad: str = ""
+    skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True if the outputs agree within the tolerance, or could not be compared."""
+        return bool(self.skipped) or self.error <= self.tolerance
+
+
+def compare_with_source(source: Model, path: Path, options: OrtOptions, samples: Samples | None = None) -> Equality:
+    """Runs an ORT-format file and the model it was made from on the same inputs, and returns how they compare.
+
+    A float source runs without any optimisation. A quantized one runs as ONNX Runtime optimises it, because integer
+    kernels round where the Q and DQ nodes alone do not. Without samples the inputs are drawn at random. At most
+    `MAX_SAMPLES` are run.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime does not run the file where it runs the source.
+    """
+    graph = skim_model(source.path).graph
+    ops = {node.op_type for part in iterate_graphs(graph) for node in part.node}
+    tolerance = _choose_tolerance(graph, ops)
+    facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=tolerance)
+    if drawn := sorted(ops & _RANDOM_OPS):
+        return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
+    chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
+    if chosen is None or not all(spec.is_tensor for spec in source.outputs):
+        return msgspec.structs.replace(facts, skipped="its inputs or outputs are no tensors")
+    settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level)
+    try:
+        wanted = _run(source.path, settings, chosen, source.custom_ops)
+    except RuntimeRefusal as refusal:
+        if samples is not None:
+            raise
+        reason = f"the source does not run on inputs drawn at random, so give --data: {refusal.message[:160]}"
+        return msgspec.structs.replace(facts, skipped=reason)
+    got = _run(path, load_settings(options), chosen, source.custom_ops)
+    errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
+    compared = msgspec.structs.replace(
+        facts, samples=chosen.count, bit_equal=all(error is None for error in errors), error=_worst(errors)
+    )
+    if compared.passed:
+        return compared
+    return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))
+
+
+def _choose_tolerance(graph: onnx.GraphProto, ops: set[str]) -> float:
+    if ops & _QUANTIZED_OPS or any(op.startswith("QLinear") for op in ops):
+        return QUANTIZED_TOLERANCE
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
+    return HALF_TOLERANCE if half else FLOAT_TOLERANCE
+
+
+def _run(path: Path, settings: SessionSettings, samples: Samples, libraries: Sequence[Path]) -> list[dict[str, Array]]:
+    session = CpuSession(path, msgspec.structs.replace(settings, libraries=tuple(libraries)))
+    return [session.run(sample) for sample in samples]
+
+
+def _measure(wanted: Array, got: Array | None) -> float | None:
+    """Returns the largest error over the largest magnitude, or None if every bit is equal."""
+    if got is None or wanted.shape != got.shape or wanted.dtype != got.dtype:
+        return np.inf
+    if wanted.dtype.kind not in "fiub":
+        return None if np.array_equal(wanted, got) else np.inf
+    if wanted.tobytes() == got.tobytes():
+        return None
+    left, right = wanted.astype(np.float64), got.astype(np.float64)
+    finite = np.isfinite(left)
+    if not np.array_equal(left[~finite], right[~finite], equal_nan=True) or not np.isfinite(right[finite]).all():
+        return np.inf
+    largest = np.abs(left[finite]).max(initial=0.0)
+    return float(np.abs(left[finite] - right[finite]).max(initial=0.0) / max(float(largest), 1e-6))
+
+
+def _worst(errors: Sequence[float | None]) -> float:
+    return max((error for error in errors if error is not None), default=0.0)
+
+
+def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
+    """Returns the name of the first node of the source whose result the file computes otherwise."""
+    with work_folder() as work:
+        shared = _expose(path, work / "exposed.ort", [name for node in graph.node for name in node.output if name])
+        proto = read_proto(source, weights=False)
+        known = {value.name for value in proto.graph.output}
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
+        config = {"session.model_external_initializers_file_folder_path": str(source.path.parent.absolute())}
+        plain = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
+        traced = CpuSession(proto.SerializeToString(), msgspec.structs.replace(plain, config=config))
+        exposed = CpuSession(work / "exposed.ort", plain)
+        makers = {name: node.name or node.op_type for node in graph.node for name in node.output}
+        for sample in samples:
+            wanted, got = traced.run(sample, shared), exposed.run(sample, shared)
+            for name in shared:
+                if (_measure(wanted[name], got[name]) or 0.0) > tolerance:
+                    return makers[name]
+    return ""
+
+
+def _expose(path: Path, out: Path, names: Sequence[str]) -> list[str]:
+    """Writes a file that gives its inner tensors as outputs too; returns which of `names`, in order, it gives."""
+    with open_tables(path) as file:
+        graph: Record = table(table(file.root, "model"), "graph")
+        typed = {text(value, "name") for value in records(graph, "node_args") if value.get("type")}
+        made = {name for node in records(graph, "nodes") for name in texts(node, "outputs")} & typed
+        shared = [name for name in dict.fromkeys(names) if name in made]
+        given = dict.fromkeys([*texts(graph, "outputs"), *shared])
+        graph["outputs"] = [name.encode() for name in given]
+        write_tables(file.root, out)
+    return shared

@@ -1,0 +1,114 @@
+"""Writing one form of a model, and what has to be known of the file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgekit.convert.census import UnfusedNode, count_ops, find_unfused, replay_saved
+from edgekit.convert.context import ContextOptions, compile_context, shorten_name
+from edgekit.convert.equality import Equality, compare_with_source
+from edgekit.convert.fates import OpFate, trace_fates
+from edgekit.convert.host_traits import describe_traits
+from edgekit.convert.ort_form import OrtOptions, Style, write_ort
+from edgekit.convert.ort_report import read_graph
+from edgekit.errors import ModelError
+from edgekit.model import Model
+from edgekit.samples import Samples
+from edgekit.skim import skim_model
+from edgekit.target import Target
+
+ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}
+"""The name of the file of each style."""
+
+_NAMED_NODES = 10
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """A form on disk: its files, the one to load first, and what is known of them.
+
+    `census` counts the nodes that will run, by operator, and `fates` says what became of those of the source. `unfused`
+    are quantized nodes that keep a float activation between themselves and their Q node. `equality` is None where the
+    form was not run. `host_traits` say what another kind of CPU would write otherwise. `compatibility` says which
+    device a context fits; it is empty for other forms.
+    """
+
+    files: tuple[str, ...]
+    census: dict[str, int] = {}
+    fates: tuple[OpFate, ...] = ()
+    unfused: tuple[UnfusedNode, ...] = ()
+    equality: Equality | None = None
+    host_traits: tuple[str, ...] = ()
+    compatibility: str = ""
+    versions: dict[str, str] = {}
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """What a form is made from: the model, and the inputs to run it on.
+
+    Without `checked` nothing is run. `origin` is the model before its constants were folded.
+    """
+
+    model: Model
+    origin: Model
+    samples: Samples | None = None
+    checked: bool = True
+
+
+def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written:
+    """Writes a model in ORT format into a folder, takes its census, and runs it against its source.
+
+    Raises:
+        ModelError: quantized nodes would run in float, or the file gives other results than its source.
+        RuntimeRefusal: ONNX Runtime cannot load or convert the model.
+    """
+    path = folder / ORT_FILES[options.style]
+    write_ort(source.model, path, options)
+    graph = read_graph(path)
+    nodes = replay_saved(graph)
+    unfused = find_unfused(nodes, graph.outputs)
+    _refuse_floats([node for node in unfused if not node.activation], path, options)
+    equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
+    if equality is not None and not equality.passed:
+        place = f"first in node '{shorten_name(equality.first_bad)}'" if equality.first_bad else "in its outputs only"
+        raise ModelError(
+            f"'{path.name}' gives other results than its source, {place}: error {equality.error:.2g},"
+            f" at most {equality.tolerance:g} is allowed",
+            hint="convert with --level basic, and report the model to ONNX Runtime",
+        )
+    return Written(
+        files=(path.name,),
+        census=count_ops(nodes),
+        fates=trace_fates(skim_model(source.model.path).graph, nodes),
+        unfused=unfused,
+        equality=equality,
+        host_traits=describe_traits(skim_model(source.origin.path).graph, graph.nodes),
+    )
+
+
+def write_onnx_form(twin: Model) -> Written:
+    """Returns the twin as a form: it lies there already."""
+    return Written(files=(twin.path.name, *twin.external_files))
+
+
+def write_context_form(twin: Model, target: Target, folder: Path, options: ContextOptions) -> Written:
+    """Compiles the twin for the target's SoC, beside it.
+
+    Raises:
+        EdgekitError: QNN's compiler is missing, crashed, or does not take the whole model.
+    """
+    context = compile_context(twin.path.name, target, folder, options)
+    return Written(
+        files=context.files,
+        compatibility=context.compatibility,
+        versions={**context.versions, "qairt": context.qairt_version},
+    )
+
+
+def _refuse_floats(stuck: list[UnfusedNode], path: Path, options: OrtOptions) -> None:
+    if stuck:
+        names = ", ".join(f"'{shorten_name(node.name)}' ({node.op})" for node in stuck[:_NAMED_NODES])
+        raise ModelError(
+            f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}",
+            hint="ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL",
+        )

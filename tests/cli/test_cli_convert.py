@@ -1,0 +1,76 @@
+"""`convert` and `operators` on the command line: their exit codes, JSON, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_paths import CALIBRATION, MODEL
+
+from edgekit.cli.main import run_command
+
+
+def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("convert") / "out"
+    assert run_command(["convert", str(MODEL), "--out", str(out), "-q"]) == 0
+    return out
+
+
+def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["convert", str(MODEL), "--target", "nnapi", "--data", str(CALIBRATION), "--out", str(tmp_path / "o")]
+    report = _json(arguments, capsys)
+    assert report["files"] == {"runtime": ["model.runtime.ort"], "onnx": ["model.onnx"]}
+    assert (report["target"], report["quantized"]) == ("nnapi", "")
+    assert "no builder" in report["reason"]
+    assert report["equality"]["runtime"]["passed"] is True
+    assert report["equality"]["runtime"]["samples"] == 3
+    assert {fate["op"] for fate in report["fates"]["runtime"]} >= {"Conv", "Gemm"}
+    assert report["versions"]["ort-canonical-form"] == "1"
+
+
+def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["convert", str(MODEL), "--style", "full", "--onnx", "--out", str(tmp_path / "o")]) == 0
+    shown = capsys.readouterr().out
+    assert "Conv are FusedConv" in shown
+    assert "against its source" in shown or "bit-equal to its source" in shown
+    assert f"onnx: {tmp_path}/o/model.onnx" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "nnapi", "--cpu", "arm"], "settles style, level and CPU"),
+        (["--soc", "43"], "add --target qnn"),
+        (["--preprocess", "x.toml"], "add --data"),
+        (["--custom-ops", "none.so"], "no custom-op library 'none.so'"),
+    ],
+)
+def test_convert_refuses_what_does_not_fit(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["convert", str(MODEL), *arguments, "--out", str(tmp_path / "o")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_operators_of_a_build_are_written_listed_and_compared(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, runtime = str(converted / "model.ort"), str(converted / "model.runtime.ort")
+    config = str(tmp_path / "required.config")
+    assert run_command(["operators", full, runtime, "--types", "--out", config]) == 0
+    assert run_command(["operators", full, runtime, "--compare", config]) == 0
+    assert "has all it needs" in capsys.readouterr().out
+    (tmp_path / "small.config").write_text("ai.onnx;11;Conv\n")
+    report = _json(["operators", full, "--compare", str(tmp_path / "small.config")], capsys, code=1)
+    assert "com.microsoft:FusedConv:1" in report["lacking"][full]
+    assert run_command(["operators", full]) == 0
+    assert "com.microsoft;1;FusedConv" in capsys.readouterr().out
+    assert run_command(["operators", full, "--types"]) == 2

@@ -1,0 +1,149 @@
+"""Each file is run against its source: one that is wrong is refused, and its first wrong node named."""
+
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx
+import pytest
+from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write_form
+from onnx import helper
+
+from edgekit.convert.convert import convert_model
+from edgekit.convert.drawn import draw_samples
+from edgekit.convert.equality import MAX_SAMPLES, compare_with_source
+from edgekit.convert.host_traits import describe_traits, find_folded
+from edgekit.convert.layout import write_tables
+from edgekit.convert.ort_form import OrtOptions
+from edgekit.convert.ort_report import read_graph
+from edgekit.convert.tables import open_tables, records, table
+from edgekit.model import Model, load_model
+from edgekit.target import load_target
+from edgekit.tensors import TensorSpec
+
+X64 = OrtOptions(style="full", cpu="x64")
+
+
+def corrupt(path: Path, weight: str) -> None:
+    """Changes the sign of each value of a weight in a file."""
+    with open_tables(path) as file:
+        graph = table(table(file.root, "model"), "graph")
+        tensor = next(item for item in records(graph, "initializers") if item["name"] == weight.encode())
+        data = bytes(cast("memoryview", tensor["raw_data"]))
+        dtype = np.int8 if len(data) < 16 else np.float32
+        tensor["raw_data"] = memoryview((-np.frombuffer(data, dtype)).tobytes())
+        write_tables(file.root, path.with_suffix(".bad"))
+    path.with_suffix(".bad").replace(path)
+
+
+@pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])
+@pytest.mark.parametrize("make", [make_float, make_qdq])
+def test_a_right_file_is_bit_equal_on_arm_kernels(tmp_path: Path, make: type, options: OrtOptions) -> None:
+    model: Model = make(tmp_path / "m.onnx")
+    write_form(model, tmp_path / "m.ort", options)
+    found = compare_with_source(model, tmp_path / "m.ort", options)
+    assert (found.passed, found.bit_equal, found.samples, found.first_bad) == (True, True, 1, "")
+
+
+def test_blocked_layouts_stay_within_the_tolerance(tmp_path: Path) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    write_form(model, tmp_path / "m.ort", X64)
+    found = compare_with_source(model, tmp_path / "m.ort", X64)
+    assert found.passed
+    assert found.error <= found.tolerance == 1e-4
+
+
+@pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])
+@pytest.mark.parametrize(("weight", "node"), [("w1", "conv1"), ("w2", "conv2")])
+def test_a_wrong_weight_is_found_and_its_node_named(
+    tmp_path: Path, options: OrtOptions, weight: str, node: str
+) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    write_form(model, tmp_path / "m.ort", options)
+    corrupt(tmp_path / "m.ort", weight)
+    found = compare_with_source(model, tmp_path / "m.ort", options)
+    assert not found.passed
+    fused_with = {"conv1": "relu", "conv2": "sigmoid"}[node]
+    assert found.first_bad == (fused_with if options is ARM else node)
+
+
+def test_a_wrong_quantized_weight_is_found_too(tmp_path: Path) -> None:
+    model = make_qdq(tmp_path / "m.onnx")
+    write_form(model, tmp_path / "m.ort", RUNTIME)
+    corrupt(tmp_path / "m.ort", "w2")
+    found = compare_with_source(model, tmp_path / "m.ort", RUNTIME)
+    assert not found.passed
+    assert found.first_bad == "w2_dq"
+
+
+def test_values_that_are_not_finite_never_pass(tmp_path: Path) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    broken = onnx.load(str(model.path))
+    next(tensor for tensor in broken.graph.initializer if tensor.name == "w2").raw_data = b"\0\0\xc0\x7f" * 64
+    onnx.save(broken, str(tmp_path / "nan.onnx"))
+    write_form(load_model(tmp_path / "nan.onnx"), tmp_path / "m.ort", ARM)
+    found = compare_with_source(model, tmp_path / "m.ort", ARM)
+    assert (found.passed, found.error) == (False, np.inf)
+
+
+def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
+    nodes = [helper.make_node("RandomNormalLike", ["x"], ["r"]), helper.make_node("Add", ["x", "r"], ["y"])]
+    model = save_graph(tmp_path / "m.onnx", nodes, {}, {"x": [1, 4], "y": [1, 4]})
+    write_form(model, tmp_path / "m.ort", ARM)
+    found = compare_with_source(model, tmp_path / "m.ort", ARM)
+    assert found.passed
+    assert found.skipped == "it draws random numbers: RandomNormalLike"
+
+
+def test_given_samples_are_run(tmp_path: Path) -> None:
+    model = make_float(tmp_path / "m.onnx")
+    samples = draw_samples(model.inputs, 5)
+    converted = convert_model(model, load_target("xnnpack"), tmp_path / "out", samples=samples)
+    assert {form: found.samples for form, found in converted.equality.items()} == {
+        "runtime": MAX_SAMPLES,
+        "full": MAX_SAMPLES,
+    }
+    assert convert_model(model, load_target("nnapi"), tmp_path / "out", checked=False).equality == {}
+
+
+def test_drawn_inputs_are_the_same_each_time_and_fit() -> None:
+    specs = (
+        TensorSpec(name="x", dtype="float16", shape=(2, None)),
+        TensorSpec(name="i", dtype="int64", shape=(3,)),
+        TensorSpec(name="s", dtype="string", shape=(1,)),
+    )
+    first, again = (next(iter(drawn)) for drawn in (draw_samples(specs), draw_samples(specs)) if drawn is not None)
+    assert {name: (value.dtype.kind, value.shape) for name, value in first.items()} == {
+        "x": ("f", (2, 1)), "i": ("i", (3,)), "s": ("O", (1,)),
+    }  # fmt: skip
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert draw_samples((TensorSpec(name="q", dtype="sequence", shape=None),)) is None
+
+
+@pytest.mark.parametrize(("between", "op"), [("", "QLinearConv"), ("Relu", "FusedConv")])
+def test_the_fate_of_each_operator_is_told(tmp_path: Path, between: str, op: str) -> None:
+    model = make_qdq(tmp_path / "m.onnx", between=between)
+    converted = convert_model(model, load_target("xnnpack"), tmp_path / "out")
+    for form in ("full", "runtime"):
+        fates = {fate.op: fate for fate in converted.fates[form]}
+        assert fates["Conv"].sentence == f"2 of 2 Conv are {op}"
+        assert not between or fates["Relu"].became == {op: 2}
+
+
+def test_what_comes_from_this_machine_is_told(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Exp", ["c"], ["e"]),
+        helper.make_node("Concat", ["c", "c"], ["cc"], axis=0),
+        helper.make_node("Mul", ["x", "e"], ["y"]),
+    ]
+    weights = {"c": np.ones((4,), np.float32)}
+    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [4], "y": [4]})
+    graph = onnx.load(str(model.path)).graph
+    assert find_folded(graph) == ("Exp",)
+    assert describe_traits(graph, ()) == ("constants were computed by this CPU's float kernels: Exp",)
+    floats = make_float(tmp_path / "f.onnx")
+    write_form(floats, tmp_path / "f.ort", X64)
+    nodes_x64 = read_graph(tmp_path / "f.ort").nodes
+    assert describe_traits(onnx.load(str(floats.path)).graph, ()) == ()
+    blocked = any(node.op.startswith("com.microsoft.nchwc") for node in nodes_x64)
+    assert bool(describe_traits(onnx.load(str(floats.path)).graph, nodes_x64)) is blocked
