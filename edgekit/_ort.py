@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import onnxruntime as _ort
 
 from edgekit.errors import RuntimeRefusal
-from edgekit.tensors import Array, Tensors
+from edgekit.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
 VERSION: str = _ort.__version__
@@ -79,11 +78,15 @@ class CpuSession:
         self._name = name
 
     def run(self, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
-        """Returns the outputs (all of them, or the named ones) for one sample."""
+        """Returns the outputs (all of them, or the named ones) for one sample; sequences and maps become tensors."""
         names = list(self.output_names if outputs is None else outputs)
         with translated(self._name):
             values = self._session.run(names, dict(inputs))
-        return {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
+        return {
+            part: array
+            for name, value in zip(names, values, strict=True)
+            for part, array in flatten_value(name, value).items()
+        }
 
 
 def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str = "the model") -> None:

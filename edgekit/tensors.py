@@ -46,6 +46,36 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"{self.name}: {self.dtype}[{dims}]"
 
 
+def flatten_value(name: str, value: Any) -> dict[str, Array]:
+    """Returns what ONNX Runtime gave for an output as tensors; a tensor is itself.
+
+    A map `y` becomes `y.keys` and `y.values`, a sequence `y.length` and `y[0]`, `y[1]`, ...; a sequence of maps with
+    the same keys, as ZipMap gives, one `y.keys` and a row of `y.values` for each. `devices/far/ort_runner.py` does the
+    same on its side.
+    """
+    if isinstance(value, dict):
+        items: dict[Any, Any] = value
+        return {f"{name}.keys": _as_array(list(items)), f"{name}.values": _as_array(list(items.values()))}
+    if isinstance(value, list):
+        entries: list[Any] = value
+        maps: list[dict[Any, Any]] = [entry for entry in entries if isinstance(entry, dict)]
+        if maps and len(maps) == len(entries) and all(list(entry) == list(maps[0]) for entry in maps):
+            rows = [list(entry.values()) for entry in maps]
+            return {f"{name}.keys": _as_array(list(maps[0])), f"{name}.values": _as_array(rows)}
+        flat = {f"{name}.length": np.array(len(entries), np.int64)}
+        for index, entry in enumerate(entries):
+            flat |= flatten_value(f"{name}[{index}]", entry)
+        return flat
+    return {name: np.asarray(value)}
+
+
+def _as_array(items: list[Any]) -> Array:
+    value = np.asarray(items)
+    if value.dtype.kind == "U":
+        return value.astype(object)
+    return value.astype(np.float32) if value.dtype == np.float64 else value
+
+
 def shape_matches(shape: Sequence[int], spec: TensorSpec) -> bool:
     """Returns True if an array of this shape fits the spec; an unknown dimension fits any size."""
     if spec.shape is None:

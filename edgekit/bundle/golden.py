@@ -19,6 +19,9 @@ from edgekit.tensors import DTYPES, Tensors, TensorSpec
 INPUTS, OUTPUTS, LABELS = "inputs.npz", "outputs.npz", "labels.npy"
 
 
+_FLATTENED = frozenset({"sequence", "map"})
+
+
 class Golden(msgspec.Struct, frozen=True, kw_only=True):
     """Sample inputs and the outputs of the source model, in files of one folder, and how to read them.
 
@@ -45,12 +48,12 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[i
     Inputs and outputs are streamed: memory holds one sample.
 
     Raises:
-        ModelError: an output is no tensor, so that nothing can be compared with it.
+        ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
         DataError: an output changes its shape from sample to sample, or there are more or fewer labels than samples.
         RuntimeRefusal: ONNX Runtime cannot run the model.
     """
     for spec in model.outputs:
-        if spec.dtype not in DTYPES:
+        if spec.dtype not in DTYPES and spec.dtype not in _FLATTENED:
             raise ModelError(
                 f"output '{spec.name}' of '{model.path}' is a {spec.dtype}, which cannot be compared",
                 hint="leave it out: edgekit prepare MODEL --outputs NAME,...",

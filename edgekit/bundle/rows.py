@@ -29,6 +29,11 @@ def write_rows(path: Path, samples: Iterable[Tensors]) -> tuple[tuple[TensorSpec
         columns: dict[str, _Column] = {}
         count = 0
         for sample in samples:
+            if count and sample.keys() != columns.keys():
+                raise DataError(
+                    f"sample {count} for '{path.name}' holds {', '.join(sample)}; sample 0 {', '.join(columns)}",
+                    hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
+                )
             for place, (name, value) in enumerate(sample.items()):
                 column = columns.setdefault(name, _Column(name, value, work / str(place)))
                 column.append(value, count)

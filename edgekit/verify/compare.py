@@ -8,6 +8,7 @@ from edgekit.errors import EdgekitError
 from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
+from edgekit.verify.agreement import mean_iou
 from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
 from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.report import OutputReport
@@ -104,27 +105,45 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
     elements = sum(sample.elements for sample in errors)
     facts = OutputReport(
         name=name,
-        samples=len(errors) if elements else 0,
+        samples=len(errors),
+        elements=elements,
         non_finite=non_finite,
         reference_non_finite=sum(sample.reference_non_finite for sample in errors),
         mismatch=mismatch,
     )
-    if not elements or non_finite:
+    if non_finite:
+        bad = next(index for index, sample in enumerate(errors) if sample.non_finite)
+        return msgspec.structs.replace(facts, worst_sample=bad, worst_position=errors[bad].position)
+    if not elements:
         return facts
     if not all(sample.numeric for sample in errors):
-        return msgspec.structs.replace(facts, exact_match=metrics.match_share(errors))
+        return _match_all(facts, errors)
     return _measure_all(msgspec.structs.replace(facts, mismatch=mismatch or _find_staleness(rows)), errors)
+
+
+def _match_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
+    worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
+    return msgspec.structs.replace(
+        facts,
+        exact_match=metrics.match_share(errors),
+        iou=mean_iou([sample.masks for sample in errors]),
+        worst_sample=worst,
+        worst_position=errors[worst].position,
+    )
 
 
 def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
     worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
     top1 = [sample.top1 for sample in errors if sample.top1 is not None]
     top5 = [sample.top5 for sample in errors if sample.top5 is not None]
+    rank = [sample.rank for sample in errors if sample.rank is not None]
+    kl = [sample.kl for sample in errors if sample.kl is not None]
     return msgspec.structs.replace(
         facts,
         max_abs=errors[worst].max_abs,
         mean_abs=metrics.mean_abs(errors),
         rmse=metrics.rmse(errors),
+        relative_error=metrics.relative_error(errors),
         cosine=metrics.cosine(errors),
         sqnr_db=metrics.sqnr_db(errors),
         sqnr_interval_db=bootstrap_sqnr(errors),
@@ -132,6 +151,8 @@ def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputR
         top1_agreement=sum(top1) / len(top1) if top1 else None,
         top1_interval=wilson_interval(sum(top1), len(top1)) if top1 else None,
         top5_agreement=sum(top5) / len(top5) if top5 else None,
+        rank_correlation=sum(rank) / len(rank) if rank else None,
+        kl_divergence=sum(kl) / len(kl) if len(kl) == len(errors) else None,
         worst_sample=worst,
         worst_position=errors[worst].position,
     )

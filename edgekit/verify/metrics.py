@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from edgekit.tensors import Array
+from edgekit.verify.agreement import ClassCount, Floats, count_masks, kl_divergence, rank_correlation
 
 DB_LIMIT = 200.0
 """Decibels are clamped to plus and minus this, because JSON knows no infinity: 200 dB means no error at all."""
-
-Floats = npt.NDArray[np.float64]
 
 
 class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +24,10 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     `numeric` is False for labels, of which only the matches count. `elements` and `matches` count all elements and
     those that are exactly equal. `non_finite` counts positions where either side is NaN or infinite,
     `reference_non_finite` those of the reference; where there is one, the sums are zero and the sample is not
-    measurable. `top1` and `top5` say whether the classes agree, None for an output that ranks no classes.
+    measurable. `position` is the flat index of the largest error, of the first label that differs, or of the first
+    value that is not finite. `top1` and `top5` say whether the classes agree and `rank` correlates their order, None
+    for an output that ranks no classes; `kl` is None for one that is no distribution. `masks` counts the classes of a
+    mask.
     """
 
     numeric: bool
@@ -35,6 +36,7 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     non_finite: int
     reference_non_finite: int = 0
     abs_sum: float = 0.0
+    reference_abs_sum: float = 0.0
     error_sum: float = 0.0
     error_energy: float = 0.0
     reference_energy: float = 0.0
@@ -46,6 +48,9 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     high: float = 0.0
     top1: bool | None = None
     top5: bool | None = None
+    rank: float | None = None
+    kl: float | None = None
+    masks: tuple[ClassCount, ...] = ()
 
 
 def measure_sample(reference: Array, got: Array) -> SampleErrors:
@@ -55,10 +60,10 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
     labels or indices: only their exact matches count.
     """
     if not is_numeric(reference):
-        matches = int(np.count_nonzero(reference == got))
-        return SampleErrors(numeric=False, elements=reference.size, matches=matches, non_finite=0)
+        return _match_sample(reference, got)
     wanted, found = _flat(reference), _flat(got)
-    non_finite = int(np.count_nonzero(~(np.isfinite(wanted) & np.isfinite(found))))
+    bad = ~(np.isfinite(wanted) & np.isfinite(found))
+    non_finite = int(np.count_nonzero(bad))
     matches = int(np.count_nonzero(wanted == found))
     if non_finite or not wanted.size:
         return SampleErrors(
@@ -67,6 +72,7 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
             matches=matches,
             non_finite=non_finite,
             reference_non_finite=int(np.count_nonzero(~np.isfinite(wanted))),
+            position=int(bad.argmax()) if non_finite else 0,
         )
     with np.errstate(over="ignore"):
         error = found - wanted
@@ -79,6 +85,7 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
             matches=matches,
             non_finite=0,
             abs_sum=_finite(float(distance.sum())),
+            reference_abs_sum=_finite(float(np.abs(wanted).sum())),
             error_sum=_finite(float(error.sum())),
             error_energy=_energy(error, error),
             reference_energy=_energy(wanted, wanted),
@@ -90,7 +97,21 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
             high=float(wanted.max()),
             top1=agrees_at(wanted, found, 1) if ranked else None,
             top5=agrees_at(wanted, found, 5) if ranked else None,
+            rank=rank_correlation(wanted, found) if ranked else None,
+            kl=kl_divergence(reference, got) if reference.dtype.kind == "f" else None,
         )
+
+
+def _match_sample(reference: Array, got: Array) -> SampleErrors:
+    same = np.asarray(reference == got).reshape(-1)
+    return SampleErrors(
+        numeric=False,
+        elements=reference.size,
+        matches=int(np.count_nonzero(same)),
+        non_finite=0,
+        position=int(same.argmin()) if same.size else 0,
+        masks=count_masks(reference, got) if same.size else (),
+    )
 
 
 def add_errors(first: SampleErrors, second: SampleErrors) -> SampleErrors:
@@ -101,6 +122,7 @@ def add_errors(first: SampleErrors, second: SampleErrors) -> SampleErrors:
         matches=first.matches + second.matches,
         non_finite=first.non_finite + second.non_finite,
         abs_sum=first.abs_sum + second.abs_sum,
+        reference_abs_sum=first.reference_abs_sum + second.reference_abs_sum,
         error_sum=first.error_sum + second.error_sum,
         error_energy=first.error_energy + second.error_energy,
         reference_energy=first.reference_energy + second.reference_energy,
@@ -146,6 +168,18 @@ def mean_abs(samples: Sequence[SampleErrors]) -> float:
 def rmse(samples: Sequence[SampleErrors]) -> float:
     """Returns sqrt(sum (got - ref)^2 / n), the root of the mean squared error."""
     return math.sqrt(sum(sample.error_energy for sample in samples) / _elements(samples))
+
+
+def relative_error(samples: Sequence[SampleErrors]) -> float | None:
+    """Returns sum |got - ref| / sum |ref|, the error relative to the size of the reference.
+
+    Summed before it is divided, so that values near zero do not blow it up. 0 where there is no error, None for an
+    error on a reference of zeros.
+    """
+    error, size = sum(sample.abs_sum for sample in samples), sum(sample.reference_abs_sum for sample in samples)
+    if error == 0.0:
+        return 0.0
+    return error / size if size else None
 
 
 def cosine(samples: Sequence[SampleErrors]) -> float:

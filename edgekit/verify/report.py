@@ -25,18 +25,23 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     """How far one output of a run lies from the float reference, over all samples.
 
     The figures are None where they are not defined: for integers, booleans and strings only `exact_match` (the share
-    of equal elements) counts; where there is a value that is not finite, nothing can be measured; and
-    `top1_agreement` needs an output that ranks classes. Decibels are clamped to plus and minus 200. `worst_sample` is
-    the sample of the largest error, `worst_position` the flat index in it. `mismatch` says in words why the output
+    of equal elements) counts, and `iou` for those that are masks; where there is a value that is not finite, nothing
+    can be measured; `top1_agreement`, `top5_agreement` and `rank_correlation` need an output that ranks classes,
+    `kl_divergence` (in nats) one that is a distribution. `elements` counts the values over all samples; an output
+    that is empty on the float model in every sample has none and proves nothing. Decibels are clamped to plus and
+    minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite, `worst_position`
+    the flat index in it. `mismatch` says in words why the output
     cannot be compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names a usual
     mistake that explains what came back.
     """
 
     name: str
     samples: int
+    elements: int | None = None
     max_abs: float | None = None
     mean_abs: float | None = None
     rmse: float | None = None
+    relative_error: float | None = None
     cosine: float | None = None
     sqnr_db: float | None = None
     sqnr_interval_db: tuple[float, float] | None = None
@@ -44,7 +49,10 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     top1_agreement: float | None = None
     top1_interval: tuple[float, float] | None = None
     top5_agreement: float | None = None
+    rank_correlation: float | None = None
+    kl_divergence: float | None = None
     exact_match: float | None = None
+    iou: float | None = None
     non_finite: int = 0
     reference_non_finite: int = 0
     worst_sample: int | None = None
@@ -98,8 +106,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     def failures(self) -> tuple[str, ...]:
         """Every reason why the run does not pass, one line each."""
         died = () if self.failure is None else (f"the device failed: {self.failure}",)
-        if not self.outputs and not died:
-            died = ("nothing was compared",)
+        if not died and not any(output.elements != 0 for output in self.outputs):
+            died = ("nothing was compared" + (": every output is empty" if self.outputs else ""),)
         judged = (line for output in self.outputs for line in judge_output(output, self.thresholds))
         return (*died, *judged, *_judge_placement(self))
 
@@ -190,7 +198,8 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         own = output.reference_non_finite
         return (
             f"{name} has {output.non_finite} values that are NaN or infinite"
-            + (f", {own} of them on the float model already" if own else ""),
+            + (f", {own} of them on the float model already" if own else "")
+            + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else ""),
         )
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
     granted = thresholds.granted_samples / output.samples
@@ -202,7 +211,7 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     ):
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {value:.4g}{unit}, below {least:g}{unit}")
-    if not judged and output.cosine is None and output.exact_match is None:
+    if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
         judged.append(f"{name} was not measured")
     if judged and output.suspect:
         judged.append(f"{name} {output.suspect}")

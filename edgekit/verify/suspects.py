@@ -8,7 +8,7 @@ from edgekit.errors import EdgekitError
 from edgekit.samples import Samples
 from edgekit.tensors import Tensors
 from edgekit.verify import metrics
-from edgekit.verify.metrics import Floats
+from edgekit.verify.agreement import Floats
 
 _GAIN_DB = 15.0
 """How much better an undone mistake must fit than what came back, to be named."""

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from bundle_models import make_samples, save_classifier, save_graph
 from onnx import TensorProto, helper
@@ -9,6 +10,7 @@ from onnx import TensorProto, helper
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.golden import make_golden, read_inputs, read_labels, read_outputs
 from edgekit.errors import DataError, ModelError
+from edgekit.model import load_model
 from edgekit.samples import Samples
 
 
@@ -100,7 +102,7 @@ def test_an_output_of_changing_shape_is_refused(tmp_path: Path) -> None:
         make_golden(save_graph(graph, tmp_path / "m.onnx"), samples, tmp_path)
 
 
-def test_a_sequence_output_is_refused(tmp_path: Path) -> None:
+def test_a_sequence_becomes_tensors(tmp_path: Path) -> None:
     element = helper.make_tensor_type_proto(TensorProto.FLOAT, [1, 8])
     graph = helper.make_graph(
         [helper.make_node("SequenceConstruct", ["x"], ["list"])],
@@ -108,5 +110,35 @@ def test_a_sequence_output_is_refused(tmp_path: Path) -> None:
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
         [helper.make_value_info("list", helper.make_sequence_type_proto(element))],
     )
-    with pytest.raises(ModelError, match=r"output 'list' .* is a sequence"):
+    golden = make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(2), tmp_path)
+    for sample, row in zip(read_inputs(golden), read_outputs(golden), strict=True):
+        assert (sorted(row), int(row["list.length"])) == (["list.length", "list[0]"], 1)
+        np.testing.assert_array_equal(row["list[0]"], sample["x"])
+
+
+def test_a_sequence_of_maps_becomes_keys_and_values(tmp_path: Path) -> None:
+    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    graph = helper.make_graph(
+        [helper.make_node("ZipMap", ["x"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=list(range(3, 11)))],
+        "mapping",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
+        [helper.make_value_info("maps", helper.make_sequence_type_proto(maps))],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), str(tmp_path / "m.onnx"))
+    golden = make_golden(load_model(tmp_path / "m.onnx"), make_samples(2), tmp_path)
+    for sample, row in zip(read_inputs(golden), read_outputs(golden), strict=True):
+        assert row["maps.keys"].tolist() == list(range(3, 11))
+        np.testing.assert_array_equal(row["maps.values"], sample["x"])
+
+
+def test_an_optional_output_is_refused(tmp_path: Path) -> None:
+    element = helper.make_tensor_type_proto(TensorProto.FLOAT, [1, 8])
+    graph = helper.make_graph(
+        [helper.make_node("Optional", ["x"], ["maybe"])],
+        "optional",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
+        [helper.make_value_info("maybe", helper.make_optional_type_proto(element))],
+    )
+    with pytest.raises(ModelError, match=r"output 'maybe' .* cannot be compared"):
         make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(), tmp_path)

@@ -4,14 +4,19 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
-from bundle_models import make_bundle
+from bundle_models import make_bundle, make_contents, make_samples
+from onnx import TensorProto, helper
 from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 
-from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
+from edgekit.bundle.golden import make_golden
 from edgekit.devices.device import Missing
+from edgekit.devices.host import Host
 from edgekit.errors import DataError
 from edgekit.evidence import Evidence
+from edgekit.model import load_model
 from edgekit.plain import to_json
 from edgekit.tensors import Tensors
 from edgekit.verify.report import VerifyReport, recheck_report
@@ -148,3 +153,25 @@ def test_a_provider_that_takes_too_little_work_is_not_worth_it(bundle: Bundle) -
     idle = msgspec.structs.replace(report, taken_macs=0.3)
     assert not idle.passed
     assert "takes 30% of the work, less than 50%" in idle.failures[0]
+
+
+def test_a_model_that_gives_maps_is_verified_in_another_process(tmp_path: Path) -> None:
+    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    graph = helper.make_graph(
+        [helper.make_node("ZipMap", ["x"], ["maps"], name="zip", domain="ai.onnx.ml", classlabels_int64s=[*range(8)])],
+        "mapping",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
+        [helper.make_value_info("maps", helper.make_sequence_type_proto(maps))],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), str(tmp_path / "m.onnx"))
+    model = load_model(tmp_path / "m.onnx")
+    contents = make_contents(tmp_path)
+    golden = make_golden(model, make_samples(), tmp_path / "maps")
+    contents = msgspec.structs.replace(contents, source=model, files={"onnx": (model.path,)}, golden=golden)
+    (run,) = verify_bundle(write_bundle(contents, tmp_path / "maps-nnapi"), [Host()]).runs
+    assert run.failure is None
+    assert [(output.name, output.exact_match, output.sqnr_db) for output in run.outputs] == [
+        ("maps.keys", 1.0, None),
+        ("maps.values", None, 200.0),
+    ]

@@ -137,7 +137,8 @@ def _run_samples(
             run["latency_ms"].append((time.perf_counter() - start) * 1e3)
         if job["profile"] and index == 0:
             run["placement"] = _profiled_nodes(Path(session.end_profiling()))
-        keep(index, dict(zip(names, values, strict=True)))
+        parts = [_flatten(*output) for output in zip(names, values, strict=True)]
+        keep(index, {key: value for part in parts for key, value in part.items()})
     return "done"
 
 
@@ -197,6 +198,30 @@ def _decode(data: bytes, dtype: str) -> Array:
     if dtype == "string":
         return np.array(json.loads(data), dtype=object)
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
+
+
+def _flatten(name: str, value: Any) -> dict[str, Any]:
+    """Makes tensors of maps and sequences, as `edgekit/tensors.py` does."""
+    kind: type[Any] = type(value)
+    if kind is dict:
+        items: dict[Any, Any] = value
+        return {f"{name}.keys": _as_array(list(items)), f"{name}.values": _as_array(list(items.values()))}
+    if kind is list:
+        entries: list[Any] = value
+        maps: list[dict[Any, Any]] = [entry for entry in entries if isinstance(entry, dict)]
+        if maps and len(maps) == len(entries) and all(list(entry) == list(maps[0]) for entry in maps):
+            rows = [list(entry.values()) for entry in maps]
+            return {f"{name}.keys": _as_array(list(maps[0])), f"{name}.values": _as_array(rows)}
+        flat: dict[str, Any] = {f"{name}.length": np.array(len(entries), np.int64)}
+        for index, entry in enumerate(entries):
+            flat |= _flatten(f"{name}[{index}]", entry)
+        return flat
+    return {name: value}
+
+
+def _as_array(items: list[Any]) -> Array:
+    value = np.asarray(items)
+    return value.astype(np.float32) if value.dtype == np.float64 else value
 
 
 def _join_tensors(tensors: dict[str, Any]) -> bytes:
