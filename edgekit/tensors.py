@@ -53,10 +53,11 @@ def flatten_value(name: str, value: Any) -> dict[str, Array]:
     the same keys, as ZipMap gives, one `y.keys` and a row of `y.values` for each. `devices/far/ort_runner.py` does the
     same on its side.
     """
-    if isinstance(value, dict):
+    kind: str = type(value).__name__
+    if kind == "dict":
         items: dict[Any, Any] = value
         return {f"{name}.keys": _as_array(list(items)), f"{name}.values": _as_array(list(items.values()))}
-    if isinstance(value, list):
+    if kind == "list":
         entries: list[Any] = value
         maps: list[dict[Any, Any]] = [entry for entry in entries if isinstance(entry, dict)]
         if maps and len(maps) == len(entries) and all(list(entry) == list(maps[0]) for entry in maps):

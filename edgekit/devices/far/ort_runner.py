@@ -202,11 +202,11 @@ def _decode(data: bytes, dtype: str) -> Array:
 
 def _flatten(name: str, value: Any) -> dict[str, Any]:
     """Makes tensors of maps and sequences, as `edgekit/tensors.py` does."""
-    kind: type[Any] = type(value)
-    if kind is dict:
+    kind: str = type(value).__name__
+    if kind == "dict":
         items: dict[Any, Any] = value
         return {f"{name}.keys": _as_array(list(items)), f"{name}.values": _as_array(list(items.values()))}
-    if kind is list:
+    if kind == "list":
         entries: list[Any] = value
         maps: list[dict[Any, Any]] = [entry for entry in entries if isinstance(entry, dict)]
         if maps and len(maps) == len(entries) and all(list(entry) == list(maps[0]) for entry in maps):
