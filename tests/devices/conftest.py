@@ -1,8 +1,10 @@
-"""The empty folder that a run is given."""
+"""The empty folder that a run is given, and an adb server that knows nothing but the tests' own devices."""
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from far_root.client import Adb, adb_server
 
 
 @pytest.fixture
@@ -10,3 +12,17 @@ def work(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def own_adb_server() -> Generator[Adb]:
+    with adb_server() as adb:
+        yield adb
+
+
+@pytest.fixture
+def adb(own_adb_server: Adb, monkeypatch: pytest.MonkeyPatch) -> Adb:
+    """The tests' adb server, which `adb` finds in the environment."""
+    for name, value in own_adb_server.environment.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    return own_adb_server

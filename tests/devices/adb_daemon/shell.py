@@ -1,0 +1,113 @@
+"""The services that run a command: `shell,v2`, the old `shell`, and `exec`."""
+
+import os
+import signal
+import struct
+import subprocess
+import threading
+from typing import IO
+
+from adb_daemon.wire import Stream
+
+_PACKET = struct.Struct("<BI")
+STDIN, STDOUT, STDERR, EXIT, CLOSE_STDIN = range(5)
+_SHELL = "/system/bin/sh"
+_ENVIRONMENT = {
+    "PATH": "/system/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/",
+    "TMPDIR": "/data/local/tmp",
+    "ANDROID_ROOT": "/system",
+    "ANDROID_DATA": "/data",
+    "LC_ALL": "C",
+}
+
+
+def serve_shell(stream: Stream, text: str) -> None:
+    """Runs a command by shell v2: packets of stdin, stdout and stderr, and its exit code at the end."""
+    child = _start(text, subprocess.PIPE)
+    stream.pids.append(child.pid)
+    stream.on_close = lambda: _hang_up(child)
+    lock = threading.Lock()
+    pumps = [
+        threading.Thread(target=_pump, args=(stream, lock, pipe, kind), daemon=True)
+        for pipe, kind in ((child.stdout, STDOUT), (child.stderr, STDERR))
+    ]
+    feeder = threading.Thread(target=_feed, args=(stream, child), daemon=True)
+    for thread in (*pumps, feeder):
+        thread.start()
+    for thread in pumps:
+        thread.join()
+    status = child.wait()
+    if stream.link.faults.takes("no-exit", stream.service):
+        return
+    if stream.link.faults.takes("exit-lies", stream.service):
+        status = 0
+    code = status if status >= 0 else 0x80 | -status
+    stream.write(_PACKET.pack(EXIT, 1) + bytes([code]))
+
+
+def serve_exec(stream: Stream, text: str) -> None:
+    """Runs a command with both outputs in one, and no exit code."""
+    child = _start(text, subprocess.STDOUT)
+    stream.pids.append(child.pid)
+
+    def feed() -> None:
+        while (data := stream.read()) is not None:
+            _write(child, data)
+        _close_stdin(child)
+
+    threading.Thread(target=feed, daemon=True).start()
+    assert child.stdout is not None
+    while data := os.read(child.stdout.fileno(), 1 << 16):
+        if not stream.write(data):
+            break
+    child.wait()
+
+
+def _start(text: str, stderr: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [_SHELL, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd="/",
+        env=_ENVIRONMENT, start_new_session=True,
+    )  # fmt: skip
+
+
+def _pump(stream: Stream, lock: threading.Lock, pipe: IO[bytes], kind: int) -> None:
+    while data := os.read(pipe.fileno(), 1 << 16):
+        with lock:
+            stream.write(_PACKET.pack(kind, len(data)) + data)
+
+
+def _feed(stream: Stream, child: subprocess.Popen[bytes]) -> None:
+    while (header := stream.read_exactly(_PACKET.size)) is not None:
+        kind, size = _PACKET.unpack(header)
+        data = stream.read_exactly(size)
+        if data is None:
+            break
+        if kind == STDIN:
+            _write(child, data)
+        elif kind == CLOSE_STDIN:
+            _close_stdin(child)
+    _close_stdin(child)
+
+
+def _hang_up(child: subprocess.Popen[bytes]) -> None:
+    """Does what adbd does when the host goes: the shell is told, its children are not."""
+    if child.poll() is None:
+        os.kill(child.pid, signal.SIGHUP)
+
+
+def _write(child: subprocess.Popen[bytes], data: bytes) -> None:
+    assert child.stdin is not None
+    try:
+        child.stdin.write(data)
+        child.stdin.flush()
+    except (OSError, ValueError):
+        return
+
+
+def _close_stdin(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    try:
+        child.stdin.close()
+    except OSError:
+        return

@@ -1,0 +1,69 @@
+"""The real adb client on a server of its own, which knows no phone of the developer and leaves no key behind."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+from far_root.keeper import Far, require
+
+
+class Adb:
+    """An adb server of the tests, and the environment in which every `adb` is its client."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+
+    def run(self, *words: str, data: bytes = b"", timeout_s: float = 20.0) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            ["adb", *words], input=data, capture_output=True, timeout=timeout_s, check=False,
+            env={**os.environ, **self.environment},
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def connected(self, far: Far) -> Generator[str]:
+        """Yields the serial of a far side that the server is connected to."""
+        serial = f"127.0.0.1:{far.port}"
+        self.run("connect", serial)
+        try:
+            yield serial
+        finally:
+            self.run("disconnect", serial)
+
+
+@contextlib.contextmanager
+def adb_server() -> Generator[Adb]:
+    """Yields a server on a socket of its own, started once: clients that find none would each start one."""
+    require("adb", "adb")
+    with tempfile.TemporaryDirectory(prefix="edgekit-adb-") as folder:
+        place = f"localfilesystem:{folder}/adb.sock"
+        environment = {
+            "ADB_SERVER_SOCKET": place, "ADB_EMU": "0", "ADB_USB": "0", "ADB_MDNS": "0",
+            "ANDROID_ADB_LOG_PATH": f"{folder}/adb.log", "ANDROID_SERIAL": "", "ADB_VENDOR_KEYS": "",
+        }  # fmt: skip
+        Path(folder, "home").mkdir()
+        with Path(folder, "server.log").open("wb") as log:
+            server = subprocess.Popen(
+                ["adb", "-L", place, "nodaemon", "server"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, **environment, "HOME": f"{folder}/home"},
+            )  # fmt: skip
+        try:
+            _wait_for(f"{folder}/adb.sock")
+            yield Adb(environment)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _wait_for(path: str) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(path)
+            return
+        time.sleep(0.01)
+    raise TimeoutError(path)
