@@ -19,6 +19,7 @@ from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.text import describe_recommendation
 from edgekit.samples import check_samples, limit_samples, load_samples
@@ -127,7 +128,10 @@ def quantize_for(
         samples = limit_samples(load_samples(data.source, prepared.inputs, data.preprocess), recipe.samples)
         check_samples(samples)
         progress(f"calibrate with {samples.count} samples")
-        calibration = calibrate_model(prepared, samples, work=work / "calibration")
+        named = () if method in {"auto", "best"} else (method,)
+        calibration = calibrate_model(
+            prepared, samples, work=work / "calibration", methods=named or AUTO_METHODS, fitting=not named
+        )
         plan = plan_quantization(prepared, calibration, target, precision, method=method)
         progress("quantize")
         quantized = quantize_model(prepared, plan, temporary)

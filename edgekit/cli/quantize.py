@@ -8,6 +8,7 @@ from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_json, show_line, showing_progress
 from edgekit.images import load_preprocess
+from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import Data, PrecisionChoice, Recipe
 from edgekit.steps import quantize_for
 
@@ -21,7 +22,7 @@ from edgekit.steps import quantize_for
 @options.DIM
 @options.SAMPLES
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), default="auto", help="Default: auto.")
-@click.option("--method", default="auto", metavar="NAME", help="auto, best, minmax, mse, percentile-99.99, ...")
+@click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The QDQ model.")
 @options.JSON
 @options.verbosity

@@ -1,6 +1,7 @@
 """One streaming pass over the samples that measures every float activation, for all targets at once."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,156 +9,145 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.errors import DataError, ModelError
+from edgekit.errors import DataError, ModelError, UsageError, suggest_name
 from edgekit.model import Model, save_proto
 from edgekit.quantize.graph import Graph, float_activations, read_graph
 from edgekit.quantize.held_out import HeldOut, save_held_out
-from edgekit.quantize.histogram import Histogram, HistogramGrower
+from edgekit.quantize.histogram import HistogramGrower
 from edgekit.quantize.judge import judge_points
-from edgekit.quantize.moments import Moment, MomentGrower, block_sizes, save_moments
-from edgekit.quantize.observe import HIGHS, LOWS, PICKS, VECTORS, Observation, observe_graph, picked_values
-from edgekit.quantize.ranges import RANGE_METHODS, TensorRange, read_by
-from edgekit.samples import Samples
+from edgekit.quantize.moments import save_moments
+from edgekit.quantize.observe import Observation, observe_graph, picked_values
+from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PLAIN_METHODS, RANGE_METHODS, Seen, TensorRange, read_by
+from edgekit.quantize.tally import Tally
+from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.tensors import Array, Tensors
 
-_FLUSH_SAMPLES = 32
+MEASURED_SAMPLES = 64
+"""From how many samples histograms and moments come, held-out ones among them."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the float activations of a model do over some samples: plain data, good for every target.
 
-    `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact, the
-    others come from histograms of at most `picked` values a tensor and sample. `samples_sha256` covers every input.
+    `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact,
+    "mean" too, the others come from histograms of at most `picked` values a tensor and each of the `measured` samples.
+    `samples_sha256` covers every input.
     `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
-    to judge by. It may go when all plans are applied; "" means it is gone.
+    to judge by. It may go when all plans are applied; "" means that there are none.
     """
 
     model_sha256: str
     samples_sha256: str
     samples: int
+    measured: int
     picked: int
     ranges: dict[str, dict[str, TensorRange]]
     statistics: str
 
 
-def calibrate_model(model: Model, samples: Samples, *, work: Path) -> Calibration:
-    """Measures every float activation of a prepared float model, streaming the samples once.
+def calibrate_model(
+    model: Model, samples: Samples, *, work: Path, methods: Sequence[str] = AUTO_METHODS, fitting: bool = True
+) -> Calibration:
+    """Measures every float activation of a prepared float model, streaming the samples.
 
-    Memory does not grow with the number of samples. `work` is a folder for the statistics and intermediate files.
+    The lowest and highest values come from every sample. Histograms, for the range methods that want them, and with
+    `fitting` the moments that rounding learns from come from MEASURED_SAMPLES samples, spread evenly; these are read
+    in a pass of their own. Memory does not grow with the number of samples. `work` is a folder for the statistics and
+    intermediate files.
 
     Raises:
+        UsageError: there is no such range method.
         DataError: there is no sample, or a sample makes an activation infinite or NaN.
         ModelError: the model is quantized already, is older than opset 13, or has no float activation.
     """
     graph = read_graph(model)
-    points = {point.tensor for point in judge_points(graph)}
-    observation = observe_graph(graph, samples.count, points)
-    if not (observation.highs or observation.bounds):
+    methods = _check_methods(methods)
+    work.mkdir(parents=True, exist_ok=True)
+    if not samples.count:
+        raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
+    indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or methods != PLAIN_METHODS else ()
+    picked = picked_values(len(indices)) if methods != PLAIN_METHODS else 0
+    points = {point.tensor for point in judge_points(graph)} if fitting else set[str]()
+    whole = _store(
+        observe_graph(graph, points, picked=picked, vectors_from=len(indices) if fitting else 0), work / "whole.onnx"
+    )
+    if not (whole.highs or whole.bounds):
         raise ModelError(
             f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
             hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
         )
-    work.mkdir(parents=True, exist_ok=True)
-    session = _load(observation.proto, work / "observed.onnx")
-    observation = msgspec.structs.replace(observation, proto=onnx.ModelProto())
-    state, held_out, digest = _Pass(observation), HeldOut(samples.count, points), hashlib.sha256()
-    for index, sample in enumerate(samples):
-        digest.update(_digest_sample(sample))
-        values = session.run(sample)
-        if _has_non_finite(values):
-            _refuse(graph, sample, samples.source, index, work)
-        state.add(values, learn=not held_out.offer(index, sample, values))
-    if not state.count:
-        raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    save_held_out(work, held_out)
-    save_moments(work / "moments.npz", state.moments())
+    run = _Run(graph=graph, samples=samples, work=work, tally=Tally(whole), digests={})
+    held_out = HeldOut(len(indices), points)
+    others = sorted(set(range(samples.count)) - set(indices))
+    if indices:
+        _measure(run, work / "whole.onnx", indices, held_out)
+    if others:
+        _store(observe_graph(graph), work / "extremes.onnx")
+        _measure(run, work / "extremes.onnx", others, HeldOut(0, ()))
+    if fitting:
+        save_held_out(work, held_out)
+        save_moments(work / "moments.npz", run.tally.moments())
     return Calibration(
         model_sha256=model.sha256,
-        samples_sha256=digest.hexdigest(),
-        samples=state.count,
-        picked=picked_values(samples.count),
-        ranges=_all_ranges(graph, observation.aliases, state.exact_ranges(), state.histograms()),
-        statistics=str(work),
+        samples_sha256=_join_digests(run.digests),
+        samples=len(run.digests),
+        measured=len(indices),
+        picked=picked,
+        ranges=_all_ranges(graph, whole.aliases, run.tally, methods),
+        statistics=str(work) if fitting else "",
     )
 
 
-class _Pass:
-    """What is kept between samples: running extremes, histograms and moments."""
+class _Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What the passes over the samples share; `digests` holds the sha256 of each sample by its position."""
 
-    def __init__(self, observation: Observation) -> None:
-        self._observation = observation
-        self._lows = np.full(sum(count for _, count in observation.lows), np.inf)
-        self._highs = np.full(sum(count for _, count in observation.highs), -np.inf)
-        self._growers = [HistogramGrower() for _ in observation.picks]
-        self._pending: list[Array] = []
-        layers = tuple(layer for layer, _ in observation.cuts)
-        sizes = block_sizes(layers)
-        self._moments = [MomentGrower(layer, cut, sizes[layer.node]) for layer, cut in observation.cuts]
-        self.count = 0
-
-    def add(self, values: Tensors, *, learn: bool) -> None:
-        """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
-        self.count += 1
-        if LOWS in values:
-            self._lows = np.minimum(self._lows, values[LOWS])
-        if HIGHS in values:
-            self._highs = np.maximum(self._highs, values[HIGHS])
-        if PICKS in values:
-            self._pending.append(values[PICKS])
-        if len(self._pending) == _FLUSH_SAMPLES:
-            self._flush()
-        if learn:
-            for (layer, _), moment in zip(self._observation.cuts, self._moments, strict=True):
-                moment.add(values[VECTORS + layer.node])
-
-    def exact_ranges(self) -> dict[str, TensorRange]:
-        lows, highs = self._channel_extremes()
-        return {name: TensorRange(low=float(lows[name].min()), high=float(highs[name].max())) for name in lows}
-
-    def histograms(self) -> dict[str, Histogram]:
-        self._flush()
-        return {name: grower.freeze() for (name, _), grower in zip(self._observation.picks, self._growers, strict=True)}
-
-    def moments(self) -> dict[str, Moment]:
-        lows, highs = self._channel_extremes()
-        cuts = zip(self._observation.cuts, self._moments, strict=True)
-        return {layer.node: moment.freeze(lows[layer.source], highs[layer.source]) for (layer, _), moment in cuts}
-
-    def _channel_extremes(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        lows = _split(self._lows, self._observation.lows)
-        highs = _split(self._highs, self._observation.highs)
-        for name, (low, high) in self._observation.bounds.items():
-            if low is not None:
-                lows[name] = np.array([low])
-            if high is not None:
-                highs[name] = np.array([high])
-        for name in lows:
-            lows[name], highs[name] = np.broadcast_arrays(lows[name], highs[name])
-        return lows, highs
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        block = np.stack(self._pending)
-        self._pending = []
-        ends = np.cumsum([count for _, count in self._observation.picks])
-        for grower, part in zip(self._growers, np.split(block, ends[:-1], axis=1), strict=True):
-            grower.add(part)
+    graph: Graph
+    samples: Samples
+    work: Path
+    tally: Tally
+    digests: dict[int, bytes]
 
 
-def _split(values: Array, parts: tuple[tuple[str, int], ...]) -> dict[str, Array]:
-    ends = np.cumsum([count for _, count in parts])[:-1]
-    return {name: part for (name, _), part in zip(parts, np.split(values, ends), strict=True)}
+def _store(observation: Observation, path: Path) -> Observation:
+    """Writes an observed graph and returns the observation without it, so that its weights are not held in memory."""
+    save_proto(observation.proto, path)
+    return msgspec.structs.replace(observation, proto=onnx.ModelProto())
+
+
+def _measure(run: _Run, observed: Path, indices: Sequence[int], held_out: HeldOut) -> None:
+    session = CpuSession(observed, SessionSettings(level=Level.ALL))
+    for place, (index, sample) in enumerate(zip(indices, select_samples(run.samples, indices), strict=False)):
+        run.digests[index] = _digest_sample(sample)
+        values = session.run(sample)
+        if _has_non_finite(values):
+            _refuse(run.graph, sample, run.samples.source, index, run.work)
+        run.tally.add(values, learn=not held_out.offer(place, sample, values))
+
+
+def _check_methods(methods: Sequence[str]) -> tuple[str, ...]:
+    for method in methods:
+        if method not in RANGE_METHODS:
+            raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
+    return tuple(name for name in RANGE_METHODS if name in {*methods, *PLAIN_METHODS})
+
+
+def _join_digests(digests: Mapping[int, bytes]) -> str:
+    return hashlib.sha256(b"".join(digests[index] for index in sorted(digests))).hexdigest()
 
 
 def _all_ranges(
-    graph: Graph, aliases: dict[str, str], exact: dict[str, TensorRange], histograms: dict[str, Histogram]
+    graph: Graph, aliases: dict[str, str], tally: Tally, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
+    exact, mean, histograms = tally.exact_ranges(), tally.mean_ranges(), tally.histograms()
     empty = HistogramGrower().freeze()
     readers = read_by(graph)
     ranges: dict[str, dict[str, TensorRange]] = {}
-    for method, choose in RANGE_METHODS.items():
-        chosen = {name: choose(span, histograms.get(name, empty), readers.get(name)) for name, span in exact.items()}
+    for method in methods:
+        choose = RANGE_METHODS[method]
+        chosen = {
+            name: choose(Seen(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), readers.get(name))
+            for name, span in exact.items()
+        }
         for name in reversed(list(aliases)):
             chosen[name] = chosen[aliases[name]]
         ranges[method] = {name: chosen[name] for name in float_activations(graph) if name in chosen}

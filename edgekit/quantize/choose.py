@@ -16,6 +16,7 @@ from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, quantizes_any, relieve_tensors
+from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.quantize.surgery import strip_weights
 from edgekit.target import Precision, Target
 
@@ -64,8 +65,7 @@ def plan_quantization(
 
 def _choose(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
     if method not in calibration.ranges:
-        valid = (*calibration.ranges, "auto", "best")
-        raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, valid))
+        raise UsageError(f"the calibration has no ranges of method '{method}'", hint=suggest_name(method, METHODS))
     return msgspec.structs.replace(plan, method=method, rounding=rounding, ranges=calibration.ranges[method])
 
 
@@ -105,7 +105,7 @@ def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Itera
 
     Rounding with second moments takes its time, so it is tried only where rounded weights cost something.
     """
-    methods = _METHODS_16 if plan.precision == "int16" else tuple(calibration.ranges)
+    methods = _METHODS_16 if plan.precision == "int16" else AUTO_METHODS
     ratios = {method: _judge_ranges(graph, _choose(plan, calibration, method, "nearest")) for method in methods}
     best = max(ratios, key=lambda method: ratios[method])
     if best != "minmax":

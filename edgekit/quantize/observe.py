@@ -45,13 +45,12 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str]
 
 
-def observe_graph(graph: Graph, samples: int, shown: Collection[str] = ()) -> Observation:
-    """Returns the graph with a minimum, a maximum and values at fixed positions for each float activation.
+def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0, vectors_from: int = 0) -> Observation:
+    """Returns the graph with a minimum and a maximum for each float activation, and the tensors of `shown` as outputs.
 
-    The more samples there are, the fewer values are picked from each. Of the input of each layer with weights, whole
-    vectors are picked.
+    `picked` is how many values at fixed positions of each activation are returned besides. With `vectors_from`, whole
+    vectors of the input of each layer with weights are, as many as so many samples should give.
     """
-    picked = picked_values(samples)
     aliases = folded_activations(graph)
     names = [name for name in float_activations(graph) if name not in aliases and 0 not in graph.shapes.get(name, ())]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
@@ -67,14 +66,13 @@ def observe_graph(graph: Graph, samples: int, shown: Collection[str] = ()) -> Ob
     picks = tuple((name, builder.pick_count(name, picked)) for name in names)
     picks = tuple((name, count) for name, count in picks if count)
     builder.concat(PICKS, [builder.pick(name, count) for name, count in picks])
-    cuts = tuple(builder.cut(samples))
     return Observation(
         proto=builder.proto,
         lows=tuple((name, _entries(graph, name, channels.get(name))) for name in lows),
         highs=tuple((name, _entries(graph, name, channels.get(name))) for name in highs),
         sums=sums,
         picks=picks,
-        cuts=cuts,
+        cuts=tuple(builder.cut(vectors_from)) if vectors_from else (),
         bounds=bounds,
         aliases=aliases,
     )
@@ -97,20 +95,31 @@ class _Builder:
         self.proto.CopyFrom(graph.proto)
         self._graph = graph
         self._count = 0
+        self._stored: set[str] = set()
         self._constant("edgekit.flat", np.array([-1]))
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one for each index of an axis."""
-        inputs = [name]
-        attributes: dict[str, list[int]] = {}
-        if axis is not None:
-            others = [index for index in range(len(self._graph.shapes[name])) if index != axis]
-            if self._graph.opset >= 18:
-                inputs.append(self._constant(f"edgekit.{op}.{name}", np.array(others)))
-            else:
-                attributes["axes"] = others
-        reduced = self._node(op, inputs, keepdims=0, **attributes)
-        return self._node("Reshape", [reduced, "edgekit.flat"])
+        source = self._reduce_planes(op, name) if len(self._graph.shapes.get(name, ())) == 4 else name
+        others = None if axis is None else [at for at in range(len(self._graph.shapes[name])) if at != axis]
+        return self._node("Reshape", [self._reduce_axes(op, source, others, keepdims=0), "edgekit.flat"])
+
+    def _reduce_planes(self, op: str, name: str) -> str:
+        """Adds a reduction of height and width, which leaves little: a pool works in ONNX Runtime's blocked layout.
+
+        A reduction would first have all of the tensor turned back into NCHW.
+        """
+        if op == "ReduceMax":
+            return self._node("GlobalMaxPool", [name])
+        return self._reduce_axes(op, name, [2, 3], keepdims=1)
+
+    def _reduce_axes(self, op: str, name: str, axes: list[int] | None, *, keepdims: int) -> str:
+        if axes is None:
+            return self._node(op, [name], keepdims=keepdims)
+        if self._graph.opset < 18 and op != "ReduceSum":
+            return self._node(op, [name], keepdims=keepdims, axes=axes)
+        stored = self._constant(f"edgekit.axes.{'.'.join(map(str, axes))}", np.array(axes))
+        return self._node(op, [name, stored], keepdims=keepdims)
 
     def pick_count(self, name: str, picked: int) -> int:
         shape = self._pickable_shape(name)
@@ -160,5 +169,7 @@ class _Builder:
         return output
 
     def _constant(self, name: str, value: Array) -> str:
-        self.proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.int64), name))
+        if name not in self._stored:
+            self._stored.add(name)
+            self.proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.int64), name))
         return name

@@ -9,6 +9,7 @@ from edgekit.quantize.graph import Graph
 from edgekit.quantize.histogram import Histogram
 from edgekit.tensors import Array
 
+_BINS = 2048
 LEVELS = 255
 """Steps between the lowest and the highest of 256 integers."""
 
@@ -21,6 +22,14 @@ class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     low: float
     high: float
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
+
+    exact: TensorRange
+    mean: TensorRange
+    histogram: Histogram
 
 
 def percentile_range(exact: TensorRange, histogram: Histogram, percent: float) -> TensorRange:
@@ -52,6 +61,46 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Reader | None = 
     if exact.high > 0:
         low, high = best([(low, high), *((low, exact.high * factor) for factor in factors)])
     return TensorRange(low=low, high=high)
+
+
+def entropy_range(exact: TensorRange, histogram: Histogram) -> TensorRange:
+    """Returns the range whose clipped and quantized values diverge least from the float ones (Kullback-Leibler).
+
+    Magnitudes lie in 2048 bins; every cut-off from the number of levels upward is tried at once (S. Migacz, "8-bit
+    inference with TensorRT", GTC 2017). Exact zeros are left out: every range holds zero exactly.
+    """
+    top = max(-exact.low, exact.high)
+    kept = histogram.centers != 0
+    if top <= 0 or not kept.any():
+        return exact
+    edges = np.minimum((np.abs(histogram.centers[kept]) * (_BINS / top)).astype(np.int64), _BINS - 1)
+    counts = np.bincount(edges, weights=histogram.counts[kept].astype(np.float64), minlength=_BINS)
+    levels = 128 if exact.low < 0 < exact.high else 256
+    cut = _least_divergent_cut(counts, levels) * top / _BINS
+    return TensorRange(low=max(exact.low, -cut), high=min(exact.high, cut))
+
+
+def _least_divergent_cut(counts: Array, levels: int) -> int:
+    """Returns how many bins to keep so that they, quantized to `levels` groups, say most about all of them.
+
+    With sums from the left every cut-off is one row: the divergence of a row is the sum of p log p over its bins less
+    that of (sum of p in a group) log(mean of the group's used bins).
+    """
+    cuts = np.arange(levels, _BINS + 1)
+    total = counts.sum()
+    logs = counts * np.log(np.maximum(counts, 1))
+    before, before_logs, before_used = (np.concatenate([[0.0], np.cumsum(part)]) for part in (counts, logs, counts > 0))
+    bounds = cuts[:, None] * np.arange(levels + 1) // levels
+    masses, used = np.diff(before[bounds], axis=1), np.diff(before_used[bounds], axis=1)
+    cut_off = total - before[cuts]
+    last = counts[cuts - 1]
+    heavy = last + cut_off
+    own = before_logs[cuts] - logs[cuts - 1] + heavy * np.log(np.maximum(heavy, 1)) - total * np.log(total)
+    means = np.log(np.maximum(masses, 1e-300) / np.maximum(used, 1)) - np.log(np.maximum(before[cuts], 1))[:, None]
+    masses[:, -1] += cut_off
+    divergence = own - np.where(masses > 0, masses * means, 0.0).sum(axis=1)
+    divergence[(last == 0) & (cut_off > 0)] = np.inf
+    return int(cuts[np.argmin(divergence)])
 
 
 def quantization_error(low: float, high: float, histogram: Histogram, reader: Reader | None = None) -> float:
@@ -96,10 +145,22 @@ def _hard_swish(values: Array) -> Array:
 _READERS: dict[str, Reader] = {"Sigmoid": _sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
 _GATES: dict[str, Reader] = {"Sigmoid": lambda values: values * _sigmoid(values)}
 
-RANGE_METHODS: dict[str, Callable[[TensorRange, Histogram, Reader | None], TensorRange]] = {
-    "minmax": lambda exact, _histogram, _reader: exact,
-    "mse": mse_range,
-    "percentile-99.99": lambda exact, histogram, _reader: percentile_range(exact, histogram, 99.99),
-    "percentile-99.9": lambda exact, histogram, _reader: percentile_range(exact, histogram, 99.9),
+PLAIN_METHODS = ("minmax", "moving-average")
+"""The range methods that need no histogram."""
+
+AUTO_METHODS = ("minmax", "mse", "percentile-99.99", "percentile-99.9")
+"""The range methods that are judged against each other; entropy is left out, because it collapses on ReLU nets."""
+
+RANGE_METHODS: dict[str, Callable[[Seen, Reader | None], TensorRange]] = {
+    "minmax": lambda seen, _reader: seen.exact,
+    "moving-average": lambda seen, _reader: seen.mean,
+    "mse": lambda seen, reader: mse_range(seen.exact, seen.histogram, reader),
+    "entropy": lambda seen, _reader: entropy_range(seen.exact, seen.histogram),
+    "percentile-99.99": lambda seen, _reader: percentile_range(seen.exact, seen.histogram, 99.99),
+    "percentile-99.9": lambda seen, _reader: percentile_range(seen.exact, seen.histogram, 99.9),
 }
-"""Every range method, by the name that plans and options use."""
+"""Every range method, by the name that plans and options use. "moving-average" is the mean over the samples of each
+tensor's lowest and highest value: a moving average without decay, so that the order of the samples is of no matter."""
+
+METHODS = ("auto", "best", *RANGE_METHODS)
+"""What a user may ask for."""

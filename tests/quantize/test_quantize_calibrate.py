@@ -7,9 +7,12 @@ import pytest
 from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.errors import DataError, ModelError
+from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model import Model
 from edgekit.quantize import Calibration, calibrate_model
+from edgekit.quantize.calibrate import MEASURED_SAMPLES
+from edgekit.quantize.ranges import PLAIN_METHODS, RANGE_METHODS
+from edgekit.samples import spread_indices
 from edgekit.tensors import Array
 
 
@@ -35,11 +38,44 @@ def test_tensor_before_relu_has_the_range_after_it(calibration: Calibration) -> 
     assert calibration.ranges["minmax"]["c1"] == calibration.ranges["minmax"]["r1"]
 
 
-def test_every_method_stays_within_minmax(calibration: Calibration) -> None:
+def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "all", methods=tuple(RANGE_METHODS))
+    assert calibration.ranges.keys() == RANGE_METHODS.keys()
     for ranges in calibration.ranges.values():
         for name, span in ranges.items():
             whole = calibration.ranges["minmax"][name]
             assert whole.low <= span.low <= span.high <= whole.high
+
+
+def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, calibration: Calibration) -> None:
+    runs = every_activation(net, ["c2", "r1"])
+    seen = calibration.ranges["moving-average"]
+    low, high = np.mean([run["c2"].min() for run in runs]), np.mean([run["c2"].max() for run in runs])
+    assert (seen["c2"].low, seen["c2"].high) == pytest.approx((low, high), rel=1e-5)
+    assert (seen["r1"].low, seen["r1"].high) == (0, pytest.approx(np.mean([run["r1"].max() for run in runs]), rel=1e-5))
+
+
+def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:
+    arrays = list(random_samples(net, count=MEASURED_SAMPLES + 30))
+    outlier = next(index for index in range(len(arrays)) if index not in spread_indices(len(arrays), MEASURED_SAMPLES))
+    arrays[outlier] = {"x": arrays[outlier]["x"] * 9}
+    calibration = calibrate_model(net, make_samples(arrays), work=tmp_path / "many")
+    assert (calibration.samples, calibration.measured) == (len(arrays), MEASURED_SAMPLES)
+    assert calibration.ranges["minmax"]["x"].high == pytest.approx(max(float(row["x"].max()) for row in arrays))
+    assert calibration.ranges["percentile-99.9"]["x"].high < calibration.ranges["minmax"]["x"].high / 2
+
+
+def test_plain_methods_keep_no_statistics(net: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "plain", methods=("minmax",), fitting=False)
+    assert (calibration.measured, calibration.statistics, list(calibration.ranges)) == (0, "", list(PLAIN_METHODS))
+    assert not (tmp_path / "plain" / "moments.npz").exists()
+
+
+def test_an_unknown_method_is_refused_before_work_starts(net: Model, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no range method 'minmaks'") as caught:
+        calibrate_model(net, random_samples(net), work=tmp_path / "no", methods=("minmaks",))
+    assert "minmax" in caught.value.hint
+    assert not (tmp_path / "no").exists()
 
 
 def test_calibration_survives_json(calibration: Calibration) -> None:

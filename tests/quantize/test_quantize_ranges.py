@@ -6,7 +6,15 @@ from quantize_models import make_model
 
 from edgekit.quantize.graph import read_graph
 from edgekit.quantize.histogram import Histogram, HistogramGrower
-from edgekit.quantize.ranges import TensorRange, mse_range, percentile_range, quantization_error, read_by
+from edgekit.quantize.ranges import (
+    TensorRange,
+    _least_divergent_cut,
+    entropy_range,
+    mse_range,
+    percentile_range,
+    quantization_error,
+    read_by,
+)
 from edgekit.tensors import Array
 
 
@@ -58,3 +66,37 @@ def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
 def test_constant_zero_tensor_keeps_its_range() -> None:
     zero = TensorRange(low=0.0, high=0.0)
     assert mse_range(zero, histogram_of(np.zeros(10))) == zero
+
+
+def slow_divergence(counts: Array, keep: int, levels: int) -> float:
+    """The Kullback-Leibler divergence as the TensorRT talk tells it, bin by bin."""
+    clipped = counts[:keep].copy()
+    clipped[-1] += counts[keep:].sum()
+    coarse = np.zeros(keep)
+    for level in range(levels):
+        group = slice(keep * level // levels, keep * (level + 1) // levels)
+        used = counts[:keep][group] > 0
+        if used.any():
+            coarse[group] = used * (counts[:keep][group].sum() / used.sum())
+    p, q = clipped / clipped.sum(), coarse / coarse.sum()
+    if ((p > 0) & (q == 0)).any():
+        return float("inf")
+    return float(sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a > 0))
+
+
+@pytest.mark.parametrize("levels", [128, 256])
+def test_entropy_finds_the_cut_that_a_plain_loop_finds(levels: int) -> None:
+    values = np.abs(np.random.default_rng(levels).laplace(size=30_000))
+    counts = np.histogram(values, bins=2048)[0].astype(np.float64)
+    found = _least_divergent_cut(counts, levels)
+    best = min(range(levels, 2049), key=lambda keep: slow_divergence(counts, keep, levels))
+    assert slow_divergence(counts, found, levels) == pytest.approx(slow_divergence(counts, best, levels), rel=1e-9)
+    assert found < 2048
+
+
+def test_entropy_clips_a_tail_and_is_not_minmax() -> None:
+    values = np.random.default_rng(0).laplace(size=200_000)
+    span = entropy_range(whole(values), histogram_of(values))
+    assert span.high < 0.9 * values.max()
+    assert span.low == pytest.approx(-span.high)
+    assert entropy_range(whole(np.zeros(9)), histogram_of(np.zeros(9))) == whole(np.zeros(9))

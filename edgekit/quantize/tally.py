@@ -1,0 +1,107 @@
+"""What is kept between samples while activations are measured: extremes, histograms and moments."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekit.quantize.histogram import Histogram, HistogramGrower
+from edgekit.quantize.moments import Moment, MomentGrower, block_sizes
+from edgekit.quantize.observe import HIGHS, LOWS, PICKS, VECTORS, Observation
+from edgekit.quantize.ranges import TensorRange
+from edgekit.tensors import Array, Tensors
+
+_FLUSH_SAMPLES = 32
+
+
+class Tally:
+    """Sums up what an observed graph returns, a sample at a time; memory does not grow with the samples."""
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._lows, self._highs = _Extremes(observation.lows, np.minimum), _Extremes(observation.highs, np.maximum)
+        self._growers = [HistogramGrower() for _ in observation.picks]
+        self._pending: list[Array] = []
+        layers = tuple(layer for layer, _ in observation.cuts)
+        sizes = block_sizes(layers)
+        self._moments = [MomentGrower(layer, cut, sizes[layer.node]) for layer, cut in observation.cuts]
+
+    def add(self, values: Tensors, *, learn: bool) -> None:
+        """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
+        self._lows.add(values.get(LOWS))
+        self._highs.add(values.get(HIGHS))
+        if PICKS in values:
+            self._pending.append(values[PICKS])
+        if len(self._pending) == _FLUSH_SAMPLES:
+            self._flush()
+        if learn:
+            for (layer, _), moment in zip(self._observation.cuts, self._moments, strict=True):
+                vectors = values.get(VECTORS + layer.node)
+                if vectors is not None:
+                    moment.add(vectors)
+
+    def exact_ranges(self) -> dict[str, TensorRange]:
+        """Returns the lowest and highest value of each tensor over all samples."""
+        lows, highs = self._channel_extremes()
+        return {name: TensorRange(low=float(lows[name].min()), high=float(highs[name].max())) for name in lows}
+
+    def mean_ranges(self) -> dict[str, TensorRange]:
+        """Returns the mean over the samples of each tensor's lowest and highest value."""
+        lows, highs = self._lows.means(), self._highs.means()
+        for name, (low, high) in self._observation.bounds.items():
+            lows[name] = lows[name] if low is None else low
+            highs[name] = highs[name] if high is None else high
+        return {name: TensorRange(low=lows[name], high=highs[name]) for name in lows}
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Returns the histogram of each tensor that values were picked from."""
+        self._flush()
+        return {name: grower.freeze() for (name, _), grower in zip(self._observation.picks, self._growers, strict=True)}
+
+    def moments(self) -> dict[str, Moment]:
+        """Returns the moments of each layer's input by the layer's node."""
+        lows, highs = self._channel_extremes()
+        cuts = zip(self._observation.cuts, self._moments, strict=True)
+        return {layer.node: moment.freeze(lows[layer.source], highs[layer.source]) for (layer, _), moment in cuts}
+
+    def _channel_extremes(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        lows, highs = self._lows.entries(), self._highs.entries()
+        for name, (low, high) in self._observation.bounds.items():
+            if low is not None:
+                lows[name] = np.array([low])
+            if high is not None:
+                highs[name] = np.array([high])
+        for name in lows:
+            lows[name], highs[name] = np.broadcast_arrays(lows[name], highs[name])
+        return lows, highs
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        block = np.stack(self._pending)
+        self._pending = []
+        ends = np.cumsum([count for _, count in self._observation.picks])
+        for grower, part in zip(self._growers, np.split(block, ends[:-1], axis=1), strict=True):
+            grower.add(part)
+
+
+class _Extremes:
+    """The lowest or highest value of every entry over all samples, and the sum over samples of each tensor's."""
+
+    def __init__(self, parts: Sequence[tuple[str, int]], pick: np.ufunc) -> None:
+        self._names = [name for name, _ in parts]
+        self._starts = np.cumsum([0, *(count for _, count in parts)])
+        self._pick, self._count = pick, 0
+        self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
+        self._sums = np.zeros(len(parts))
+
+    def add(self, values: Array | None) -> None:
+        if values is not None:
+            self._count += 1
+            self._best = self._pick(self._best, values)
+            self._sums += self._pick.reduceat(values, self._starts[:-1])
+
+    def entries(self) -> dict[str, Array]:
+        return dict(zip(self._names, np.split(self._best, self._starts[1:-1]), strict=True)) if self._names else {}
+
+    def means(self) -> dict[str, float]:
+        return dict(zip(self._names, (self._sums / max(1, self._count)).tolist(), strict=True))
