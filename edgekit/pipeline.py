@@ -15,6 +15,7 @@ from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
+from edgekit.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
@@ -29,7 +30,7 @@ from edgekit.quantize.halve import halve_model
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
-from edgekit.samples import Samples, check_samples, limit_samples, load_samples, select_samples, spread_indices
+from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
 from edgekit.verify.attribute import explain_report
@@ -65,7 +66,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
     fixes: tuple[Fix, ...]
     is_quantized: bool
     samples: Samples
-    samples_sha256: str
+    facts: SampleFacts
     golden: Golden
     calibration: Calibration | ModelError | None
 
@@ -110,6 +111,7 @@ def build(
             sha256=source.sha256,
             verified=verify,
             calibration_samples=inputs.samples.count,
+            data_warnings=warn_if_few(inputs.facts) if inputs.calibration else inputs.facts.warnings,
             golden_samples=inputs.golden.samples,
             fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
             bundles=tuple(
@@ -194,7 +196,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     else:
         held_out = load_samples(data.evaluation, prepared.inputs, data.preprocess)
     samples = limit_samples(samples, job.recipe.samples)
-    digest = check_samples(samples)
+    facts = check_samples(samples)
     check_samples(held_out)
     labels = None if data.labels is None else read_labels(data.labels, held_out)
     job.progress("run the float model")
@@ -206,7 +208,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         fixes=fixed.fixes,
         is_quantized=is_quantized,
         samples=samples,
-        samples_sha256=digest,
+        facts=facts,
         golden=golden,
         calibration=None if is_quantized else _calibrate(prepared, samples, job),
     )
@@ -272,7 +274,7 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
             source=inputs.source.sha256,
             prepared=inputs.prepared.sha256,
             quantized=None if quantized is None else quantized.model.sha256,
-            data=None if quantized is None else inputs.samples_sha256,
+            data=None if quantized is None else inputs.facts.sha256,
         ),
         versions={**list_versions(), **converted.versions},
     )

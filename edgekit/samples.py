@@ -1,6 +1,5 @@
-"""Where sample inputs come from: they are streamed, one sample at a time, and judged before work starts."""
+"""Where sample inputs come from: they are streamed, one sample at a time."""
 
-import hashlib
 import importlib
 import re
 import sys
@@ -84,25 +83,6 @@ def limit_samples(samples: Samples, most: int | None) -> Samples:
     return samples if most is None else select_samples(samples, spread_indices(samples.count, most))
 
 
-def check_samples(samples: Samples) -> str:
-    """Reads every sample once, refuses NaN and infinity, and returns the sha256 of their content.
-
-    Raises:
-        DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
-    """
-    digest = hashlib.sha256()
-    seen = 0
-    for seen, sample in enumerate(samples, start=1):
-        for name in sorted(sample):
-            _check_finite(sample[name], name, f"sample {seen - 1} of '{samples.source}'")
-            digest.update(_content(name, sample[name]))
-    if seen != samples.count:
-        raise DataError(
-            f"'{samples.source}' gave {seen} samples, then {samples.count}", hint="it must give the same at each pass"
-        )
-    return digest.hexdigest()
-
-
 def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
     """Returns a sample with the names, dtypes and shapes of the inputs, adding a batch axis of one where it is missing.
 
@@ -134,17 +114,6 @@ def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
         f"{where} has shape {list(value.shape)} for input '{spec.name}', the model wants {spec}",
         hint="sample i is array[i]; a batch axis of one is added where it is missing",
     )
-
-
-def _check_finite(value: Array, name: str, where: str) -> None:
-    if value.dtype.kind == "f" and not np.isfinite(value).all():
-        kind = "NaN" if np.isnan(value).any() else "infinity"
-        raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
-
-
-def _content(name: str, value: Array) -> bytes:
-    data = repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
-    return f"{name}:{value.dtype}:{value.shape};".encode() + data
 
 
 def _open_source(source: str, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Samples:

@@ -13,6 +13,7 @@ from edgekit._files import replacing_file, work_folder
 from edgekit.check.check import check_model
 from edgekit.check.ort_opinion import OrtOpinions, ask_ort_checker
 from edgekit.check.report import CheckReport
+from edgekit.data_check import check_samples, warn_if_few
 from edgekit.model import load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
@@ -22,7 +23,7 @@ from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantiz
 from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.text import describe_recommendation
-from edgekit.samples import check_samples, limit_samples, load_samples
+from edgekit.samples import limit_samples, load_samples
 from edgekit.target import Precision
 
 
@@ -50,6 +51,7 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     precision: Precision
     samples: int
+    data_warnings: tuple[str, ...]
     size_before: int
     size_after: int
     quantized_nodes: int
@@ -126,7 +128,7 @@ def quantize_for(
     with work_folder() as work, replacing_file(out) as temporary:
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
         samples = limit_samples(load_samples(data.source, prepared.inputs, data.preprocess), recipe.samples)
-        check_samples(samples)
+        facts = check_samples(samples)
         progress(f"calibrate with {samples.count} samples")
         named = () if method in {"auto", "best"} else (method,)
         calibration = calibrate_model(
@@ -141,6 +143,7 @@ def quantize_for(
         target=target.name,
         precision=precision,
         samples=samples.count,
+        data_warnings=warn_if_few(facts),
         size_before=source.size_bytes,
         size_after=quantized.size_after,
         quantized_nodes=quantized.quantized_nodes,

@@ -8,9 +8,10 @@ import pytest
 from onnx import numpy_helper
 from PIL import Image
 
+from edgekit.data_check import check_samples
 from edgekit.errors import DataError
 from edgekit.images import Preprocess, load_preprocess, read_image
-from edgekit.samples import check_samples, load_samples, select_samples, spread_indices
+from edgekit.samples import load_samples, select_samples, spread_indices
 from edgekit.tensors import TensorSpec
 
 X = TensorSpec(name="x", dtype="float32", shape=(1, 2))
@@ -34,7 +35,7 @@ def test_npz_rows_are_samples_and_get_a_batch_axis(tmp_path: Path, compressed: b
 def test_the_digest_tells_content_apart(tmp_path: Path) -> None:
     one = load_samples(_save(tmp_path / "a.npz", x=ROWS), [X])
     other = load_samples(_save(tmp_path / "b.npz", x=ROWS + 1), [X])
-    assert check_samples(one) != check_samples(other)
+    assert check_samples(one).sha256 != check_samples(other).sha256
 
 
 def test_folders_of_npz_npy_and_data_sets_are_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("convert", "quantize", "check"),
     ("prepare",),
     ("_ort", "_proc"),
-    ("labels", "recipe"),
+    ("labels", "recipe", "data_check"),
     ("model", "target", "samples"),
     ("images", "npz", "skim", "_files"),
     ("tensors", "evidence", "plain", "progress"),

@@ -7,9 +7,10 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
+from edgekit.data_check import check_samples
 from edgekit.images import load_preprocess
 from edgekit.model import load_model
-from edgekit.samples import check_samples, limit_samples, load_samples
+from edgekit.samples import limit_samples, load_samples
 from edgekit.verify.models import compare_models
 
 

@@ -60,6 +60,8 @@ def command(
         show_json(report)
     else:
         show_line(f"{out}: {report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float")
+        for warning in report.data_warnings:
+            show_line(f"warning: {warning}")
         for tried in report.steps:
             show_line(f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples")
     return YES

@@ -71,11 +71,7 @@ def calibrate_model(
     whole = _store(
         observe_graph(graph, points, picked=picked, vectors_from=len(indices) if fitting else 0), work / "whole.onnx"
     )
-    if not (whole.highs or whole.bounds):
-        raise ModelError(
-            f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
-            hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
-        )
+    _check_computes(whole, model)
     run = _Run(graph=graph, samples=samples, work=work, tally=Tally(whole), digests={})
     held_out = HeldOut(len(indices), points)
     others = sorted(set(range(samples.count)) - set(indices))
@@ -96,6 +92,14 @@ def calibrate_model(
         ranges=_all_ranges(graph, whole.aliases, run.tally, methods),
         statistics=str(work) if fitting else "",
     )
+
+
+def _check_computes(observation: Observation, model: Model) -> None:
+    if not (observation.highs or observation.bounds):
+        raise ModelError(
+            f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
+            hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
+        )
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True):

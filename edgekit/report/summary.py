@@ -47,13 +47,15 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     """A whole build.
 
     `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
-    this process plus that of its largest child. `verified` tells whether verification was asked for.
+    this process plus that of its largest child. `data_warnings` tell what looks wrong with the samples. `verified`
+    tells whether verification was asked for.
     """
 
     model: str
     sha256: str
     verified: bool
     calibration_samples: int
+    data_warnings: tuple[str, ...] = ()
     golden_samples: int
     fixes: dict[str, int]
     bundles: tuple[BundleSummary, ...]

@@ -40,10 +40,10 @@ def table_build(report: BuildReport) -> Table:
 
 
 def list_remarks(report: BuildReport) -> list[str]:
-    """Returns, target by target, what failed, what was skipped and how to get it, and what was decided."""
+    """Returns, target by target, what failed, what was skipped and what was decided; then doubts about samples."""
     fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
     remarks = [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
-    return [*remarks, *fixes]
+    return [*remarks, *(f"samples: {warning}" for warning in report.data_warnings), *fixes]
 
 
 def describe_remarks(bundle: BundleSummary) -> Iterator[str]:

@@ -1,0 +1,68 @@
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+
+from edgekit.data_check import check_samples, warn_if_few
+from edgekit.errors import DataError
+from edgekit.samples import Samples
+from edgekit.tensors import Array, Tensors
+
+
+def samples_of(*rows: Array) -> Samples:
+    def read() -> Iterator[Tensors]:
+        yield from ({"x": row} for row in rows)
+
+    return Samples(source="test data", count=len(rows), read=read)
+
+
+def noise(count: int) -> Iterable[Array]:
+    return np.random.default_rng(0).normal(size=(count, 1, 3, 4, 4)).astype(np.float32)
+
+
+def test_good_data_has_no_warning() -> None:
+    facts = check_samples(samples_of(*noise(40)))
+    assert (facts.count, facts.warnings, warn_if_few(facts)) == (40, (), ())
+
+
+def test_a_repeated_sample_is_named_with_its_twin() -> None:
+    rows = list(noise(5))
+    facts = check_samples(samples_of(*rows, rows[2], rows[2]))
+    assert facts.warnings == ("2 of 7 samples repeat an earlier one: sample 5 is sample 2 again",)
+
+
+def test_a_constant_sample_is_named() -> None:
+    rows = list(noise(5))
+    rows[3] = np.full_like(rows[3], 0.5)
+    (warning,) = check_samples(samples_of(*rows)).warnings
+    assert warning == "input 'x' is one number throughout in 1 of 5 samples, first in sample 3"
+
+
+def test_raw_pixels_are_suspicious() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 3, 4, 4)).astype(np.float32)
+    (warning,) = check_samples(samples_of(*pixels)).warnings
+    assert warning.startswith("input 'x' holds whole numbers from")
+    assert check_samples(samples_of(*(pixels / 255))).warnings == ()
+
+
+def test_an_outlier_is_named() -> None:
+    rows = list(noise(9))
+    rows[6] = rows[6] * 1000
+    (warning,) = check_samples(samples_of(*rows)).warnings
+    assert warning.startswith("sample 6 reaches ")
+
+
+def test_few_samples_are_said_to_be_few() -> None:
+    assert warn_if_few(check_samples(samples_of(*noise(9))))[0].startswith("9 samples are few to calibrate with")
+
+
+@pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinity")])
+def test_what_is_not_finite_is_refused_with_sample_and_input(value: float, word: str) -> None:
+    rows = [row.copy() for row in noise(3)]
+    rows[1][0, 0, 0, 0] = value
+    with pytest.raises(DataError, match=f"sample 1 of 'test data' has {word} in input 'x'"):
+        check_samples(samples_of(*rows))
+
+
+def test_integers_and_strings_are_taken_as_they_are() -> None:
+    assert check_samples(samples_of(np.array([[1, 2]]), np.array([["a"]], dtype=object))).warnings == ()
