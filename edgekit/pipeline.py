@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
-from edgekit.bundle.folder import Bundle, Contents, read_target, write_bundle
+from edgekit.bundle.describe import Contents
+from edgekit.bundle.folder import Bundle, read_target, write_bundle
 from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
@@ -19,6 +20,7 @@ from edgekit.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
+from edgekit.images import Preprocess
 from edgekit.labels import read_labels
 from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
@@ -69,6 +71,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
     facts: SampleFacts
     golden: Golden
     calibration: Calibration | ModelError | None
+    preprocess: Preprocess | None
 
 
 class _Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +214,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         facts=facts,
         golden=golden,
         calibration=None if is_quantized else _calibrate(prepared, samples, job),
+        preprocess=data.preprocess,
     )
 
 
@@ -263,7 +267,31 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
         except (ModelError, RuntimeRefusal) as error:
             precision = _fall_back(error, target, job, notes)
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
-    contents = Contents(
+    contents = _collect(inputs, target, precision, quantized, converted, check, job.recipe)
+    models: dict[Step, Model] = {"prepare": inputs.prepared}
+    if quantized is not None:
+        models["quantize"] = quantized.model
+    return _Built(
+        bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
+        target=target,
+        check=check,
+        models=models,
+        converted=converted,
+        quantized=quantized,
+        notes=tuple(notes),
+    )
+
+
+def _collect(
+    inputs: _Inputs,
+    target: Target,
+    precision: Precision,
+    quantized: QuantizedModel | None,
+    converted: ConvertedModel,
+    check: CheckReport,
+    recipe: Recipe,
+) -> Contents:
+    return Contents(
         source=inputs.source,
         target=target,
         precision=precision,
@@ -277,18 +305,8 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
             data=None if quantized is None else inputs.facts.sha256,
         ),
         versions={**list_versions(), **converted.versions},
-    )
-    models: dict[Step, Model] = {"prepare": inputs.prepared}
-    if quantized is not None:
-        models["quantize"] = quantized.model
-    return _Built(
-        bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
-        target=target,
-        check=check,
-        models=models,
-        converted=converted,
-        quantized=quantized,
-        notes=tuple(notes),
+        recipe=recipe,
+        preprocess=inputs.preprocess,
     )
 
 

@@ -26,12 +26,32 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     preprocess: Preprocess | None = None
 
 
+class Licence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Under which licence the model and its data stand, in the words of whoever builds: an SPDX name is best."""
+
+    model: str = "unknown"
+    data: str = "unknown"
+
+
+class TensorNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an app must know of an input or output that the model file does not say.
+
+    `layout` names the axes, for example "NCHW". `preprocessing` says how an input is made, `postprocessing` what an
+    output means, for example "softmax, then the largest of the classes in labels.txt".
+    """
+
+    layout: str | None = None
+    preprocessing: str | None = None
+    postprocessing: str | None = None
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to build bundles of a model.
 
     `dims` gives dynamic dimensions their sizes, `settings` parameters of targets their values. `samples` limits the
     calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
     replaces the targets' own `min_top1_agreement`. `thresholds` replaces the thresholds of a target by name.
+    `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
 
     targets: tuple[str, ...] = ("all",)
@@ -41,6 +61,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     samples: int | None = None
     max_drop: float | None = None
     thresholds: dict[str, Thresholds] = {}
+    licence: Licence = Licence()
+    tensors: dict[str, TensorNotes] = {}
 
 
 def load_recipe(path: Path) -> Recipe:

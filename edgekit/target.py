@@ -53,11 +53,27 @@ class Conversion(_Strict, frozen=True, kw_only=True):
     reason: str
 
 
+class Platform(_Strict, frozen=True, kw_only=True):
+    """What an app needs on one operating system.
+
+    `minimum_os` is its oldest version (on Android the API level), empty where none is known. `runtime` names the
+    dependency that brings ONNX Runtime with the provider. `provider_options` are those of the session and its own.
+    """
+
+    minimum_os: str = ""
+    runtime: str = ""
+    provider_options: dict[str, str] = {}
+
+
 class Session(_Strict, frozen=True, kw_only=True):
-    """What an app must pass when it makes a session; `{name}` in a value stands for a parameter of the target."""
+    """What an app must pass when it makes a session; `{name}` in a value stands for a parameter of the target.
+
+    `platforms` holds the operating systems that have the provider, by name: android, ios, linux, macos, windows.
+    """
 
     provider_options: dict[str, str] = {}
     config: dict[str, str] = {}
+    platforms: dict[str, Platform] = {}
 
 
 class Verification(_Strict, frozen=True, kw_only=True):
@@ -94,7 +110,11 @@ class Variant(_Strict, frozen=True, kw_only=True):
 
 
 class Target(_Strict, frozen=True, kw_only=True):
-    """Everything edgekit knows about a target, with `settings` holding the value of each parameter."""
+    """Everything edgekit knows about a target, with `settings` holding the value of each parameter.
+
+    `fallback` are the targets that an app tries next where this one cannot run; "cpu" is ONNX Runtime's own provider,
+    which runs any of the files. `socs` gives the values of the parameter `soc_model` their names.
+    """
 
     name: str
     title: str
@@ -110,6 +130,8 @@ class Target(_Strict, frozen=True, kw_only=True):
     variants: tuple[Variant, ...] = ()
     verification: tuple[Verification, ...]
     thresholds: Thresholds
+    fallback: tuple[str, ...] = ("cpu",)
+    socs: dict[str, str] = {}
     settings: dict[str, str] = {}
     folder: Path = Path()
 
@@ -145,7 +167,9 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
     for key, value in (settings or {}).items():
         chosen[key] = _check_setting(target, key, value)
     session = Session(
-        provider_options=_fill(target.session.provider_options, chosen), config=_fill(target.session.config, chosen)
+        provider_options=_fill(target.session.provider_options, chosen),
+        config=_fill(target.session.config, chosen),
+        platforms={name: _fill_platform(target, name, chosen) for name in target.session.platforms},
     )
     return _vary(msgspec.structs.replace(target, settings=chosen, folder=folder, session=session))
 
@@ -185,6 +209,15 @@ def _vary(target: Target) -> Target:
                 target, precisions=variant.precisions, precision_reason=variant.precision_reason
             )
     return target
+
+
+def _fill_platform(target: Target, name: str, settings: Mapping[str, str]) -> Platform:
+    platform = target.session.platforms[name]
+    return Platform(
+        minimum_os=platform.minimum_os.format_map(settings),
+        runtime=platform.runtime or target.runtime,
+        provider_options=_fill({**target.session.provider_options, **platform.provider_options}, settings),
+    )
 
 
 def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

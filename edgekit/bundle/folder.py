@@ -8,22 +8,15 @@ from typing import TypeVar
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, safe_join, write_file
+from edgekit.bundle.describe import Contents, describe_contents
+from edgekit.bundle.expected import write_expected
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.manifest import (
-    MAX_MANIFEST_BYTES,
-    Ancestry,
-    BundledFile,
-    GoldenFacts,
-    Manifest,
-    Placement,
-    decode_manifest,
-    encode_json,
-)
+from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, BundledFile, Manifest, decode_manifest, encode_json
+from edgekit.bundle.names import find_clash, find_fault
 from edgekit.bundle.snippets import render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.errors import BundleError, OutputError
-from edgekit.model import Model
-from edgekit.target import Form, Precision, Target
+from edgekit.target import Form, Target
 
 MANIFEST, CHECK, TARGET, VERIFY, GOLDEN, APP = (
     "manifest.json", "check.json", "target.json", "verify.json", "golden", "app",
@@ -35,15 +28,14 @@ _Value = TypeVar("_Value", CheckReport, Target)
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder that holds a model for one target with everything an app needs."""
+    """A folder that holds a model for one target with everything an app needs.
+
+    `sha256` is the digest of the manifest's file, and so of everything that the manifest covers.
+    """
 
     folder: Path
     manifest: Manifest
-
-    @property
-    def sha256(self) -> str:
-        """The digest of the manifest, and so of everything that the manifest covers."""
-        return digest_bytes(encode_json(self.manifest))
+    sha256: str
 
     @property
     def golden(self) -> Golden:
@@ -51,8 +43,8 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
         return Golden(
             folder=self.folder / GOLDEN,
             samples=self.manifest.golden.samples,
-            inputs=self.manifest.inputs,
-            outputs=self.manifest.outputs,
+            inputs=tuple(tensor.spec for tensor in self.manifest.inputs),
+            outputs=tuple(tensor.spec for tensor in self.manifest.outputs),
             has_labels=self.manifest.golden.has_labels,
         )
 
@@ -69,42 +61,28 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / names[0]
 
 
-class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into a bundle.
-
-    `files` are the model files of each form, the one to load first; the bundle keeps their names. `source` is the
-    user's model. `versions` names the tools and their versions.
-    """
-
-    source: Model
-    target: Target
-    precision: Precision
-    files: Mapping[Form, tuple[Path, ...]]
-    golden: Golden
-    check: CheckReport
-    ancestry: Ancestry
-    versions: Mapping[str, str]
-
-
 def write_bundle(contents: Contents, out: Path) -> Bundle:
     """Fills the folder `out` and returns the bundle; the manifest is written last, so that a torn bundle has none.
 
     Model files that lie in `out` already stay where they are, all others are copied. Same contents, same bytes.
 
     Raises:
-        OutputError: the folder cannot be written, or two files want the same name.
+        BundleError: there is no model file in a form that the target loads.
+        OutputError: the folder cannot be written, a name is not safe everywhere, or two files want the same one.
     """
     _copy_models(contents.files, out)
     for file in contents.golden.files:
         _copy_file(file, out / GOLDEN / file.name)
     write_file(out / CHECK, encode_json(contents.check))
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
-    draft = _make_manifest(contents, {})
+    golden = write_expected(contents.golden, _place_models(contents.files, out), contents.precision, out / GOLDEN)
+    draft = describe_contents(contents, golden, {}, digest_file(out / CHECK))
     for name, text in render_snippets(contents.target, draft).items():
         write_file(out / APP / name, text.encode())
-    manifest = _make_manifest(contents, _digest_files(out))
-    write_file(out / MANIFEST, encode_json(manifest))
-    return Bundle(folder=out, manifest=manifest)
+    manifest = msgspec.structs.replace(draft, files=_digest_files(out))
+    data = encode_json(manifest)
+    write_file(out / MANIFEST, data)
+    return Bundle(folder=out, manifest=manifest, sha256=digest_bytes(data))
 
 
 def open_bundle(path: Path) -> Bundle:
@@ -119,11 +97,12 @@ def open_bundle(path: Path) -> Bundle:
     file = path / MANIFEST
     _check_regular(file, MANIFEST, path)
     with file.open("rb") as stream:
-        manifest = decode_manifest(stream.read(MAX_MANIFEST_BYTES + 1), str(file))
+        data = stream.read(MAX_MANIFEST_BYTES + 1)
+    manifest = decode_manifest(data, str(file))
     _check_names(manifest, path)
     for name, entry in manifest.files.items():
         _check_file(safe_join(path, name), name, entry, path)
-    return Bundle(folder=path, manifest=manifest)
+    return Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data))
 
 
 def read_check(bundle: Bundle) -> CheckReport:
@@ -152,51 +131,20 @@ def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
         raise BundleError(f"'{file}' is malformed: {error}", hint="build the bundle again") from error
 
 
-def _make_manifest(contents: Contents, files: dict[str, BundledFile]) -> Manifest:
-    target, check = contents.target, contents.check
-    forms: dict[Form, tuple[str, ...]] = {
-        form: tuple(path.name for path in paths) for form, paths in contents.files.items() if paths
-    }
-    loadable: list[Form] = [form for form in target.conversion.forms if form in forms]
-    if not loadable:
-        raise BundleError(
-            f"there is no model file in a form that target '{target.name}' loads", hint="convert it first"
-        )
-    return Manifest(
-        name=contents.source.name,
-        target=target.name,
-        settings=target.settings,
-        precision=contents.precision,
-        provider=target.provider,
-        provider_options=target.session.provider_options,
-        session_config=target.session.config,
-        minimum_ort=target.minimum_ort,
-        runtime=target.runtime,
-        form=loadable[0],
-        forms=forms,
-        files=files,
-        inputs=contents.golden.inputs,
-        outputs=contents.golden.outputs,
-        golden=GoldenFacts(samples=contents.golden.samples, has_labels=contents.golden.has_labels),
-        placement=Placement(
-            nodes=check.nodes, taken=check.taken, partitions=check.partitions, taken_macs=check.taken_macs
-        ),
-        thresholds=target.thresholds,
-        verification=target.verification,
-        ancestry=contents.ancestry,
-        versions=dict(contents.versions),
-        source_size_bytes=contents.source.size_bytes,
-        model_size_bytes=sum(path.stat().st_size for path in contents.files[loadable[0]]),
-    )
-
-
 def _describe_target(target: Target) -> dict[str, object]:
     return {key: value for key, value in msgspec.structs.asdict(target).items() if key != "folder"}
+
+
+def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[Form, list[Path]]:
+    return {form: [out / path.name for path in paths] for form, paths in files.items()}
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
     taken: dict[str, Path] = {name.lower(): Path() for name in (MANIFEST, CHECK, TARGET, VERIFY, GOLDEN, APP)}
     for path in (path for paths in files.values() for path in paths):
+        fault = find_fault(path.name)
+        if fault is not None:
+            raise OutputError(f"the model file {path.name!r} {fault}", hint="rename the model")
         if taken.setdefault(path.name.lower(), path) != path:
             raise OutputError(f"two files of the bundle want the name '{path.name}'", hint="rename the model")
         _copy_file(path, out / path.name)
@@ -232,11 +180,15 @@ def _check_names(manifest: Manifest, folder: Path) -> None:
         )
     for name in sorted(manifest.files.keys() - present):
         raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
-    folded = [name.casefold() for name in manifest.files]
-    twins = next((name for name in manifest.files if folded.count(name.casefold()) > 1), None)
-    if twins is not None:
+    for name in manifest.files:
+        fault = find_fault(name)
+        if fault is not None:
+            raise BundleError(f"{name[:200]!r} of bundle '{folder}' {fault}", hint="build the bundle again")
+    clash = find_clash(manifest.files)
+    if clash is not None:
         raise BundleError(
-            f"bundle '{folder}' has two files named {twins!r} but for case", hint="build the bundle again"
+            f"{clash[0]!r} and {clash[1]!r} of bundle '{folder}' are one file on some systems",
+            hint="build the bundle again",
         )
 
 

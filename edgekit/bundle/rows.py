@@ -1,6 +1,5 @@
 """Writing samples to an `.npz` that is the same to the byte for the same content, in memory that stays flat."""
 
-import shutil
 import zipfile
 from collections.abc import Iterable
 from io import BytesIO
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgekit._files import replacing_file, work_folder
+from edgekit._files import copy_into, replacing_file, work_folder
 from edgekit.errors import DataError
 from edgekit.tensors import Array, Tensors, TensorSpec
 
@@ -71,15 +70,17 @@ class _Column:
 
     def pack(self, archive: zipfile.ZipFile, count: int) -> None:
         entry = zipfile.ZipInfo(f"{self.spec.name}.npy", _EPOCH)
+        entry.create_system = 3
         entry.external_attr = 0o644 << 16
-        with archive.open(entry, "w", force_zip64=True) as out:
-            if self._words:
-                rows = np.stack(self._words)
-                out.write(_header(rows.dtype, rows.shape) + rows.tobytes())
-                return
-            out.write(_header(self._dtype, (count, *(dim for dim in self.spec.shape or () if isinstance(dim, int)))))
-            with self._path.open("rb") as rows_file:
-                shutil.copyfileobj(rows_file, out, 1 << 20)
+        rows = np.stack(self._words) if self._words else None
+        shape = (count, *(dim for dim in self.spec.shape or () if isinstance(dim, int)))
+        header = _header(self._dtype, shape) if rows is None else _header(rows.dtype, rows.shape)
+        size_bytes = self._path.stat().st_size if rows is None else rows.nbytes
+        # With the size known beforehand no Python writes a zip64 record that is not needed; they differ in its bytes.
+        entry.file_size = len(header) + size_bytes
+        with archive.open(entry, "w") as out:
+            out.write(header)
+            copy_into(self._path if rows is None else rows.tobytes(), out)
 
 
 def _as_text(value: Array, name: str) -> Array:

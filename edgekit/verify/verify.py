@@ -103,7 +103,7 @@ def _run_device(bundle: Bundle, device: Device, golden: Golden) -> RunReport:
         model=bundle.find_model(plan.form),
         target=read_target(bundle),
         precision=bundle.manifest.precision,
-        outputs=bundle.manifest.outputs,
+        outputs=bundle.golden.outputs,
         check=read_check(bundle),
         samples=select_samples(read_inputs(golden), indices),
     )

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.bundle.folder import Bundle, Contents, write_bundle
+from edgekit.bundle.describe import Contents
+from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model

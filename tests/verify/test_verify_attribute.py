@@ -7,7 +7,8 @@ from bundle_models import make_check
 from verify_devices import InProcess
 from verify_models import break_layer, make_images, quantize
 
-from edgekit.bundle.folder import Bundle, Contents, write_bundle
+from edgekit.bundle.describe import Contents
+from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import Ancestry
 from edgekit.evidence import Evidence

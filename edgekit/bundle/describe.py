@@ -1,0 +1,208 @@
+"""The manifest of a bundle, put together from what went into it."""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.golden import Golden, read_inputs, read_outputs
+from edgekit.bundle.manifest import (
+    Ancestry,
+    BundledFile,
+    BundledTensor,
+    GoldenFacts,
+    Manifest,
+    Placement,
+    Provenance,
+    ProviderShare,
+    Tested,
+)
+from edgekit.check.report import CheckReport
+from edgekit.convert.canonical import CANONICAL_VERSION
+from edgekit.errors import BundleError
+from edgekit.images import Preprocess
+from edgekit.model import Model, read_proto
+from edgekit.recipe import Recipe, TensorNotes
+from edgekit.samples import Samples
+from edgekit.target import Form, Precision, Target
+from edgekit.tensors import TensorSpec
+
+_CHANNEL_SECOND = frozenset(
+    {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"}
+)
+_LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes into a bundle.
+
+    `files` are the model files of each form, the one to load first; the bundle keeps their names. `source` is the
+    user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given.
+    """
+
+    source: Model
+    target: Target
+    precision: Precision
+    files: Mapping[Form, tuple[Path, ...]]
+    golden: Golden
+    check: CheckReport
+    ancestry: Ancestry
+    versions: Mapping[str, str]
+    recipe: Recipe = Recipe()
+    preprocess: Preprocess | None = None
+
+
+def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, BundledFile], check: str) -> Manifest:
+    """Returns the manifest for these contents; `check` is the sha256 of the list of nodes.
+
+    Raises:
+        BundleError: there is no model file in a form that the target loads.
+        DataError: the golden samples cannot be read.
+    """
+    target = contents.target
+    forms: dict[Form, tuple[str, ...]] = {
+        form: tuple(path.name for path in paths) for form, paths in contents.files.items() if paths
+    }
+    loadable: list[Form] = [form for form in target.conversion.forms if form in forms]
+    if not loadable:
+        raise BundleError(
+            f"there is no model file in a form that target '{target.name}' loads", hint="convert it first"
+        )
+    return Manifest(
+        name=contents.source.name,
+        target=target.name,
+        settings=target.settings,
+        precision=contents.precision,
+        provider=target.provider,
+        provider_options=target.session.provider_options,
+        session_config=target.session.config,
+        minimum_ort=target.minimum_ort,
+        runtime=target.runtime,
+        form=loadable[0],
+        forms=forms,
+        files=files,
+        inputs=_describe_inputs(contents),
+        outputs=_describe_outputs(contents),
+        golden=golden,
+        placement=_describe_placement(contents.check, target, check),
+        thresholds=target.thresholds,
+        verification=target.verification,
+        ancestry=contents.ancestry,
+        versions=dict(contents.versions),
+        source_size_bytes=contents.source.size_bytes,
+        model_size_bytes=sum(path.stat().st_size for path in contents.files[loadable[0]]),
+        platforms=target.session.platforms,
+        tested=_describe_tested(contents),
+        canonical_form=CANONICAL_VERSION if {"full", "runtime"} & forms.keys() else None,
+        provenance=_describe_provenance(contents),
+        licence=contents.recipe.licence,
+        fallback=target.fallback,
+    )
+
+
+def _describe_inputs(contents: Contents) -> tuple[BundledTensor, ...]:
+    ranges = _measure_ranges(read_inputs(contents.golden))
+    fed = _channel_second(contents.source)
+
+    def describe(spec: TensorSpec) -> BundledTensor:
+        notes, given = contents.recipe.tensors.get(spec.name, TensorNotes()), contents.preprocess
+        rank = len(spec.shape or ())
+        found = given.layout if given is not None else _LAYOUTS.get(rank, "") if spec.name in fed else ""
+        return _describe_tensor(
+            spec,
+            ranges,
+            layout=found if notes.layout is None else notes.layout,
+            preprocessing=notes.preprocessing or given,
+            postprocessing=None,
+        )
+
+    return tuple(describe(spec) for spec in contents.golden.inputs)
+
+
+def _describe_outputs(contents: Contents) -> tuple[BundledTensor, ...]:
+    ranges = _measure_ranges(read_outputs(contents.golden))
+
+    def describe(spec: TensorSpec) -> BundledTensor:
+        notes = contents.recipe.tensors.get(spec.name, TensorNotes())
+        post = notes.postprocessing
+        return _describe_tensor(spec, ranges, layout=notes.layout or "", preprocessing=None, postprocessing=post)
+
+    return tuple(describe(spec) for spec in contents.golden.outputs)
+
+
+def _describe_tensor(spec: TensorSpec, ranges: Mapping[str, tuple[float, float]], **facts: Any) -> BundledTensor:
+    return BundledTensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, value_range=ranges.get(spec.name), **facts)
+
+
+def _measure_ranges(samples: Samples) -> dict[str, tuple[float, float]]:
+    """Returns the least and largest finite number of each tensor; text and tensors without any have none."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            numbers = value[np.isfinite(value)] if value.dtype.kind == "f" else value
+            if value.dtype.kind not in "fiub" or not numbers.size:
+                continue
+            low, high = float(numbers.min()), float(numbers.max())
+            known = ranges.get(name, (low, high))
+            ranges[name] = (min(low, known[0]), max(high, known[1]))
+    return ranges
+
+
+def _channel_second(model: Model) -> frozenset[str]:
+    """Returns the inputs that an operator reads whose second axis is the channel: ONNX defines it so for these."""
+    graph: onnx.GraphProto = read_proto(model, weights=False).graph
+    return frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
+
+
+def _describe_placement(check: CheckReport, target: Target, node_list: str) -> Placement:
+    shares: dict[str, ProviderShare] = {}
+    for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
+        nodes = [node for node in check.node_list if node.taken is taken]
+        shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
+    return Placement(
+        nodes=check.nodes,
+        taken=check.taken,
+        partitions=check.partitions,
+        taken_macs=check.taken_macs,
+        providers=shares,
+        node_list=node_list,
+    )
+
+
+def _describe_tested(contents: Contents) -> Tested:
+    name = contents.target.socs.get(contents.target.settings.get("soc_model", ""))
+    versions = contents.versions
+    return Tested(
+        onnxruntime=versions.get("onnxruntime", ""),
+        qairt=versions.get("qairt"),
+        socs=() if name is None else (name,),
+    )
+
+
+def _describe_provenance(contents: Contents) -> Provenance:
+    recipe, target = contents.recipe, contents.target
+    used = msgspec.structs.replace(
+        recipe,
+        targets=(target.name,),
+        settings=target.settings,
+        thresholds={name: value for name, value in recipe.thresholds.items() if name == target.name},
+    )
+    words = ["edgekit", "build", contents.source.path.name, "--data", "DATA", "--target", target.name]
+    words += _spell("--set", (f"{key}={value}" for key, value in sorted(target.settings.items())))
+    words += _spell("--dim", (f"{key}={value}" for key, value in sorted(recipe.dims.items())))
+    words += [] if recipe.precision == "auto" else ["--precision", recipe.precision]
+    words += [] if recipe.samples is None else ["--samples", str(recipe.samples)]
+    words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
+    words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
+    return Provenance(
+        command=shlex.join([*words, "--out", "OUT"]), recipe=msgspec.json.decode(msgspec.json.encode(used))
+    )
+
+
+def _spell(option: str, values: Iterable[str]) -> Sequence[str]:
+    return [word for value in values for word in (option, value)]
