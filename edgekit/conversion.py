@@ -12,13 +12,14 @@ from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality
 from edgekit.convert.fates import OpFate
-from edgekit.convert.ort_form import OrtOptions, Style
+from edgekit.convert.forms import ORT_FILES
+from edgekit.convert.ort_form import OrtOptions, Style, refuse_large
 from edgekit.model import Model, QuantizedForm, find_quantized_form, load_model, read_proto
 from edgekit.prepare.clean import prepare_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.samples import Samples, load_samples
-from edgekit.target import Form
+from edgekit.target import Form, Target
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,7 @@ def convert_for(
     """
     progress = progress or say_nothing
     targets, source = load_targets(recipe), load_model(model, custom_ops=options.custom_ops)
+    _refuse_large(source, targets, options)
     with work_folder() as work, staged_entries(out) as staging:
         progress("prepare the model")
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
@@ -89,6 +91,13 @@ def convert_for(
                 prepared, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
             )
     return _report(source, out, converted)
+
+
+def _refuse_large(source: Model, targets: Sequence[Target], options: ConvertOptions) -> None:
+    """Refuses at once, before gigabytes are copied, what the ORT format cannot hold."""
+    forms = targets[0].conversion.forms if targets else options.styles
+    if set(forms) & set(ORT_FILES):
+        refuse_large(source)
 
 
 def _load_samples(data: Data | None, prepared: Model) -> Samples | None:

@@ -9,15 +9,19 @@ from typing import Any
 import msgspec
 
 from edgekit import _ort
-from edgekit._files import replacing_file, work_folder
+from edgekit._files import move_file, replacing_file, work_folder
 from edgekit.check.check import check_model
 from edgekit.check.ort_opinion import OrtOpinions, ask_ort_checker
 from edgekit.check.report import CheckReport
 from edgekit.data_check import check_samples, warn_if_few
-from edgekit.model import load_model
+from edgekit.images import Preprocess
+from edgekit.model import Model, load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
+from edgekit.prepare import Fix, fix_model
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.external import place_weights, refuse_inline
+from edgekit.prepare.reface import InterfaceChanges, reface_model, remaining_preprocess
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.ranges import AUTO_METHODS
@@ -43,6 +47,30 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
         return refused or any(report.verdict == "no" for report in self.targets.values())
 
 
+class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to prepare a model; see `prepare_model`, `reface_model` and `fix_model`.
+
+    `external` puts the weights beside the model or into it; None decides by size.
+    """
+
+    dims: dict[str, int] = {}
+    opset: int | None = None
+    outputs: tuple[str, ...] = ()
+    constants: dict[str, float] = {}
+    changes: InterfaceChanges = InterfaceChanges()
+    fix: bool = True
+    external: bool | None = None
+
+
+class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared model and the rewrites that were applied; `preprocess` is what an app still does to an image."""
+
+    model: Model
+    fixes: tuple[Fix, ...]
+    is_refaced: bool
+    preprocess: Preprocess | None
+
+
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first."""
 
@@ -59,6 +87,35 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Candidate, ...]
     seconds: float
     peak_rss_bytes: int
+
+
+def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Progress | None = None) -> PrepareReport:
+    """Writes the prepared form of a model to `out`.
+
+    Raises:
+        EdgekitError: the model or an option is wrong.
+    """
+    progress, changes = progress or say_nothing, options.changes
+    if options.external is False:
+        refuse_inline(source)
+    progress("prepare the model")
+    with work_folder(out.parent) as work:
+        staged = work / out.name
+        prepared = prepare_model(
+            source, staged, options.dims, opset=options.opset, outputs=options.outputs, constants=options.constants
+        )
+        prepared = reface_model(prepared, staged, changes)
+        fixes: tuple[Fix, ...] = ()
+        if options.fix:
+            fixed = fix_model(prepared, staged)
+            prepared, fixes = fixed.model, fixed.fixes
+        if options.external is not None:
+            prepared = place_weights(prepared, external=options.external)
+        for name in (*prepared.external_files, out.name):
+            move_file(work / name, out.with_name(name))
+    prepared = msgspec.structs.replace(prepared, path=out)
+    left = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
+    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=left)
 
 
 def check_targets(

@@ -63,7 +63,7 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[i
             f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'",
             hint="give one a sample",
         )
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     inputs, count = write_rows(out / INPUTS, samples)
     outputs, _ = write_rows(out / OUTPUTS, _run_all(session, samples))
     if labels is not None:

@@ -22,6 +22,7 @@ from edgekit.verify.models import compare_models
 @options.SAMPLES
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Say no below this signal-to-noise ratio.")
+@options.CUSTOM_OPS
 @options.JSON
 @options.verbosity
 def command(
@@ -32,6 +33,7 @@ def command(
     samples: int | None,
     layers: bool,
     min_sqnr: float | None,
+    custom_ops: tuple[Path, ...],
     as_json: bool,
     volume: int,
 ) -> int:
@@ -43,12 +45,12 @@ def command(
 
     Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr.
     """
-    first = load_model(a)
+    first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = limit_samples(given, samples)
     check_samples(chosen)
     with showing_progress(volume) as progress:
         progress(f"compare on {chosen.count} samples")
-        report = compare_models(first, load_model(b), chosen, layers=layers)
+        report = compare_models(first, load_model(b, custom_ops=custom_ops), chosen, layers=layers)
     show_json(report) if as_json else show_comparison(report)
     return YES if report.reaches(min_sqnr) else NO

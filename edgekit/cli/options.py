@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import click
 
 from edgekit.errors import UsageError, suggest_name
-from edgekit.images import load_preprocess
+from edgekit.images import Preprocess, load_preprocess
 from edgekit.model import Model
+from edgekit.prepare.reface import LAYOUTS, Layout
 from edgekit.recipe import Data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -105,6 +106,34 @@ def parse_numbers(pairs: tuple[str, ...]) -> dict[str, float]:
     return numbers
 
 
+def parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
+    """Returns --layout INPUT=nhwc pairs as a dict.
+
+    Raises:
+        UsageError: a pair is malformed or names no layout.
+    """
+    layouts: dict[str, Layout] = {}
+    for name, layout in parse_assignments(pairs, "--layout").items():
+        if layout not in LAYOUTS:
+            raise UsageError(f"--layout {name}={layout}: there is no layout '{layout}'", hint="nchw or nhwc")
+        layouts[name] = LAYOUTS[layout]
+    return layouts
+
+
+def parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
+    """Returns --embed-preprocess [INPUT=]FILE as the input, "" if none is named, and the preprocessing.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if given is None:
+        return "", None
+    name, equals, file = given.rpartition("=")
+    if not equals or Path(given).exists():
+        return "", load_preprocess(Path(given))
+    return name, load_preprocess(Path(file))
+
+
 def split_names(names: str | None) -> tuple[str, ...]:
     """Returns the names of a list with commas, none for None."""
     return tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
@@ -130,6 +159,8 @@ def _parse_size(name: str, value: str) -> int:
 
 
 _EXAMPLES = {
+    "--rename": "input.1=image",
+    "--layout": "image=nhwc",
     "--dim": "batch=1",
     "--set": "api_level=31",
     "--shape": "image=1,3,224,224",

@@ -6,18 +6,34 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line, showing_progress
+from edgekit.cli.terminal import show_json, show_prepared, showing_progress
 from edgekit.model import load_model
-from edgekit.prepare import Fix, fix_model, prepare_model
+from edgekit.prepare.reface import InterfaceChanges
+from edgekit.steps import PrepareOptions, prepare_for
 
 
 @click.command(short_help="Fix shapes and clean the graph, as a provider will see it.")
 @options.MODEL
 @options.DIM
 @click.option("--shape", "shapes", multiple=True, metavar="INPUT=1,3,224,224", help="All dimensions of an input.")
-@click.option("--opset", type=click.IntRange(min=13), metavar="N", help="Convert to this opset.")
+@click.option("--opset", type=int, metavar="N", help="Convert to this opset, up or down.")
 @click.option("--outputs", metavar="A,B", help="Keep these outputs only, and what they need.")
 @click.option("--freeze", "constants", multiple=True, metavar="INPUT=NUMBER", help="Make an input a constant.")
+@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Rename an input or an output.")
+@click.option("--layout", "layouts", multiple=True, metavar="INPUT=nhwc", help="How the app holds an input's axes.")
+@click.option(
+    "--embed-preprocess",
+    "embedded",
+    metavar="[INPUT=]FILE.toml",
+    help="Take uint8 images: the normalisation of this preprocessing moves into the model.",
+)
+@click.option(
+    "--external-data/--inline-data",
+    "external",
+    default=None,
+    help="Weights in a file beside the model, or in it. Default: beside from 1 GiB on.",
+)
+@options.CUSTOM_OPS
 @click.option("--fix/--no-fix", default=True, help="Apply the rewrites that check calls automatic (the default).")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The prepared model.")
 @options.JSON
@@ -29,6 +45,11 @@ def command(
     opset: int | None,
     outputs: str | None,
     constants: tuple[str, ...],
+    renames: tuple[str, ...],
+    layouts: tuple[str, ...],
+    embedded: str | None,
+    external: bool | None,
+    custom_ops: tuple[Path, ...],
     fix: bool,
     out: Path,
     as_json: bool,
@@ -40,25 +61,24 @@ def command(
     Example:
       edgekit prepare model.onnx --dim batch=1 --outputs scores,boxes --out prepared.onnx
     """
-    source = load_model(model)
+    source = load_model(model, custom_ops=custom_ops)
+    image_input, preprocess = options.parse_embedded(embedded)
+    changes = InterfaceChanges(
+        preprocess=preprocess,
+        image_input=image_input,
+        layouts=options.parse_layouts(layouts),
+        renames=options.parse_assignments(renames, "--rename"),
+    )
+    wanted = PrepareOptions(
+        dims={**options.parse_dims(dims), **options.parse_shapes(shapes, source)},
+        opset=opset,
+        outputs=options.split_names(outputs),
+        constants=options.parse_numbers(constants),
+        changes=changes,
+        fix=fix,
+        external=external,
+    )
     with showing_progress(volume) as progress:
-        progress("prepare the model")
-        prepared = prepare_model(
-            source,
-            out,
-            {**options.parse_dims(dims), **options.parse_shapes(shapes, source)},
-            opset=opset,
-            outputs=outputs.split(",") if outputs else (),
-            constants=options.parse_numbers(constants),
-        )
-        fixes: tuple[Fix, ...] = ()
-        if fix:
-            fixed = fix_model(prepared, out)
-            prepared, fixes = fixed.model, fixed.fixes
-    if as_json:
-        show_json({"model": prepared, "fixes": fixes})
-    else:
-        show_line(f"{out}: {prepared.node_count} nodes, opset {prepared.opsets.get('ai.onnx')}")
-        for applied in fixes:
-            show_line(f"- {applied.id}: {len(applied.nodes)} nodes")
+        report = prepare_for(source, out, wanted, progress)
+    show_json(report) if as_json else show_prepared(report, out)
     return YES

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 
 import click
 from rich.console import Console, RenderableType
@@ -19,6 +20,7 @@ from edgekit.plain import to_json
 from edgekit.progress import Progress
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
+from edgekit.steps import PrepareReport
 from edgekit.target import Target
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import VerifyReport
@@ -94,6 +96,18 @@ def show_comparison(report: ModelComparison) -> None:
     if report.layers:
         _print(text.table_layers(report))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
+
+
+def show_prepared(report: PrepareReport, out: Path) -> None:
+    """Prints what became of a model that was prepared, and what an app still does to its images."""
+    click.echo(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
+    for spec in (*report.model.inputs, *report.model.outputs) if report.is_refaced else ():
+        click.echo(f"- {spec}")
+    for fix in report.fixes:
+        click.echo(f"- {fix.id}: {len(fix.nodes)} nodes")
+    if report.preprocess is not None:
+        left = report.preprocess
+        click.echo(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")
 
 
 def show_conversion(report: ConvertReport) -> None:

@@ -65,6 +65,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         samples=job.samples.count,
         budget_s=job.budget_s,
         profile=job.model.suffix == ".ort",
+        custom_ops=tuple(map(str, job.custom_ops)),
     )
 
 

@@ -22,7 +22,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
     `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
     which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
-    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them.
+    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. `custom_ops` are
+    libraries of this machine's kind, which only the host can load.
     """
 
     model: Path
@@ -33,6 +34,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     samples: Samples
     budget_s: float = 20.0
     timeout_s: float = 300.0
+    custom_ops: tuple[Path, ...] = ()
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):

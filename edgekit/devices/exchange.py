@@ -44,7 +44,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
     placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
     program must find. A program that is fed through a pipe runs the first sample `warmup` times before it counts, and
-    each sample `repeat` times, and gives a time for each of these runs.
+    each sample `repeat` times, and gives a time for each of these runs. `custom_ops` are libraries of operators.
     """
 
     model: str
@@ -61,6 +61,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     runtime: str = ""
     warmup: int = 0
     repeat: int = 1
+    custom_ops: tuple[str, ...] = ()
 
 
 class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -38,11 +38,11 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     guard_half(proto)
     replaced = put_stand_ins(proto.graph)
     config = _read_from(folder) | _write_to(path, model)
-    optimize_graph(_serialize(proto), path, _settings(proto, config), subject=str(model.path))
+    optimize_graph(_serialize(proto), path, _settings(proto, model, config), subject=str(model.path))
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph)
     whole = restore_nodes(optimized.graph, replaced)
-    if whole and (not stripped or _loads(optimized, path)):
+    if whole and (not stripped or _loads(optimized, model, path)):
         return optimized
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
@@ -55,7 +55,7 @@ def _serialize(proto: onnx.ModelProto) -> bytes:
     return proto.SerializeToString(deterministic=True)
 
 
-def _settings(proto: onnx.ModelProto, config: dict[str, str]) -> SessionSettings:
+def _settings(proto: onnx.ModelProto, model: Model, config: dict[str, str]) -> SessionSettings:
     quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
     disabled = _QDQ_CHANGERS if quantized else ()
     return SessionSettings(
@@ -63,6 +63,7 @@ def _settings(proto: onnx.ModelProto, config: dict[str, str]) -> SessionSettings
         config=config | {"session.disable_prepacking": "1"},
         disabled_optimizers=disabled,
         threads=1,
+        libraries=model.custom_ops,
     )
 
 
@@ -76,9 +77,10 @@ def _write_to(path: Path, model: Model) -> dict[str, str]:
     return {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
 
 
-def _loads(proto: onnx.ModelProto, path: Path) -> bool:
+def _loads(proto: onnx.ModelProto, model: Model, path: Path) -> bool:
     try:
-        CpuSession(_serialize(proto), SessionSettings(level=Level.DISABLED, config=_read_from(path.parent), threads=1))
+        settings = SessionSettings(level=Level.DISABLED, config=_read_from(path.parent), libraries=model.custom_ops)
+        CpuSession(_serialize(proto), settings)
     except RuntimeRefusal:
         return False
     return True

@@ -64,7 +64,7 @@ def prepare_model(
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
         _tidy(proto, origin)
         _write(proto, temporary, out)
-    return load_model(out)
+    return load_model(out, custom_ops=model.custom_ops)
 
 
 def _read_interface(model: Model, outputs: Collection[str], constants: Mapping[str, float]) -> onnx.ModelProto:

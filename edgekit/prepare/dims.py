@@ -6,7 +6,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import UsageError, suggest_name
-from edgekit.prepare.derived_dims import derive_dim
+from edgekit.prepare.derived_dims import derive_dim, formula_names, solve_dim
 
 _MAX_DIM = 2**31
 
@@ -36,8 +36,8 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
     """Gives each dynamic dimension its number, wherever its name stands, in place.
 
     A key is the name of a dimension or `INPUT:AXIS`. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so
-    on. A dimension that is called by a formula, such as `2*batch`, follows from the names in it. Shapes that follow
-    from the inputs' are dropped, so that they are inferred again.
+    on. A dimension that is called by a formula, such as `2*batch`, follows from the names in it, and the last name from
+    the formula. Shapes that follow from the inputs' are dropped, so that they are inferred again.
 
     Raises:
         UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
@@ -88,6 +88,7 @@ def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
         for axis, dim in enumerate(value.type.tensor_type.shape.dim)
     }
     names = {dim.name for dim in find_dynamic_dims(graph)}
+    names |= {part for name in names for part in formula_names(name)}
     sizes: dict[str, int] = {}
     for key, size in dims.items():
         dim = known.get(key)
@@ -102,8 +103,18 @@ def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
 
 
 def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[str, int]:
-    names = {dim.name for dim in find_dynamic_dims(graph)} - sizes.keys()
-    derived = {name: size for name in sorted(names) if (size := derive_dim(name, sizes)) is not None}
+    """Returns the numbers that follow from others: formulas from their names, and a name from a formula."""
+    derived = dict(sizes)
+    for formula in sizes:
+        solved = solve_dim(formula, sizes[formula], derived)
+        if solved is not None:
+            derived.setdefault(*solved)
+    for name in sorted({dim.name for dim in find_dynamic_dims(graph)}):
+        size = derive_dim(name, derived)
+        if size is not None and derived.setdefault(name, size) != size:
+            raise UsageError(
+                f"'{name}' is given as {derived[name]} and comes to {size}", hint="leave one of the numbers out"
+            )
     for name, size in derived.items():
         if not 1 <= size <= _MAX_DIM:
             raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")

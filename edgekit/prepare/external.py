@@ -6,10 +6,13 @@ from pathlib import Path
 
 import onnx
 
-from edgekit.model import Model, iterate_graphs, load_model
+from edgekit._files import move_file, replacing_file, work_folder, write_file
+from edgekit.errors import ModelError
+from edgekit.model import MAX_PROTOBUF_BYTES, Model, iterate_graphs, load_model, read_proto
 
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1024
+_MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
 
 
 def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
@@ -17,7 +20,59 @@ def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
     if source.external_files:
         gather_data(proto, source.path.parent, path.with_name(f"{path.name}.data"))
     path.write_bytes(proto.SerializeToString(deterministic=True))
-    return load_model(path)
+    return load_model(path, custom_ops=source.custom_ops)
+
+
+def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
+    """Writes a graph to `out`, its external weights beside it, and returns it; where it came from there, these stay.
+
+    Raises:
+        OutputError: `out` cannot be written.
+    """
+    if out.exists() and out.samefile(source.path):
+        write_file(out, proto.SerializeToString(deterministic=True))
+    else:
+        with work_folder(out.parent) as work:
+            write_beside(proto, source, work / out.name)
+            for path in sorted(work.iterdir(), key=lambda path: path.name == out.name):
+                move_file(path, out.with_name(path.name))
+    return load_model(out, custom_ops=source.custom_ops)
+
+
+def refuse_inline(model: Model) -> None:
+    """Refuses a model whose weights one protobuf cannot hold.
+
+    Raises:
+        ModelError: the model has 2 GB or more.
+    """
+    if model.size_bytes > _MOST_INLINE_BYTES:
+        raise ModelError(
+            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and a file with its weights inside ends at 2 GB",
+            hint="leave --inline-data out",
+        )
+
+
+def place_weights(model: Model, *, external: bool) -> Model:
+    """Moves the weights of a model out of its file into one beside it, or back, and returns it; each file is whole.
+
+    Raises:
+        ModelError: the weights are to be inside, and have 2 GB or more.
+        OutputError: the folder cannot be written.
+    """
+    path, data = model.path, model.path.with_name(f"{model.path.name}.data")
+    if external == bool(model.external_files):
+        return model
+    proto = read_proto(model)
+    if external:
+        with replacing_file(data) as temporary:
+            proto = spill_data(proto, temporary)
+        write_file(path, proto.SerializeToString(deterministic=True))
+    else:
+        refuse_inline(model)
+        write_file(path, proto.SerializeToString(deterministic=True))
+        for name in model.external_files:
+            (path.parent / name).unlink()
+    return load_model(path, custom_ops=model.custom_ops)
 
 
 def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:

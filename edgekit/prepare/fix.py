@@ -6,10 +6,9 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit._files import move_file, work_folder
-from edgekit.model import Model, iterate_graphs, load_model, read_proto
+from edgekit.model import Model, iterate_graphs, read_proto
 from edgekit.prepare import flatten_to_reshape, idle_relu, resize_inputs, sum_to_add
-from edgekit.prepare.external import write_beside
+from edgekit.prepare.external import save_graph
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.tidy import merge_domains, name_nodes
 
@@ -52,8 +51,4 @@ def fix_model(model: Model, out: Path) -> FixedModel:
         if (nodes := tuple(node for graph in iterate_graphs(proto.graph) for node in apply(graph, opset)))
     )
     name_nodes(proto.graph)
-    with work_folder(out.parent) as work:
-        write_beside(proto, model, work / out.name)
-        for path in sorted(work.iterdir(), key=lambda path: path.name == out.name):
-            move_file(path, out.with_name(path.name))
-    return FixedModel(model=load_model(out), fixes=fixes)
+    return FixedModel(model=save_graph(proto, model, out), fixes=fixes)

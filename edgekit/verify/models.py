@@ -63,7 +63,7 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
 
 
 def _run_model(model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]]) -> Samples:
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
     def read() -> Iterator[Tensors]:
         for sample in samples:

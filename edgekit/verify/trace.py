@@ -77,5 +77,5 @@ def _give_out(proto: onnx.ModelProto, names: Sequence[str]) -> None:
 
 def _open(proto: onnx.ModelProto, model: Model) -> CpuSession:
     config = {_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {}
-    settings = SessionSettings(level=Level.DISABLED, config=config)
+    settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))

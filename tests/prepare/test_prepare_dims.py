@@ -9,7 +9,7 @@ from prepare_models import make_model
 from edgekit.errors import UsageError
 from edgekit.model import load_model
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.derived_dims import derive_dim
+from edgekit.prepare.derived_dims import derive_dim, solve_dim
 from edgekit.prepare.dims import find_dynamic_dims
 
 TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
@@ -88,10 +88,46 @@ def test_a_formula_of_other_dims_follows(tmp_path: Path) -> None:
         ("a**9", None),
         ("(" * 90 + "a+1" + ")" * 90, 3),
         ("a+" * 200 + "a", None),
+        ("floor(b/2) + 1", 2),
+        ("ceiling(b/2)", 2),
+        ("Max(1, b - 1)", 2),
+        ("-a + b", 1),
+        ("b/2", None),
+        ("((b - 1)//2) + 1", 2),
     ],
 )
 def test_formulas(formula: str, size: int | None) -> None:
     assert derive_dim(formula, {"a": 2, "b": 3}) == size
+
+
+@pytest.mark.parametrize(
+    ("formula", "value", "solved"),
+    [
+        ("c + a", 9, ("c", 7)),
+        ("2*c", 8, ("c", 4)),
+        ("2*c", 9, None),
+        ("c*c", 9, None),
+        ("c + d", 9, None),
+        ("a + b", 5, None),
+        ("0*c", 0, None),
+    ],
+)
+def test_formulas_are_solved_for_their_last_name(formula: str, value: int, solved: tuple[str, int] | None) -> None:
+    assert solve_dim(formula, value, {"a": 2, "b": 3}) == solved
+
+
+def test_a_name_follows_from_a_formula_and_must_agree_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    text = "g (float[past,4] x, float[seq,4] y, float[T,4] z) => (float[?,?] w) { w = Concat<axis = 0>(x, y, z) }"
+    proto = onnx.load(str(make_model(text, path).path))
+    proto.graph.input[2].type.tensor_type.shape.dim[0].dim_param = "past + seq"
+    onnx.save(proto, str(path))
+    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 16, "seq": 1})
+    assert [spec.shape for spec in prepared.inputs] == [(15, 4), (1, 4), (16, 4)]
+    with pytest.raises(UsageError, match="is given as 16 and comes to 4"):
+        prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 16, "seq": 1, "past": 3})
+    with pytest.raises(UsageError, match="comes to -1"):
+        prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 2, "seq": 3})
 
 
 def test_a_negative_dimension_is_dynamic(tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ def _open_session(folder: Path, job: Json) -> Any:
     options.profile_file_prefix = str(folder / "profile")
     for key, value in job["session_config"].items():
         options.add_session_config_entry(key, value)
+    for library in job.get("custom_ops", ()):
+        options.register_custom_ops_library(library)
     if not job["profile"]:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     provider = job["provider"]

@@ -1,0 +1,172 @@
+"""Inputs as an app has them: uint8 images, another layout, other names; and where weights lie."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from tiny_models import parse_model
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.errors import ModelError, UsageError
+from edgekit.images import Preprocess
+from edgekit.model import Model, load_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.external import place_weights, refuse_inline
+from edgekit.prepare.reface import InterfaceChanges, reface_model, remaining_preprocess
+from edgekit.steps import PrepareOptions, prepare_for
+from edgekit.tensors import Array
+
+IMAGENET = Preprocess(size=(6, 4), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+
+
+def make_net(path: Path, shape: tuple[int, ...] = (1, 3, 4, 6), elem_type: int = TensorProto.FLOAT) -> Model:
+    dtype = helper.tensor_dtype_to_np_dtype(elem_type)
+    weight = np.random.default_rng(0).standard_normal((5, shape[1], 1, 1)).astype(dtype)
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["image", "w"], ["c"], name="conv"), helper.make_node("Relu", ["c"], ["scores"])],
+        "g",
+        [helper.make_tensor_value_info("image", elem_type, shape)],
+        [helper.make_tensor_value_info("scores", elem_type, [1, 5, *shape[2:]])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(proto, {"author": "me"})
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def run(model: Model, **inputs: Array) -> Array:
+    return next(iter(CpuSession(model.path, SessionSettings()).run(inputs).values()))
+
+
+PIXELS = np.random.default_rng(1).integers(0, 256, (1, 3, 4, 6)).astype(np.uint8)
+
+
+def normalise(pixels: Array) -> Array:
+    mean, std = (np.asarray(values, np.float32)[:, None, None] for values in (IMAGENET.mean, IMAGENET.std))
+    result: Array = (pixels.astype(np.float32) * np.float32(IMAGENET.scale) - mean) / std
+    return result
+
+
+def test_normalisation_moves_into_the_model_to_the_bit(tmp_path: Path) -> None:
+    model = make_net(tmp_path / "m.onnx")
+    refaced = reface_model(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
+    assert str(refaced.inputs[0]) == "image: uint8[1,3,4,6]"
+    assert np.array_equal(run(refaced, image=PIXELS), run(model, image=normalise(PIXELS)))
+    assert remaining_preprocess(IMAGENET) == Preprocess(size=(6, 4), scale=1.0, dtype="uint8")
+
+
+def test_half_precision_inputs_take_images_too(tmp_path: Path) -> None:
+    model = make_net(tmp_path / "m.onnx", elem_type=TensorProto.FLOAT16)
+    refaced = reface_model(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
+    expected = run(model, image=normalise(PIXELS).astype(np.float16))
+    assert np.allclose(run(refaced, image=PIXELS), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    model = make_net(tmp_path / "m.onnx")
+    changes = InterfaceChanges(
+        preprocess=IMAGENET, layouts={"image": "nhwc"}, renames={"image": "pixels", "scores": "classes"}
+    )
+    report = prepare_for(model, tmp_path / "r.onnx", PrepareOptions(changes=changes))
+    assert [str(spec) for spec in (*report.model.inputs, *report.model.outputs)] == [
+        "pixels: uint8[1,4,6,3]", "classes: float32[1,5,4,6]",
+    ]  # fmt: skip
+    got = run(report.model, pixels=np.ascontiguousarray(PIXELS.transpose(0, 2, 3, 1)))
+    assert np.array_equal(got, run(model, image=normalise(PIXELS)))
+    proto = onnx.load(str(report.model.path))
+    assert {entry.key: entry.value for entry in proto.metadata_props} == {"author": "me"}
+    onnx.checker.check_model(proto, full_check=True)
+
+
+def test_channels_last_become_channels_second(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,6,3] x) => (float[1,3] y) {
+        y = ReduceMean<axes=[1,2], keepdims=0>(x) }"""
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    refaced = reface_model(model, tmp_path / "r.onnx", InterfaceChanges(layouts={"x": "nchw"}))
+    values = np.random.default_rng(2).standard_normal((1, 3, 4, 6)).astype(np.float32)
+    expected = run(model, x=np.ascontiguousarray(values.transpose(0, 2, 3, 1)))
+    assert np.allclose(run(refaced, x=values), expected, atol=1e-6)
+
+
+def test_names_can_change_places_and_reach_into_bodies(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (bool c, float[2] a, float[2] b) => (float[2] y) {
+        y = If (c) <then_branch = t () => (float[2] p) { p = Sub(a, b) },
+                    else_branch = e () => (float[2] q) { q = Neg(a) }>
+    }"""
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    changes = InterfaceChanges(renames={"a": "b", "b": "a", "y": "z"})
+    refaced = reface_model(model, tmp_path / "r.onnx", changes)
+    first, second = np.array([5, 6], np.float32), np.array([1, 2], np.float32)
+    assert run(refaced, c=np.array(True), b=first, a=second).tolist() == [4, 4]
+    assert [spec.name for spec in refaced.outputs] == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (InterfaceChanges(renames={"imge": "x"}), "no input or output 'imge'.*image"),
+        (InterfaceChanges(renames={"image": "c"}), "cannot be called 'c', a name that is taken"),
+        (InterfaceChanges(renames={"image": "x", "scores": "x"}), "cannot be called 'x'"),
+        (InterfaceChanges(layouts={"imag": "nhwc"}), "no input 'imag'.*image"),
+        (InterfaceChanges(layouts={"image": "nchw"}), r"shape \[1, 3, 4, 6\] is nchw already"),
+        (InterfaceChanges(preprocess=IMAGENET, image_input="img"), "no input 'img'"),
+        (InterfaceChanges(preprocess=Preprocess(size=(6, 4), color="L")), "3 channels on axis 1, the preprocessing 1"),
+        (InterfaceChanges(preprocess=Preprocess(size=(6, 4), dtype="uint8")), "normalises nothing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: InterfaceChanges, message: str) -> None:
+    model = make_net(tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match=message):
+        prepare_for(model, tmp_path / "out/r.onnx", PrepareOptions(changes=changes))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_model_without_an_image_is_refused(tmp_path: Path) -> None:
+    model = load_model(
+        parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
+                    tmp_path / "m.onnx")
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="no float input of rank 4"):
+        reface_model(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
+
+
+def test_weights_go_beside_the_model_and_back(tmp_path: Path) -> None:
+    model = make_net(tmp_path / "m.onnx", (1, 300, 4, 6))
+    values = np.random.default_rng(3).standard_normal((1, 300, 4, 6)).astype(np.float32)
+    expected = run(model, image=values)
+    report = prepare_for(model, tmp_path / "r.onnx", PrepareOptions(external=True))
+    assert report.model.external_files == ("r.onnx.data",)
+    assert np.array_equal(run(report.model, image=values), expected)
+    inside = place_weights(report.model, external=False)
+    assert inside.external_files == ()
+    assert not (tmp_path / "r.onnx.data").exists()
+    assert np.array_equal(run(inside, image=values), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "r.onnx"]
+
+
+def test_weights_of_2_gb_cannot_go_inside(tmp_path: Path) -> None:
+    model = make_net(tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=r"ends at 2 GB"):
+        refuse_inline(
+            Model(**{name: getattr(model, name) for name in model.__struct_fields__} | {"size_bytes": 3 << 30})
+        )
+
+
+@pytest.mark.parametrize("opset", [9, 13, 15, 18, 21, 22])
+def test_the_opset_goes_up_and_down(tmp_path: Path, opset: int) -> None:
+    model = make_net(tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "p.onnx", {}, opset=opset)
+    assert prepared.opsets["ai.onnx"] == opset
+    assert np.array_equal(run(prepared, image=normalise(PIXELS)), run(model, image=normalise(PIXELS)))
+
+
+def test_an_opset_that_lacks_an_operator_is_refused(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 20]> g (float[1,3] x) => (float[1,3] y) { y = Gelu(x) }'
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    with pytest.raises(ModelError, match="cannot convert opset 20 to 17: it uses Gelu"):
+        prepare_model(model, tmp_path / "p.onnx", {}, opset=17)
+    with pytest.raises(UsageError, match="there is no opset '99'"):
+        prepare_model(model, tmp_path / "p.onnx", {}, opset=99)
