@@ -13,6 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("verify", "bench", "inspect", "observe"),
     ("devices",),
+    ("package",),
     ("bundle",),
     ("convert", "quantize", "check"),
     ("prepare",),

@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "Say what this machine has, what it lacks, and how to get it.",
     "inspect": "Print what a model contains.",
     "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
+    "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
     "prepare": "Fix shapes and clean the graph, as a provider will see it.",
     "quantize": "Make a static INT8 model for a target.",
     "targets": "List the targets, or show one.",

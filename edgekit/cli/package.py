@@ -1,0 +1,44 @@
+"""`edgekit package`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit.cli import options
+from edgekit.cli.main import YES
+from edgekit.cli.terminal import show_json, show_line
+from edgekit.package.package import FORMS, Kind, package_bundles
+
+
+@click.command(short_help="Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.")
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--as", "kind", required=True, type=click.Choice(sorted(FORMS)), help="What kind of package.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="PATH", help="A file, or a new folder.")
+@click.option("--name", default="", metavar="NAME", help="What the package is called; else as the model.")
+@click.option("--group", default="", metavar="NAME", help="The Maven group of an AAR.  [default: edgekit.models]")
+@click.option("--package-version", default="", metavar="X", help="Its version; else it follows from the content.")
+@options.JSON
+def command(
+    bundles: tuple[Path, ...], kind: Kind, out: Path, name: str, group: str, package_version: str, as_json: bool
+) -> int:
+    """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
+
+    An app tries the bundles in the order in which they are given. Same bundles, same bytes.
+
+    \b
+    Example:
+      edgekit package bundles/model-qnn bundles/model-xnnpack --as aar --out maven
+      edgekit package bundles --as tar --out model.tar
+
+    Exit code 0: written. 2: a bundle is damaged or does not fit, and nothing was written.
+    """
+    report = package_bundles(bundles, kind, out, name=name, group=group, version=package_version)
+    if as_json:
+        show_json(report)
+        return YES
+    for variant in report.bundles:
+        show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
+    for left in report.left_out:
+        show_line(f"left out: {left.path}: {left.reason}")
+    show_line(f"{report.out} (sha256 {report.sha256})")
+    return YES

@@ -1,0 +1,31 @@
+"""Packages for Linux boards: the bundles, and loaders in C++ and Python that open and test them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit.bundle.archive import list_files
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.manifest import encode_json
+from edgekit.package.tables import render_table
+from edgekit.package.variant import Identity, Variant, list_entries
+
+BUNDLES = "bundles"
+_FAR = Path(__file__).parent / "far"
+
+
+def collect_board(
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity
+) -> Mapping[str, Path | bytes]:
+    """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
+    entries: dict[str, Path | bytes] = {}
+    for bundle, variant in zip(bundles, variants, strict=True):
+        entries.update(list_entries(bundle, variant, BUNDLES))
+    for language in ("cpp", "python"):
+        sources = list_files(_FAR / language)
+        entries.update({f"{language}/{name}": path for name, path in sources.items() if "__pycache__" not in name})
+    entries["cpp/edgekit_bundles.h"] = render_table("edgekit_bundles.h.j2", variants)
+    entries["python/edgekit_bundles.json"] = encode_json([msgspec.to_builtins(variant) for variant in variants])
+    entries["README.md"] = render_table("board.md.j2", variants, identity=identity)
+    return entries

@@ -1,0 +1,39 @@
+// What the loader must know of a bundle; edgekit_bundles.h, which is made from the manifests, holds one for each.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace edgekit {
+
+struct Tensor {
+  std::string name;
+  std::string dtype;
+  std::vector<std::int64_t> shape;  // of one sample
+};
+
+struct File {
+  std::string name;
+  std::string sha256;
+};
+
+struct Variant {
+  std::string name;  // the bundle's folder
+  std::string provider;
+  std::vector<std::pair<std::string, std::string>> provider_options;
+  std::vector<std::pair<std::string, std::string>> session_config;
+  std::string minimum_ort;
+  std::string model;
+  std::vector<File> files;
+  std::vector<Tensor> inputs;
+  std::vector<Tensor> outputs;
+  std::size_t samples;
+  double min_cosine;
+  double min_sqnr_db;
+  double min_top1_agreement;
+  double granted_samples;
+};
+
+}  // namespace edgekit

@@ -1,0 +1,205 @@
+"""Opens the bundles of this package with ONNX Runtime, checks every file, and compares them with the float model.
+
+    python edgekit_loader.py [--only NAME] [--cpu] [--plugin LIBRARY]
+
+It stands alone, on numpy and onnxruntime. `edgekit_bundles.json` beside it holds what the manifests say. The exit code
+is 0 if a bundle opened and its self-test passed.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+ort: Any = onnxruntime
+Variant = dict[str, Any]
+
+_HERE = Path(__file__).resolve().parent
+_NO_CPU = "session.disable_cpu_ep_fallback"
+_PLUGINS = frozenset({"QNNExecutionProvider"})
+_DB_LIMIT = 200.0
+
+
+class LoaderError(Exception):
+    """A bundle is damaged, or cannot be opened here; the message says which and why."""
+
+
+def read_variants(file: Path = _HERE / "edgekit_bundles.json") -> list[Variant]:
+    """Returns what the manifests say of each bundle, the one to try first at the front."""
+    variants: list[Variant] = json.loads(file.read_bytes())
+    return variants
+
+
+def find_folder(variant: Variant) -> Path:
+    """Returns the folder of a bundle in this package."""
+    return _HERE.parent / "bundles" / str(variant["name"])
+
+
+def check_files(variant: Variant, folder: Path) -> None:
+    """Raises LoaderError if a file of the bundle is missing or has another sha256 than the package says."""
+    for name, entry in variant["files"].items():
+        digest = hashlib.sha256()
+        try:
+            with (folder / name).open("rb") as stream:
+                while chunk := stream.read(1 << 20):
+                    digest.update(chunk)
+        except OSError as error:
+            raise LoaderError(f"'{name}' of bundle '{variant['name']}' cannot be read: {error.strerror}") from error
+        if digest.hexdigest() != entry["sha256"]:
+            raise LoaderError(f"'{name}' of bundle '{variant['name']}' was altered: its sha256 is another")
+
+
+def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin: str = "") -> Any:
+    """Returns an InferenceSession with every session key and provider option of the bundle, after checking its files.
+
+    `on_cpu` leaves the provider out, and the key that forbids the CPU with it. `plugin` is the library of a provider
+    that ONNX Runtime loads at run time; without it the wheel onnxruntime-qnn is asked.
+
+    Raises:
+        LoaderError: a file was altered, ONNX Runtime is too old, or it cannot open the bundle here.
+    """
+    check_files(variant, folder)
+    if _version(ort.__version__) < _version(variant["minimum_ort"]):
+        raise LoaderError(f"'{variant['name']}' needs ONNX Runtime {variant['minimum_ort']}, this is {ort.__version__}")
+    options = ort.SessionOptions()
+    try:
+        for key, value in variant["session_config"].items():
+            if not (on_cpu and key == _NO_CPU):
+                options.add_session_config_entry(key, value)
+        providers = _choose_providers(variant, options, on_cpu=on_cpu, plugin=plugin)
+        return ort.InferenceSession(str(folder / variant["model"]), options, **providers, enable_fallback=False)
+    except LoaderError:
+        raise
+    except Exception as error:  # ONNX Runtime's exceptions share no base
+        raise LoaderError(f"'{variant['name']}' cannot be opened here: {' '.join(str(error).split())}") from error
+
+
+def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: str) -> dict[str, Any]:
+    name, given = variant["provider"], variant["provider_options"]
+    if on_cpu:
+        return {"providers": ["CPUExecutionProvider"]}
+    if name in _PLUGINS:
+        if name not in {device.ep_name for device in ort.get_ep_devices()}:
+            ort.register_execution_provider_library(name, plugin or _find_plugin())
+        devices = [device for device in ort.get_ep_devices() if device.ep_name == name]
+        if not devices:
+            raise LoaderError(f"this machine has no device that {name} can use")
+        options.add_provider_for_devices(devices[:1], given)
+        return {}
+    if name not in ort.get_available_providers():
+        raise LoaderError(f"this onnxruntime was built without {name}, which '{variant['name']}' is for")
+    if name == "XnnpackExecutionProvider":
+        options.intra_op_num_threads = 1  # XNNPACK has its own threads
+    return {"providers": [(name, given), "CPUExecutionProvider"]}
+
+
+def _find_plugin() -> str:
+    try:
+        qnn: Any = importlib.import_module("onnxruntime_qnn")
+    except ImportError as error:
+        raise LoaderError("the provider's library is missing: give --plugin, or install onnxruntime-qnn") from error
+    return str(qnn.get_library_path())
+
+
+def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
+    """Runs the golden samples and returns every reason why the outputs do not reach the thresholds; none is a pass."""
+    sums: dict[str, dict[str, float]] = {}
+    names = [output["name"] for output in variant["outputs"]]
+    for wanted, inputs in zip(_rows(variant, folder, "outputs"), _rows(variant, folder, "inputs"), strict=True):
+        for name, got in zip(names, session.run(names, inputs), strict=True):
+            if got.shape != wanted[name].shape or (got.dtype != wanted[name].dtype and got.dtype != object):
+                return [f"output '{name}' is {got.dtype}{list(got.shape)}"]
+            _add(sums.setdefault(name, dict.fromkeys(_SUMS, 0.0)), wanted[name], got)
+    return [line for name in names for line in _judge(name, sums[name], variant)]
+
+
+_SUMS = ("samples", "elements", "matches", "faulty", "dot", "wanted", "got", "error", "ranked", "agreed", "numeric")
+
+
+def _rows(variant: Variant, folder: Path, side: str) -> Iterator[dict[str, Any]]:
+    with np.load(folder / "golden" / f"{side}.npz", allow_pickle=False) as archive:
+        arrays = {spec["name"]: archive[spec["name"]] for spec in variant[side]}
+    for index in range(variant["samples"]):
+        yield {name: array[index] for name, array in arrays.items()}
+
+
+def _add(sums: dict[str, float], wanted: Any, got: Any) -> None:
+    sums["samples"] += 1
+    sums["elements"] += wanted.size
+    sums["matches"] += int(np.count_nonzero(wanted == got))
+    if wanted.dtype.kind != "f" and not (wanted.dtype.kind in "iu" and wanted.dtype.itemsize <= 2):
+        return
+    first, second = wanted.astype(np.float64).ravel(), got.astype(np.float64).ravel()
+    sums["numeric"] = 1
+    sums["faulty"] += int(np.count_nonzero(~(np.isfinite(first) & np.isfinite(second))))
+    sums["dot"] += float(first @ second)
+    sums["wanted"] += float(first @ first)
+    sums["got"] += float(second @ second)
+    sums["error"] += float((second - first) @ (second - first))
+    if first.size > 1 and max(wanted.shape) == first.size:
+        sums["ranked"] += 1
+        sums["agreed"] += first[second.argmax()] >= first.max()
+
+
+def _judge(name: str, sums: dict[str, float], variant: Variant) -> list[str]:
+    limits = variant["thresholds"]
+    if not sums["elements"] or sums["faulty"]:
+        return [f"output '{name}' has {sums['faulty']:.0f} values that are NaN or infinite, of {sums['elements']:.0f}"]
+    if not sums["numeric"]:
+        shares = [("exact match", sums["matches"] / sums["elements"], limits["min_top1_agreement"])]
+    else:
+        norm = math.sqrt(sums["wanted"]) * math.sqrt(sums["got"])
+        cosine = sums["dot"] / norm if norm else float(sums["wanted"] == sums["got"])
+        ratio = _decibels(sums["wanted"], sums["error"])
+        shares = [("cosine", cosine, limits["min_cosine"]), ("SQNR in dB", ratio, limits["min_sqnr_db"])]
+    if sums["ranked"]:
+        least = limits["min_top1_agreement"] - limits["granted_samples"] / sums["samples"]
+        shares.append(("top-1 agreement", sums["agreed"] / sums["ranked"], least))
+    return [f"output '{name}': {what} {value:.4f}, least {least:.4f}" for what, value, least in shares if value < least]
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise <= 0:
+        return _DB_LIMIT
+    return max(-_DB_LIMIT, min(_DB_LIMIT, 10 * math.log10(signal / noise))) if signal > 0 else -_DB_LIMIT
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
+
+
+def main() -> int:
+    """Tests the first bundle that opens, and says why those before it did not."""
+    parser = argparse.ArgumentParser(description="Open and self-test the bundles of this package.")
+    parser.add_argument("--only", help="the name of one bundle")
+    parser.add_argument("--cpu", action="store_true", help="without the provider")
+    parser.add_argument("--plugin", default="", help="the library of the provider, where it is a plug-in")
+    given = parser.parse_args()
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    for variant in read_variants():
+        if given.only not in {None, variant["name"]}:
+            continue
+        folder = find_folder(variant)
+        try:
+            session = open_session(variant, folder, on_cpu=given.cpu, plugin=given.plugin)
+        except LoaderError as error:
+            sys.stdout.write(f"{variant['name']}: not opened: {error}\n")
+            continue
+        failures = run_self_test(variant, folder, session)
+        for line in failures or [f"self-test passed with {variant['samples']} samples"]:
+            sys.stdout.write(f"{variant['name']}: {line}\n")
+        return 1 if failures else 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Bundles into one package: which kinds there are, which providers each can hold, and writing it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekit._files import copy_into, digest_bytes, digest_file, staged_entries, write_file
+from edgekit.bundle.archive import write_archive
+from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
+from edgekit.errors import BundleError, OutputError, UsageError
+from edgekit.package.board import collect_board
+from edgekit.package.variant import Identity, Variant, describe_variants, identify, sort_bundles
+
+Kind = Literal["tar", "zip"]
+Collect = Callable[[Sequence[Bundle], Sequence[Variant], Identity], Mapping[str, Path | bytes]]
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of package: what collects its files, which providers it can hold (none: all), and if it is an archive."""
+
+    collect: Collect
+    providers: frozenset[str]
+    archive: Literal["zip", "tar"] | None
+
+
+_BOARD = frozenset(
+    {"CPUExecutionProvider", "CoreMLExecutionProvider", "QNNExecutionProvider", "XnnpackExecutionProvider"}
+)
+
+FORMS: dict[Kind, Form] = {
+    "tar": Form(collect=collect_board, providers=_BOARD, archive="tar"),
+    "zip": Form(collect=collect_board, providers=_BOARD, archive="zip"),
+}
+"""Every kind of package."""
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle of a build that such a package cannot hold, and why."""
+
+    path: str
+    reason: str
+
+
+class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was packed: the bundles in the order in which an app tries them, and the files of the package.
+
+    `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
+    `sha256sum` writes them.
+    """
+
+    kind: Kind
+    out: str
+    sha256: str
+    bundles: tuple[Variant, ...]
+    left_out: tuple[LeftOut, ...]
+    files: dict[str, str]
+
+
+def package_bundles(
+    paths: Sequence[Path], kind: Kind, out: Path, *, name: str = "", group: str = "", version: str = ""
+) -> PackageReport:
+    """Writes bundles, or those of a build's folder, as one package and returns what it holds.
+
+    Every bundle is opened first, so that its digests hold. Bundles that are given one by one keep their order, which
+    is the order in which an app tries them; those of a build are sorted. Same bundles and options, same bytes.
+
+    Raises:
+        UsageError: a bundle does not fit this kind of package, a name is malformed, or there is none.
+        BundleError: a bundle is damaged.
+        OutputError: `out` cannot be written, or is a folder that holds something already.
+    """
+    form = FORMS[kind]
+    bundles, left_out = _choose(paths, kind, form)
+    variants = describe_variants(bundles)
+    entries = form.collect(bundles, variants, identify(bundles, name=name, group=group, version=version))
+    digests = {name: _digest(entries[name]) for name in sorted(entries)}
+    if form.archive is not None:
+        write_archive(entries, out, form.archive)
+        sha256 = digest_file(out)
+    else:
+        _write_folder(entries, out)
+        sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
+    return PackageReport(kind=kind, out=str(out), sha256=sha256, bundles=variants, left_out=left_out, files=digests)
+
+
+def _choose(paths: Sequence[Path], kind: Kind, form: Form) -> tuple[tuple[Bundle, ...], tuple[LeftOut, ...]]:
+    if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
+        found = sort_bundles([open_bundle(path.parent) for path in sorted(paths[0].glob(f"*/{MANIFEST}"))])
+        if not found:
+            raise BundleError(f"'{paths[0]}' is no bundle and holds none", hint="give the --out folder of a build")
+        fitting = tuple(bundle for bundle in found if _find_misfit(bundle, kind, form) is None)
+        reasons = [(bundle, _find_misfit(bundle, kind, form)) for bundle in found]
+        left_out = tuple(LeftOut(path=str(bundle.folder), reason=reason) for bundle, reason in reasons if reason)
+        if not fitting:
+            raise UsageError(f"no bundle of '{paths[0]}' fits: {left_out[0].reason}", hint="choose another --as")
+        return fitting, left_out
+    bundles = tuple(open_bundle(path) for path in paths)
+    for bundle in bundles:
+        misfit = _find_misfit(bundle, kind, form)
+        if misfit is not None:
+            raise UsageError(f"bundle '{bundle.folder}': {misfit}", hint="leave it out, or choose another --as")
+    return bundles, ()
+
+
+def _find_misfit(bundle: Bundle, kind: Kind, form: Form) -> str | None:
+    provider = bundle.manifest.provider
+    if form.providers and provider not in form.providers:
+        return f"{provider} cannot be used from a package of kind {kind}"
+    return None
+
+
+def _write_folder(entries: Mapping[str, Path | bytes], out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise OutputError(f"'{out}' holds something already", hint="give a folder that does not exist yet")
+    with staged_entries(out) as staging:
+        for name, source in entries.items():
+            place = staging / name
+            if isinstance(source, bytes):
+                write_file(place, source)
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("xb") as file:
+                copy_into(source, file)
+
+
+def _digest(source: Path | bytes) -> str:
+    return digest_bytes(source) if isinstance(source, bytes) else digest_file(source)

@@ -1,0 +1,148 @@
+"""What a loader must know of a bundle: the one place where the packages read a manifest."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_bytes, digest_file
+from edgekit.bundle.folder import MANIFEST, Bundle
+from edgekit.bundle.manifest import BundledFile
+from edgekit.errors import BundleError, UsageError
+from edgekit.tensors import TensorSpec
+
+PREFERENCE = (
+    "QNNExecutionProvider",
+    "CoreMLExecutionProvider",
+    "XnnpackExecutionProvider",
+    "NnapiExecutionProvider",
+    "CPUExecutionProvider",
+)
+"""In which order an app should try the providers; NNAPI is deprecated and comes after XNNPACK."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the self-test must reach."""
+
+    min_cosine: float
+    min_sqnr_db: float
+    min_top1_agreement: float
+    granted_samples: int
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle as the loaders see it; `files` are all of its files, the manifest too, sorted by name.
+
+    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`.
+    """
+
+    name: str
+    target: str
+    precision: str
+    provider: str
+    provider_options: dict[str, str]
+    session_config: dict[str, str]
+    minimum_ort: str
+    model: str
+    files: dict[str, BundledFile]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    samples: int
+    thresholds: Limits
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a package is called: `group` is a Java package, `name` an artifact, `version` what a resolver compares."""
+
+    group: str
+    name: str
+    version: str
+
+
+def identify(bundles: Sequence[Bundle], *, name: str = "", group: str = "", version: str = "") -> Identity:
+    """Returns what a package of these bundles is called; a version that is not given follows from their content.
+
+    Raises:
+        UsageError: a name has characters that Maven, Gradle or SwiftPM do not take.
+    """
+    made = digest_bytes("".join(bundle.sha256 for bundle in bundles).encode())[:12]
+    identity = Identity(
+        group=group or "edgekit.models",
+        name=name or clean_name(bundles[0].manifest.name).lower(),
+        version=version or f"1.0.0-{made}",
+    )
+    for option, value, pattern, example in (
+        ("--group", identity.group, r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", "com.example.models"),
+        ("--name", identity.name, r"[A-Za-z][A-Za-z0-9._-]{0,99}", "digits"),
+        ("--package-version", identity.version, r"[0-9][A-Za-z0-9.+-]{0,99}", "1.2.0"),
+    ):
+        if not re.fullmatch(pattern, value):
+            raise UsageError(f"{option} '{value}' cannot name a package", hint=f"for example {option} {example}")
+    return identity
+
+
+def describe_variants(bundles: Sequence[Bundle]) -> tuple[Variant, ...]:
+    """Returns what a loader must know of each bundle, in their order.
+
+    Raises:
+        UsageError: there is no bundle, or two of them are the same.
+    """
+    if not bundles:
+        raise UsageError("there is no bundle to package", hint="give the folders that hold manifest.json")
+    digests = [bundle.sha256 for bundle in bundles]
+    twin = next((bundle for bundle in bundles if digests.count(bundle.sha256) > 1), None)
+    if twin is not None:
+        raise UsageError(f"bundle '{twin.folder}' is given twice", hint="give each bundle once")
+    names = [_name(bundle) for bundle in bundles]
+    unique = [
+        name if names.count(name) == 1 else f"{name}-{digest[:8]}" for name, digest in zip(names, digests, strict=True)
+    ]
+    return tuple(_describe(bundle, name) for bundle, name in zip(bundles, unique, strict=True))
+
+
+def list_entries(bundle: Bundle, variant: Variant, prefix: str) -> Mapping[str, Path]:
+    """Returns the files of a bundle by their name in a package, below `prefix`; no other file goes into it."""
+    return {f"{prefix}/{variant.name}/{name}": bundle.folder / name for name in variant.files}
+
+
+def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
+    """Returns bundles in the order in which an app should try them: the NPU first, the CPU last."""
+    known = {provider: place for place, provider in enumerate(PREFERENCE)}
+    return tuple(sorted(bundles, key=lambda bundle: (known.get(bundle.manifest.provider, -1), bundle.manifest.target)))
+
+
+def clean_name(text: str) -> str:
+    """Returns a name of ASCII letters, digits, `.`, `_` and `-` that begins with a letter or digit."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
+
+
+def _name(bundle: Bundle) -> str:
+    return clean_name(f"{bundle.manifest.name}-{bundle.manifest.target}")
+
+
+def _describe(bundle: Bundle, name: str) -> Variant:
+    manifest, file = bundle.manifest, bundle.folder / MANIFEST
+    if digest_file(file) != bundle.sha256:
+        raise BundleError(f"'{file}' is not in edgekit's canonical form", hint="build the bundle again")
+    files = {**manifest.files, MANIFEST: BundledFile(sha256=bundle.sha256, size_bytes=file.stat().st_size)}
+    return Variant(
+        name=name,
+        target=manifest.target,
+        precision=manifest.precision,
+        provider=manifest.provider,
+        provider_options=dict(sorted(manifest.provider_options.items())),
+        session_config=dict(sorted(manifest.session_config.items())),
+        minimum_ort=manifest.minimum_ort,
+        model=manifest.model_file,
+        files=dict(sorted(files.items())),
+        inputs=manifest.inputs,
+        outputs=manifest.outputs,
+        samples=manifest.golden.samples,
+        thresholds=Limits(
+            min_cosine=manifest.thresholds.min_cosine,
+            min_sqnr_db=manifest.thresholds.min_sqnr_db,
+            min_top1_agreement=manifest.thresholds.min_top1_agreement,
+            granted_samples=manifest.thresholds.granted_samples,
+        ),
+    )

@@ -1,0 +1,29 @@
+// Does the loader pass on every session key, and does its self-test say no? check_loader LIBONNXRUNTIME BUNDLES NAME
+#include <iostream>
+
+#include "edgekit_bundles.h"
+#include "edgekit_loader.h"
+
+int main(int, char** argv) {
+  edgekit::OpenOptions how;
+  how.on_cpu = true;
+  const edgekit::Ort ort(argv[1]);
+  for (const edgekit::Variant& variant : edgekit::Bundles()) {
+    if (variant.name != argv[3]) continue;
+    const std::string folder = std::string(argv[2]) + "/" + variant.name;
+    const edgekit::Session session = edgekit::OpenSession(ort, variant, folder, how);
+    std::cout << edgekit::RunSelfTest(ort, session, variant, folder).size() << " failures\n";
+    edgekit::Variant strict = variant;
+    strict.min_sqnr_db = 199;
+    for (const std::string& line : edgekit::RunSelfTest(ort, session, strict, folder)) std::cout << line << '\n';
+    for (std::size_t i = 0; i < variant.session_config.size(); ++i) {
+      edgekit::Variant endless = variant;
+      endless.session_config[i].second.assign(100000, 'x');
+      try {
+        edgekit::OpenSession(ort, endless, folder, how);
+      } catch (const edgekit::Error& error) {
+        std::cout << "refused: " << endless.session_config[i].first << '\n';
+      }
+    }
+  }
+}

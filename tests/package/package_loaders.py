@@ -1,0 +1,55 @@
+"""What the tests of loaders share: the real library, the real provider, and damage."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnxruntime
+import pytest
+
+QNN, XNNPACK = "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
+
+
+def find_library() -> Path:
+    """The library in the wheel of onnxruntime, which is the one that a board would load."""
+    (found,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.1*")
+    return found
+
+
+def require_program(name: str, package: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name}: apt-get install {package}")
+    return found
+
+
+def find_qnn() -> str:
+    """The plug-in provider of the wheel onnxruntime-qnn, with Qualcomm's simulator."""
+    if importlib.util.find_spec("onnxruntime_qnn") is None:
+        pytest.skip("needs onnxruntime-qnn: pip install 'edgekit[qnn]'")
+    code = "import onnxruntime_qnn; print(onnxruntime_qnn.get_library_path())"
+    return run_program([sys.executable, "-c", code])[1].strip()
+
+
+def run_program(argv: Sequence[str | Path], cwd: Path | None = None) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(word) for word in argv],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
+    )
+    return done.returncode, done.stdout
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))

@@ -1,0 +1,159 @@
+"""Packages for boards: their loaders are compiled and run with the real ONNX Runtime and QNN's simulator."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, require_program, run_program
+
+from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.folder import open_bundle
+from edgekit.errors import BundleError, UsageError
+from edgekit.package.package import package_bundles
+
+HERE = Path(__file__).parent
+WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
+
+
+@pytest.fixture(scope="module")
+def board(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("board")
+    package_bundles((bundles,), "tar", folder / "digits.tar")
+    unpack_archive(folder / "digits.tar", folder / "digits")
+    return folder / "digits"
+
+
+@pytest.fixture(scope="module")
+def program(board: Path) -> Path:
+    require_program("cmake", "cmake")
+    out = board / "out"
+    for step in (("-S", board / "cpp", "-B", out), ("--build", out)):
+        code, shown = run_program(["cmake", *step])
+        assert code == 0, shown
+    return out / "edgekit_run"
+
+
+@pytest.fixture
+def damaged(board: Path, tmp_path: Path) -> Path:
+    """A copy of the package, to be damaged."""
+    for name in ("bundles", "python"):
+        shutil.copytree(board / name, tmp_path / "copy" / name)
+    return tmp_path / "copy"
+
+
+def test_the_package_is_the_same_to_the_byte_wherever_the_bundles_lie(bundles: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundles, tmp_path / "elsewhere" / "bundles")
+    for kind in ("tar", "zip"):
+        first = package_bundles((bundles,), kind, tmp_path / f"a.{kind}")
+        second = package_bundles((tmp_path / "elsewhere" / "bundles",), kind, tmp_path / f"b.{kind}")
+        assert first.sha256 == second.sha256
+        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+
+
+def test_what_a_board_cannot_use_is_left_out_of_a_build_and_refused_by_name(bundles: Path, tmp_path: Path) -> None:
+    report = package_bundles((bundles,), "zip", tmp_path / "out.zip")
+    assert [variant.name for variant in report.bundles] == [QNN, "digits_mobilenet-coreml", XNNPACK]
+    assert [Path(left.path).name for left in report.left_out] == ["digits_mobilenet-nnapi"]
+    with pytest.raises(UsageError, match="NnapiExecutionProvider cannot be used"):
+        package_bundles((bundles / "digits_mobilenet-nnapi",), "zip", tmp_path / "no.zip")
+    with pytest.raises(UsageError, match="given twice"):
+        package_bundles((bundles / QNN, bundles / QNN), "zip", tmp_path / "no.zip")
+    assert not (tmp_path / "no.zip").exists()
+
+
+def test_a_damaged_bundle_is_not_packed(bundles: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundles / XNNPACK, tmp_path / "bundle")
+    flip_byte(tmp_path / "bundle" / "model.onnx")
+    with pytest.raises(BundleError, match=r"model\.onnx"):
+        package_bundles((tmp_path / "bundle",), "tar", tmp_path / "no.tar")
+    assert not (tmp_path / "no.tar").exists()
+
+
+def test_the_cpp_loader_opens_the_first_bundle_that_the_machine_can_run(program: Path, board: Path) -> None:
+    code, shown = run_program([program, find_library(), board / "bundles", "--plugin", find_qnn()])
+    assert code == 0, shown
+    assert f"{QNN}: self-test passed with" in shown
+
+
+def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) -> None:
+    code, shown = run_program([program, find_library(), board / "bundles"])
+    assert code == 1
+    assert f"{QNN}: not opened: give the library of QNNExecutionProvider" in shown
+    assert f"{XNNPACK}: not opened: XNNPACK execution provider is not supported in this build" in shown
+    code, shown = run_program([program, find_library(), board / "bundles", "--cpu", "--only", XNNPACK])
+    assert code == 0, shown
+
+
+@pytest.mark.parametrize("name", ["model.runtime.ort", "golden/outputs.npz", "manifest.json", "app/README.md"])
+def test_the_loaders_name_an_altered_file(name: str, program: Path, damaged: Path) -> None:
+    flip_byte(damaged / "bundles" / XNNPACK / name)
+    options = ["--cpu", "--only", XNNPACK]
+    for command in ([program, find_library(), damaged / "bundles"], [sys.executable, _loader(damaged)]):
+        code, shown = run_program([*command, *options])
+        assert code == 1
+        assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no(
+    compiler: str, board: Path, tmp_path: Path
+) -> None:
+    require_program(compiler, "g++ clang")
+    source, out = HERE / "far" / "check_loader.cc", tmp_path / "check_loader"
+    code, shown = run_program([compiler, *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
+    assert code == 0, shown
+    code, shown = run_program([out, find_library(), board / "bundles", XNNPACK])
+    assert code == 0, shown
+    lines = shown.splitlines()
+    assert lines[0] == "0 failures"
+    assert "SQNR in dB" in lines[1]
+    keys = open_bundle_keys(board)
+    assert keys
+    assert [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")] == keys
+
+
+def open_bundle_keys(board: Path) -> list[str]:
+    return sorted(open_bundle(board / "bundles" / XNNPACK).manifest.session_config)
+
+
+def test_the_python_loader_runs_the_bundle_on_the_simulator(board: Path) -> None:
+    code, shown = run_program([sys.executable, _loader(board), "--plugin", find_qnn()])
+    assert code == 0, shown
+    assert f"{QNN}: self-test passed with" in shown
+
+
+def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(damaged: Path) -> None:
+    table = damaged / "python" / "edgekit_bundles.json"
+    variants: list[dict[str, Any]] = json.loads(table.read_bytes())
+    (variant,) = (variant for variant in variants if variant["name"] == XNNPACK)
+    manifest = open_bundle(damaged / "bundles" / XNNPACK).manifest
+    assert variant["session_config"] == manifest.session_config
+    assert variant["provider_options"] == manifest.provider_options
+    for key in sorted(manifest.session_config):
+        long = {**variant, "session_config": {**variant["session_config"], key: "x" * 100_000}}
+        table.write_text(json.dumps([long]))
+        code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
+        assert code == 1
+        assert "not opened" in shown, key
+    table.write_text(json.dumps([{**variant, "thresholds": {**variant["thresholds"], "min_sqnr_db": 199.0}}]))
+    code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
+    assert code == 1
+    assert "SQNR in dB" in shown
+
+
+def test_without_its_provider_option_the_npu_cannot_be_opened(damaged: Path) -> None:
+    table = damaged / "python" / "edgekit_bundles.json"
+    variants: list[dict[str, Any]] = json.loads(table.read_bytes())
+    (variant,) = (variant for variant in variants if variant["name"] == QNN)
+    del variant["provider_options"]["backend_type"]
+    table.write_text(json.dumps([variant]))
+    code, shown = run_program([sys.executable, _loader(damaged), "--plugin", find_qnn()])
+    assert code == 1
+    assert "not opened" in shown
+
+
+def _loader(package: Path) -> Path:
+    return package / "python" / "edgekit_loader.py"
