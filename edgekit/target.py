@@ -84,6 +84,34 @@ class Verification(_Strict, frozen=True, kw_only=True):
     samples: int
 
 
+class TaskLimit(_Strict, frozen=True, kw_only=True):
+    """A metric of the task, and how much worse than the float model a run may do it.
+
+    `name` is that of a metric (`edgekit verify --help` lists them) or `module:function`; `output` the output it looks
+    at, several with commas where it needs them, "" for the first that fits. `decoder` with `alphabet` and `blank` turns
+    an output into text. `positive` is the class whose score an AUC ranks, `ignore` the class of a mask that does not
+    count, `peak` the largest value of an image. `higher_is_better` counts for a function of one's own.
+
+    `max_drop` is absolute, in points (hundredths of a share, decibels, or the function's own unit), `min_share` is
+    relative to the float model (0.98: at least 98 % of it), `at_least` the least value whatever the float model does.
+    The interval of 95 % must keep the first two, or with `gate = "estimate"` the figure alone.
+    """
+
+    name: str
+    output: str = ""
+    decoder: str = ""
+    alphabet: str = ""
+    blank: int = 0
+    positive: int = 1
+    ignore: int = 255
+    peak: float | None = None
+    higher_is_better: bool = True
+    max_drop: float | None = None
+    min_share: float | None = None
+    at_least: float | None = None
+    gate: Literal["bound", "estimate"] = "bound"
+
+
 class Thresholds(_Strict, frozen=True, kw_only=True):
     """What a run must reach to pass, over all samples, output by output.
 
@@ -91,6 +119,12 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     know a share only roughly. `max_cpu_nodes` limits the nodes that a provider left to the CPU; None sets no limit.
     `min_taken_macs` is the least share of the multiply-accumulates that the provider must take for the target to be
     worth its while.
+
+    With `gate = "bound"` the signal-to-noise ratio and the top-1 agreement must hold at the lower end of their
+    interval of 95 %, and no sample is granted: few samples then do not pass by luck. The targets' own limits look at
+    the figures, because an emulator runs too few samples to prove 90 %. `max_latency_ratio` and `max_memory_ratio` are
+    relative to a reference run on the same device; `max_size_bytes` and `max_size_share` (of the float model) limit
+    the model file that an app loads. `task` is a metric that needs labels.
     """
 
     min_cosine: float
@@ -99,6 +133,12 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     granted_samples: int = 0
     max_cpu_nodes: int | None = None
     min_taken_macs: float = 0.0
+    gate: Literal["estimate", "bound"] = "estimate"
+    max_latency_ratio: float | None = None
+    max_memory_ratio: float | None = None
+    max_size_bytes: int | None = None
+    max_size_share: float | None = None
+    task: TaskLimit | None = None
 
 
 class Variant(_Strict, frozen=True, kw_only=True):
