@@ -10,18 +10,16 @@ import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit.bundle.describe import Contents
-from edgekit.bundle.folder import Bundle, read_target, write_bundle
+from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data_check import SampleFacts, check_samples, warn_if_few
-from edgekit.devices.device import Device
-from edgekit.devices.find import find_device
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
 from edgekit.images import Preprocess
-from edgekit.labels import read_labels
+from edgekit.labels import read_task_labels
 from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
 from edgekit.prepare import fix_model, prepare_model
@@ -36,7 +34,9 @@ from edgekit.samples import Samples, limit_samples, load_samples, select_samples
 from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
 from edgekit.verify.attribute import explain_report
+from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import Step, VerifyReport
+from edgekit.verify.tasks import find_metric
 from edgekit.verify.verify import verify_bundle, write_report
 
 GOLDEN_SHARE = 4
@@ -131,61 +131,10 @@ def build(
     return report
 
 
-def verify_on(bundle: Bundle, names: Sequence[str], progress: Progress | None = None) -> VerifyReport:
-    """Verifies a bundle on devices by name (none: those of its target) and writes `verify.json` into it.
-
-    Raises:
-        UsageError: there is no such device, or it runs another provider.
-    """
-    report = verify_bundle(bundle, _find_devices(bundle, read_target(bundle), names), progress=progress)
-    write_report(bundle, report)
-    return report
-
-
-def verify_with(
-    bundle: Bundle,
-    reference: Path,
-    data: Data,
-    names: Sequence[str],
-    *,
-    samples: int | None = None,
-    progress: Progress | None = None,
-) -> VerifyReport:
-    """Verifies a bundle with other samples than its golden ones, at most that many; nothing is written into it.
-
-    `reference` is the float model that the bundle was made of and says what the outputs should be. `data.source` gives
-    the samples, `data.labels` the class of each.
-
-    Raises:
-        UsageError: the bundle was made of another model, or there is no such device.
-        DataError: the samples or the labels do not fit.
-    """
-    source, wanted = load_model(reference), bundle.manifest.ancestry.source
-    if source.sha256 != wanted:
-        raise UsageError(
-            f"'{reference}' is not the model that bundle '{bundle.folder}' was made of: its sha256 is {source.sha256},"
-            f" that of the bundle's source is {wanted}",
-            hint="give the float model that edgekit build was given",
-        )
-    devices = _find_devices(bundle, read_target(bundle), names)
-    every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
-    labels = None if data.labels is None else read_labels(data.labels, every)
-    kept = spread_indices(every.count, samples or every.count)
-    chosen = select_samples(every, kept)
-    check_samples(chosen)
-    with work_folder() as work:
-        (progress or say_nothing)("run the float model")
-        known = None if labels is None else [labels[index] for index in kept]
-        golden = make_golden(source, chosen, work, labels=known)
-        return verify_bundle(bundle, devices, golden=golden, progress=progress)
-
-
-def _find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[Device]:
-    chosen = names or [planned.device for planned in bundle.manifest.verification]
-    return [find_device(name, target) for name in chosen]
-
-
 def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
+    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
+    if metric is not None and (data.labels is None or data.evaluation is None):
+        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
     job.progress("prepare the model")
     fixed = fix_model(
         prepare_model(source, job.work / "prepared" / f"{source.name}.onnx", job.recipe.dims),
@@ -201,7 +150,8 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     samples = limit_samples(samples, job.recipe.samples)
     facts = check_samples(samples)
     check_samples(held_out)
-    labels = None if data.labels is None else read_labels(data.labels, held_out)
+    kind = "class" if metric is None else find_metric(metric).labels
+    labels = None if data.labels is None else read_task_labels(data.labels, kind, held_out)
     job.progress("run the float model")
     golden = make_golden(source, held_out, job.work / "golden", labels=labels)
     is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
@@ -358,7 +308,7 @@ def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> d
     whole = [result for result in built if isinstance(result, _Built)]
 
     def verify(result: _Built) -> VerifyReport:
-        report = verify_bundle(result.bundle, _find_devices(result.bundle, result.target, ()), progress=progress)
+        report = verify_bundle(result.bundle, find_devices(result.bundle, result.target, ()), progress=progress)
         report = explain_report(result.bundle, report, result.models)
         write_report(result.bundle, report)
         return report

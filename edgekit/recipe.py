@@ -8,7 +8,7 @@ import msgspec
 
 from edgekit.errors import UsageError
 from edgekit.images import Preprocess
-from edgekit.target import Precision, Target, Thresholds, load_target, target_names
+from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
 PrecisionChoice = Literal["auto", "int8", "int16", "fp16", "fp32"]
 
@@ -50,7 +50,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `dims` gives dynamic dimensions their sizes, `settings` parameters of targets their values. `samples` limits the
     calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
-    replaces the targets' own `min_top1_agreement`. `thresholds` replaces the thresholds of a target by name.
+    replaces the targets' own `min_top1_agreement`. `thresholds` replaces the thresholds of a target by name, `metric`
+    is a metric of the task that every target must keep.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
 
@@ -63,6 +64,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     thresholds: dict[str, Thresholds] = {}
     licence: Licence = Licence()
     tensors: dict[str, TensorNotes] = {}
+    metric: TaskLimit | None = None
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -78,6 +80,23 @@ def load_recipe(path: Path) -> Recipe:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         keys = ", ".join(Recipe.__struct_fields__)
         raise UsageError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+
+
+def load_metric(text: str) -> TaskLimit:
+    """Returns the metric that an option names: a name, `module:function`, or a `.toml` file with the keys of [metric].
+
+    Raises:
+        UsageError: the file cannot be read, is malformed, or has an unknown key.
+    """
+    if not text.endswith(".toml"):
+        return TaskLimit(name=text)
+    try:
+        return msgspec.toml.decode(Path(text).read_bytes(), type=TaskLimit)
+    except OSError as error:
+        raise UsageError(f"cannot read '{text}': {error.strerror}", hint="--metric takes a name or a .toml") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        keys = ", ".join(TaskLimit.__struct_fields__)
+        raise UsageError(f"'{text}' is malformed: {error}", hint=f"the keys are {keys}") from error
 
 
 def load_targets(recipe: Recipe) -> tuple[Target, ...]:
@@ -122,4 +141,6 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     if recipe.max_drop is not None:
         least = 1 - recipe.max_drop / 100
         thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)
+    if recipe.metric is not None:
+        thresholds = msgspec.structs.replace(thresholds, task=recipe.metric)
     return msgspec.structs.replace(target, thresholds=thresholds)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,12 +13,13 @@ from edgekit._files import write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.rows import write_rows
 from edgekit.errors import DataError, ModelError
+from edgekit.labels import Boxes, Label
 from edgekit.model import Model
 from edgekit.samples import Samples, load_samples
 from edgekit.tensors import DTYPES, Tensors, TensorSpec
 
-INPUTS, OUTPUTS, LABELS = "inputs.npz", "outputs.npz", "labels.npy"
-
+INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "labels.json"
+"""Labels that are classes or arrays lie in the `.npy`, texts and boxes in the `.json`."""
 
 _FLATTENED = frozenset({"sequence", "map"})
 
@@ -25,8 +27,8 @@ _FLATTENED = frozenset({"sequence", "map"})
 class Golden(msgspec.Struct, frozen=True, kw_only=True):
     """Sample inputs and the outputs of the source model, in files of one folder, and how to read them.
 
-    The shapes in `inputs` and `outputs` are those of one sample, batch axis included. `has_labels` tells of a class
-    per sample in `labels.npy`.
+    The shapes in `inputs` and `outputs` are those of one sample, batch axis included. `has_labels` tells of a label
+    per sample in `labels.npy` or `labels.json`.
     """
 
     folder: Path
@@ -38,11 +40,16 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that make it up."""
-        names = (INPUTS, OUTPUTS, LABELS) if self.has_labels else (INPUTS, OUTPUTS)
+        names = (INPUTS, OUTPUTS, self.label_file) if self.has_labels else (INPUTS, OUTPUTS)
         return tuple(self.folder / name for name in names)
 
+    @property
+    def label_file(self) -> str:
+        """The name of the file that holds the labels."""
+        return WORDS if (self.folder / WORDS).is_file() else LABELS
 
-def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[int] | None = None) -> Golden:
+
+def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[Label] | None = None) -> Golden:
     """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
 
     Inputs and outputs are streamed: memory holds one sample.
@@ -67,7 +74,7 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[i
     inputs, count = write_rows(out / INPUTS, samples)
     outputs, _ = write_rows(out / OUTPUTS, _run_all(session, samples))
     if labels is not None:
-        _write_labels(out / LABELS, labels)
+        _write_labels(out, labels)
     return Golden(folder=out, samples=count, inputs=inputs, outputs=outputs, has_labels=labels is not None)
 
 
@@ -89,23 +96,38 @@ def read_outputs(golden: Golden) -> Samples:
     return _read_rows(golden, OUTPUTS, golden.outputs)
 
 
-def read_labels(golden: Golden) -> tuple[int, ...] | None:
-    """Returns the class of each sample, None where the golden set has none.
+def read_labels(golden: Golden) -> Sequence[Label] | None:
+    """Returns the label of each sample, None where the golden set has none.
 
     Raises:
-        DataError: the file is damaged, or does not hold one whole number a sample.
+        DataError: the file is damaged, or does not hold one label a sample.
     """
     if not golden.has_labels:
         return None
-    path = golden.folder / LABELS
+    path = golden.folder / golden.label_file
+    labels: Sequence[Label]
     try:
-        with path.open("rb") as file:
-            labels: npt.NDArray[np.int64] = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"'{path}' is malformed: {error}", hint="write it with numpy.save") from error
-    if labels.dtype != np.int64 or labels.shape != (golden.samples,):
-        raise DataError(f"'{path}' does not hold {golden.samples} int64 labels", hint="write one label a sample")
-    return tuple(labels.tolist())
+        if path.name == WORDS:
+            labels = msgspec.json.decode(path.read_bytes(), type=list[str | Boxes])
+        else:
+            labels = _read_array(path)
+    except (OSError, ValueError, EOFError, msgspec.DecodeError) as error:
+        raise DataError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error
+    if len(labels) != golden.samples:
+        raise DataError(f"'{path}' does not hold {golden.samples} labels", hint="write one label a sample")
+    return labels
+
+
+def read_classes(golden: Golden) -> tuple[int, ...] | None:
+    """Returns the class of each sample, None where the golden set has none or has other labels.
+
+    Raises:
+        DataError: the file is damaged, or does not hold one label a sample.
+    """
+    labels = read_labels(golden)
+    if labels is None or not all(isinstance(label, int) for label in labels):
+        return None
+    return tuple(label for label in labels if isinstance(label, int))
 
 
 def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Samples:
@@ -121,7 +143,20 @@ def _run_all(session: CpuSession, samples: Samples) -> Iterator[Tensors]:
         yield session.run(sample)
 
 
-def _write_labels(path: Path, labels: Sequence[int]) -> None:
+def _read_array(path: Path) -> Sequence[Label]:
+    with path.open("rb") as file:
+        values: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    if values.ndim == 1 and values.dtype != np.int64:
+        raise ValueError(f"it holds {values.dtype}, no int64")
+    return tuple(int(value) for value in values) if values.ndim == 1 else tuple(values)
+
+
+def _write_labels(folder: Path, labels: Sequence[Label]) -> None:
+    if isinstance(labels[0], str | Boxes):
+        write_file(folder / WORDS, msgspec.json.encode(list(labels)) + b"\n")
+        return
+    values = np.stack([np.asarray(label) for label in labels])
+    values = values.astype(np.int64) if values.ndim == 1 else np.ascontiguousarray(values)
     buffer = BytesIO()
-    np.lib.format.write_array(buffer, np.asarray(labels, dtype=np.int64), version=(1, 0), allow_pickle=False)
-    write_file(path, buffer.getvalue())
+    np.lib.format.write_array(buffer, values, version=(1, 0), allow_pickle=False)
+    write_file(folder / LABELS, buffer.getvalue())

@@ -15,11 +15,11 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_verify, showing_progress
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
-from edgekit.pipeline import verify_on, verify_with
 from edgekit.progress import Progress
 from edgekit.recipe import Data
 from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit
+from edgekit.verify.on_devices import verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.verify import read_report
 

@@ -1,13 +1,13 @@
 """Where the loss comes from: the same samples through every step from the source model to the device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden import read_inputs, read_labels, read_outputs
+from edgekit.bundle.golden import read_classes, read_inputs, read_outputs
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.model import Model
@@ -68,26 +68,64 @@ def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
     last: Step = "device" if run.evidence == Evidence.DEVICE else "provider"
     final = next(item for item in run.outputs if item.name == question.output)
     steps.append(_describe(last, final, None if run.accuracy is None else run.accuracy.got))
-    return msgspec.structs.replace(report, attribution=share_noise(steps))
+    measured = None if run.accuracy is None else run.accuracy.reference
+    return msgspec.structs.replace(report, attribution=share_loss(steps, measured), attributed_device=run.device)
 
 
-def share_noise(steps: list[AttributionStep]) -> tuple[AttributionStep, ...]:
-    """Returns the steps with the part of the final error energy that each added; the parts sum to one.
+def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> VerifyReport:
+    """Returns the report with the attribution that an earlier report of the same bundle held.
 
-    The energy of the error relative to the signal is 10^(-SQNR/10). A step that cannot be measured has no part, and
-    none has if the end is as good as the source.
+    A run of the report on the device that was explained renews the last step; a run on a real device adds the step
+    "device" to what an emulator showed.
     """
-    if not steps or steps[-1].sqnr_db is None:
-        return tuple(steps)
-    final = 10.0 ** (-steps[-1].sqnr_db / 10.0)
-    before, shared = 0.0, list[AttributionStep]()
+    if known is None or not known.attribution or report.attribution:
+        return report
+    steps = list(known.attribution)
+    explained = known.attributed_device
+    again = next((run for run in report.runs if run.device == explained and _worst_output(run)), None)
+    real = next((run for run in report.runs if run.evidence == Evidence.DEVICE and _worst_output(run)), None)
+    renewed: tuple[tuple[RunReport | None, Step], ...] = ((again, steps[-1].step), (real, "device"))
+    for run, step in renewed:
+        found = None if run is None else _worst_output(run)
+        if run is not None and found is not None:
+            steps = [kept for kept in steps if kept.step != step]
+            steps.append(_describe(step, found, None if run.accuracy is None else run.accuracy.got))
+            explained = run.device
+    accuracies = [run.accuracy.reference for run in (*report.runs, *known.runs) if run.accuracy is not None]
+    return msgspec.structs.replace(
+        report,
+        attribution=share_loss(steps, next(iter(accuracies), None)),
+        attributed_device=explained,
+        first_bad_layer=report.first_bad_layer or known.first_bad_layer,
+    )
+
+
+def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) -> tuple[AttributionStep, ...]:
+    """Returns the steps with what each added to the loss: the parts sum to the whole.
+
+    The energy of the error relative to the signal is 10^(-SQNR/10); `noise_share` is the part of the final energy. The
+    losses of agreement start from one, those of accuracy from `accuracy`, that of the source model. A step that cannot
+    be measured has no part, and none has a part of the noise if the end cannot be measured.
+    """
+    if not steps:
+        return ()
+    last = steps[-1].sqnr_db
+    final = None if last is None else 10.0 ** (-last / 10.0)
+    noise, agreement, shared = 0.0, 1.0, list[AttributionStep]()
     for step in steps:
-        if step.sqnr_db is None:
-            shared.append(step)
-            continue
-        energy = 10.0 ** (-step.sqnr_db / 10.0)
-        shared.append(msgspec.structs.replace(step, noise_share=(energy - before) / final))
-        before = energy
+        changes: dict[str, float] = {}
+        if step.sqnr_db is not None and final is not None:
+            energy = 10.0 ** (-step.sqnr_db / 10.0)
+            changes["noise_share"] = (energy - noise) / final
+            noise = energy
+        if step.top1_agreement is not None:
+            changes["top1_loss"] = agreement - step.top1_agreement
+            agreement = step.top1_agreement
+        if step.accuracy is not None and accuracy is not None:
+            changes["accuracy_loss"] = accuracy - step.accuracy
+            accuracy = step.accuracy
+        empty = msgspec.structs.replace(step, noise_share=None, top1_loss=None, accuracy_loss=None)
+        shared.append(msgspec.structs.replace(empty, **changes))
     return tuple(shared)
 
 
@@ -102,7 +140,7 @@ def _worst_output(run: RunReport) -> OutputReport | None:
 
 def _ask(bundle: Bundle, run: RunReport) -> _Question:
     indices = spread_indices(bundle.manifest.golden.samples, run.samples)
-    labels = read_labels(bundle.golden)
+    labels = read_classes(bundle.golden)
     worst = _worst_output(run)
     return _Question(
         inputs=select_samples(read_inputs(bundle.golden), indices),

@@ -1,6 +1,6 @@
 """What verification found: facts and thresholds, and the verdict computed from them, once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -8,6 +8,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
+from edgekit.verify.scores import TaskReport, judge_task
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
 
@@ -77,12 +78,21 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     got: float
 
 
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What an earlier run of a model on the same device took; `source` says which run that was."""
+
+    source: str
+    latency_ms: float | None
+    peak_rss_bytes: int
+
+
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one device did with the samples.
 
     `provider` is the one that the target promises, `provider_nodes` counts the nodes that each provider took, as
     observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `notes`
-    what it did otherwise than an app on the target.
+    what it did otherwise than an app on the target. `task` is a metric that needs labels. `reference_cost` is that of
+    the run that latency and memory are held against, None where there is none: then they are not judged.
     """
 
     device: str
@@ -101,6 +111,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     thresholds: Thresholds
     failure: str | None
     notes: tuple[str, ...] = ()
+    task: TaskReport | None = None
+    reference_cost: Cost | None = None
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -109,7 +121,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         if not died and not any(output.elements != 0 for output in self.outputs):
             died = ("nothing was compared" + (": every output is empty" if self.outputs else ""),)
         judged = (line for output in self.outputs for line in judge_output(output, self.thresholds))
-        return (*died, *judged, *_judge_placement(self))
+        task = () if self.failure is not None else judge_task(self.task, self.thresholds.task)
+        return (*died, *judged, *task, *_judge_placement(self), *_judge_cost(self))
 
     @property
     def passed(self) -> bool:
@@ -129,7 +142,8 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     """How far the model is from the source model after one step of the pipeline, and the loss since the step before.
 
     `sqnr_db` and `top1_agreement` are against the source model and taken from its worst output; `noise_share` is the
-    part of the final error energy that this step added, negative where it took some away.
+    part of the final error energy that this step added, negative where it took some away. `top1_loss` and
+    `accuracy_loss` are what the step cost; over all steps they sum to the whole loss.
     """
 
     step: Step
@@ -137,13 +151,17 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     top1_agreement: float | None
     accuracy: float | None
     noise_share: float | None = None
+    top1_loss: float | None = None
+    accuracy_loss: float | None = None
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
     It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be
-    worth its while; a skipped device proves nothing. `taken_macs` is the predicted share of that work.
+    worth its while; a skipped device proves nothing. `taken_macs` is the predicted share of that work. The sizes are
+    those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's manifest.
+    `attributed_device` is the device of the run that the attribution explains.
     """
 
     bundle: str
@@ -154,6 +172,12 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     min_taken_macs: float = 0.0
     attribution: tuple[AttributionStep, ...] = ()
     first_bad_layer: str | None = None
+    attributed_device: str | None = None
+    bundle_sha256: str = ""
+    size_bytes: int = 0
+    source_size_bytes: int = 0
+    max_size_bytes: int | None = None
+    max_size_share: float | None = None
 
     @property
     def advice(self) -> str | None:
@@ -162,7 +186,10 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         if not shares:
             return None
         share, step = max(shares)
-        return f"{min(share, 1.0):.0%} of the error comes from the step '{step}': {_ADVICE[step]}"
+        lost = next((found.accuracy_loss for found in self.attribution if found.step == step), None)
+        cost = f" and {100 * lost:.1f} points of accuracy" if lost else ""
+        where = f", first in layer '{self.first_bad_layer}'" if self.first_bad_layer and step == "quantize" else ""
+        return f"{min(share, 1.0):.0%} of the error{cost} comes from the step '{step}'{where}: {_ADVICE[step]}"
 
     @property
     def passed(self) -> bool:
@@ -172,9 +199,16 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failures(self) -> tuple[str, ...]:
         """What speaks against the bundle as a whole, one line each; what speaks against a run stands there."""
-        if self.taken_macs >= self.min_taken_macs:
-            return ()
-        return (f"the provider takes {self.taken_macs:.0%} of the work, less than {self.min_taken_macs:.0%}",)
+        found: list[str] = []
+        if not self.taken_macs >= self.min_taken_macs:
+            found.append(f"the provider takes {self.taken_macs:.0%} of the work, less than {self.min_taken_macs:.0%}")
+        if self.max_size_bytes is not None and self.size_bytes > self.max_size_bytes:
+            found.append(f"the model has {self.size_bytes} bytes, more than {self.max_size_bytes}")
+        most = self.max_size_share
+        if most is not None and self.size_bytes > most * self.source_size_bytes:
+            share = self.size_bytes / max(1, self.source_size_bytes)
+            found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
+        return tuple(found)
 
     @property
     def evidence(self) -> Evidence | None:
@@ -186,7 +220,13 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
     """Returns the same facts under other thresholds; nothing runs again."""
     runs = tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs)
-    return msgspec.structs.replace(report, runs=runs, min_taken_macs=thresholds.min_taken_macs)
+    return msgspec.structs.replace(
+        report,
+        runs=runs,
+        min_taken_macs=thresholds.min_taken_macs,
+        max_size_bytes=thresholds.max_size_bytes,
+        max_size_share=thresholds.max_size_share,
+    )
 
 
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
@@ -202,15 +242,19 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
             + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else ""),
         )
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
-    granted = thresholds.granted_samples / output.samples
-    for label, value, least, unit in (
-        ("cosine", output.cosine, thresholds.min_cosine, ""),
-        ("SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"),
-        ("top-1 agreement", output.top1_agreement, thresholds.min_top1_agreement - granted, ""),
-        ("exact match", output.exact_match, thresholds.min_top1_agreement, ""),
+    is_bound = thresholds.gate == "bound"
+    granted = 0.0 if is_bound else thresholds.granted_samples / output.samples
+    for label, value, interval, least, unit in (
+        ("cosine", output.cosine, None, thresholds.min_cosine, ""),
+        ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
+        ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement - granted, ""),
+        ("exact match", output.exact_match, None, thresholds.min_top1_agreement, ""),
     ):
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {value:.4g}{unit}, below {least:g}{unit}")
+        elif value is not None and is_bound and interval is not None and not interval[0] >= least - 1e-12:
+            could = f"with {output.samples} samples it could be {interval[0]:.4g}{unit}, below {least:g}{unit}"
+            judged.append(f"{name} has {label} {value:.4g}{unit}, and {could}")
     if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
         judged.append(f"{name} was not measured")
     if judged and output.suspect:
@@ -230,6 +274,20 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
     if limit is not None and left > limit:
         return (f"{left} nodes were left to {CPU_PROVIDER}, more than {limit}",)
     return ()
+
+
+def _judge_cost(run: RunReport) -> Iterator[str]:
+    """Yields what is slower or larger than the reference run; a run without one is not judged."""
+    reference, limits = run.reference_cost, run.thresholds
+    if reference is None:
+        return
+    pairs = (
+        ("latency", run.latency_ms.median if run.latency_ms else None, reference.latency_ms, limits.max_latency_ratio),
+        ("peak memory", run.peak_rss_bytes, reference.peak_rss_bytes, limits.max_memory_ratio),
+    )
+    for name, value, before, most in pairs:
+        if value is not None and before and most is not None and value > most * before:
+            yield f"{name} is {value / before:.2f} times that of {reference.source}, more than {most:g} times"
 
 
 def _name_counts(counts: Mapping[str, int]) -> str:

@@ -39,7 +39,7 @@ def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> tuple[str,
     if limit is None:
         return ()
     name = f"metric '{limit.name}'"
-    if report is None:
+    if report is None or report.name != limit.name:
         return (f"{name} was not measured: it needs labels (--labels)",)
     if report.got is None:
         return (f"{name} was not measured on every sample: {report.mismatch}",)

@@ -8,13 +8,13 @@ import numpy as np
 
 from edgekit._files import work_folder, write_file
 from edgekit.bundle.folder import VERIFY, Bundle, read_check, read_target
-from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
+from edgekit.bundle.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.errors import DataError, EdgekitError
 from edgekit.plain import to_json
 from edgekit.progress import Progress
 from edgekit.samples import Samples, select_samples, spread_indices
-from edgekit.target import Thresholds, Verification
+from edgekit.target import TaskLimit, Thresholds, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.report import (
@@ -26,20 +26,29 @@ from edgekit.verify.report import (
     judge_output,
 )
 from edgekit.verify.suspects import find_suspects
+from edgekit.verify.tasks import measure_task
 
 
 def verify_bundle(
-    bundle: Bundle, devices: Sequence[Device], *, golden: Golden | None = None, progress: Progress | None = None
+    bundle: Bundle,
+    devices: Sequence[Device],
+    *,
+    golden: Golden | None = None,
+    task: TaskLimit | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
 
     A device of the manifest's verification list runs the form and as many samples as stand there, any other device
     runs what an app would load, with all samples. A device that is not there is skipped, with the command that
-    installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples.
+    installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
+    a metric in place of that in the bundle's thresholds.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run.
-        DataError: the golden samples cannot be read.
+        DataError: the golden samples cannot be read, or their labels are not those that the metric needs.
+        UsageError: there is no such metric.
+        MissingExtraError: the metric needs a package that is not installed.
     """
     runs: list[RunReport] = []
     skipped: list[SkippedDevice] = []
@@ -50,7 +59,7 @@ def verify_bundle(
             continue
         if progress is not None:
             progress(f"verify {bundle.manifest.name} on {device.name}")
-        runs.append(_run_device(bundle, device, golden or bundle.golden))
+        runs.append(_run_device(bundle, device, golden or bundle.golden, task or bundle.manifest.thresholds.task))
     return VerifyReport(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
         target=bundle.manifest.target,
@@ -58,6 +67,11 @@ def verify_bundle(
         skipped=tuple(skipped),
         taken_macs=bundle.manifest.placement.taken_macs,
         min_taken_macs=bundle.manifest.thresholds.min_taken_macs,
+        bundle_sha256=bundle.sha256,
+        size_bytes=bundle.manifest.model_size_bytes,
+        source_size_bytes=bundle.manifest.source_size_bytes,
+        max_size_bytes=bundle.manifest.thresholds.max_size_bytes,
+        max_size_share=bundle.manifest.thresholds.max_size_share,
     )
 
 
@@ -86,6 +100,15 @@ def read_report(path: Path) -> VerifyReport:
         raise DataError(f"'{path}' is malformed: {error}", hint="edgekit verify BUNDLE writes it again") from error
 
 
+def read_known(bundle: Bundle) -> VerifyReport | None:
+    """Returns what an earlier verification of exactly this bundle found, None where there is none that can be read."""
+    try:
+        report = read_report(bundle.folder / VERIFY)
+    except DataError:
+        return None
+    return report if report.bundle_sha256 == bundle.sha256 else None
+
+
 def _plan_run(bundle: Bundle, device: Device, golden: Golden) -> Verification:
     """Returns what the target's plan says for this device or its kind, else everything an app would load."""
     planned = {verification.device: verification for verification in bundle.manifest.verification}
@@ -94,11 +117,11 @@ def _plan_run(bundle: Bundle, device: Device, golden: Golden) -> Verification:
     return msgspec.structs.replace(plan, samples=min(plan.samples, golden.samples))
 
 
-def _run_device(bundle: Bundle, device: Device, golden: Golden) -> RunReport:
+def _run_device(bundle: Bundle, device: Device, golden: Golden, task: TaskLimit | None) -> RunReport:
     plan = _plan_run(bundle, device, golden)
     indices = spread_indices(golden.samples, plan.samples)
     reference = select_samples(read_outputs(golden), indices)
-    labels = read_labels(golden)
+    classes, labels = read_classes(golden), read_labels(golden)
     job = Job(
         model=bundle.find_model(plan.form),
         target=read_target(bundle),
@@ -117,10 +140,13 @@ def _run_device(bundle: Bundle, device: Device, golden: Golden) -> RunReport:
             reference = select_samples(read_outputs(golden), indices)
             plan = msgspec.structs.replace(plan, samples=len(indices))
         report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle.manifest.thresholds))
-        if labels is None:
+        if classes is not None:
+            accuracy = measure_accuracy(reference, run.outputs, [classes[index] for index in indices])
+            report = msgspec.structs.replace(report, accuracy=accuracy)
+        if task is None or labels is None:
             return report
-        accuracy = measure_accuracy(reference, run.outputs, [labels[index] for index in indices])
-        return msgspec.structs.replace(report, accuracy=accuracy)
+        measured = measure_task(task, reference, run.outputs, [labels[index] for index in indices])
+        return msgspec.structs.replace(report, task=measured)
 
 
 def _compare(reference: Samples, got: Samples, thresholds: Thresholds) -> tuple[OutputReport, ...]:

@@ -11,11 +11,12 @@ from tiny_models import parse_model
 from edgekit.bundle.folder import open_bundle
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError, OutputError
-from edgekit.pipeline import build, verify_on
+from edgekit.pipeline import build
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
 from edgekit.steps import check_targets, quantize_for
 from edgekit.target import Thresholds, load_target
+from edgekit.verify.on_devices import verify_on
 
 TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
 DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LABELS)

@@ -15,7 +15,7 @@ from edgekit.evidence import Evidence
 from edgekit.model import Model
 from edgekit.target import load_target
 from edgekit.tensors import Tensors
-from edgekit.verify.attribute import attribute_loss, explain_report, share_noise
+from edgekit.verify.attribute import attribute_loss, explain_report, share_loss
 from edgekit.verify.report import AttributionStep, Step
 from edgekit.verify.verify import verify_bundle
 
@@ -87,9 +87,7 @@ def step(name: Step, sqnr_db: float | None) -> AttributionStep:
 
 
 def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
-    shared = share_noise(
-        [step("prepare", 200.0), step("quantize", 20.0), step("convert", None), step("provider", 30.0)]
-    )
+    shared = share_loss([step("prepare", 200.0), step("quantize", 20.0), step("convert", None), step("provider", 30.0)])
     assert [item.noise_share for item in shared] == [pytest.approx(0.0), pytest.approx(10.0), None, pytest.approx(-9.0)]
 
 

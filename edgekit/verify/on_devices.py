@@ -1,0 +1,90 @@
+"""Verifying a bundle that is there already: on devices by name, with its own samples or with others."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgekit._files import work_folder
+from edgekit.bundle.folder import Bundle, read_target
+from edgekit.bundle.golden import make_golden
+from edgekit.data_check import check_samples
+from edgekit.devices.device import Device
+from edgekit.devices.find import find_device
+from edgekit.errors import UsageError
+from edgekit.labels import read_task_labels
+from edgekit.model import load_model
+from edgekit.progress import Progress, say_nothing
+from edgekit.recipe import Data
+from edgekit.samples import load_samples, select_samples, spread_indices
+from edgekit.target import Target, TaskLimit
+from edgekit.verify.attribute import keep_attribution
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.tasks import find_metric
+from edgekit.verify.verify import read_known, verify_bundle, write_report
+
+
+def verify_on(
+    bundle: Bundle, names: Sequence[str], progress: Progress | None = None, *, task: TaskLimit | None = None
+) -> VerifyReport:
+    """Verifies a bundle on devices by name (none: those of its target) and writes `verify.json` into it.
+
+    What the build knew of the loss stays in it: the models that it was measured with are gone.
+
+    Raises:
+        UsageError: there is no such device, or it runs another provider.
+    """
+    known = read_known(bundle)
+    report = verify_bundle(bundle, find_devices(bundle, read_target(bundle), names), task=task, progress=progress)
+    report = keep_attribution(report, known)
+    write_report(bundle, report)
+    return report
+
+
+def verify_with(
+    bundle: Bundle,
+    reference: Path,
+    data: Data,
+    names: Sequence[str],
+    *,
+    samples: int | None = None,
+    task: TaskLimit | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Verifies a bundle with other samples than its golden ones, at most that many; nothing is written into it.
+
+    `reference` is the float model that the bundle was made of and says what the outputs should be. `data.source` gives
+    the samples, `data.labels` the class of each.
+
+    Raises:
+        UsageError: the bundle was made of another model, or there is no such device.
+        DataError: the samples or the labels do not fit.
+    """
+    source, wanted = load_model(reference), bundle.manifest.ancestry.source
+    if source.sha256 != wanted:
+        raise UsageError(
+            f"'{reference}' is not the model that bundle '{bundle.folder}' was made of: its sha256 is {source.sha256},"
+            f" that of the bundle's source is {wanted}",
+            hint="give the float model that edgekit build was given",
+        )
+    devices = find_devices(bundle, read_target(bundle), names)
+    every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
+    metric = task or bundle.manifest.thresholds.task
+    kind = "class" if metric is None else find_metric(metric).labels
+    labels = None if data.labels is None else read_task_labels(data.labels, kind, every)
+    kept = spread_indices(every.count, samples or every.count)
+    chosen = select_samples(every, kept)
+    check_samples(chosen)
+    with work_folder() as work:
+        (progress or say_nothing)("run the float model")
+        known = None if labels is None else [labels[index] for index in kept]
+        golden = make_golden(source, chosen, work, labels=known)
+        return verify_bundle(bundle, devices, golden=golden, task=task, progress=progress)
+
+
+def find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[Device]:
+    """Returns the devices of these names, or those that the bundle's target names.
+
+    Raises:
+        UsageError: there is no such device, or it runs another provider.
+    """
+    chosen = names or [planned.device for planned in bundle.manifest.verification]
+    return [find_device(name, target) for name in chosen]
