@@ -1,0 +1,285 @@
+#include "session.h"
+
+#include <cstring>
+#include <ctime>
+
+#include "failure.h"
+
+namespace edgekit {
+namespace {
+
+constexpr const char* kCpu = "CPUExecutionProvider";
+constexpr const char* kNnapi = "NnapiExecutionProvider";
+constexpr std::int64_t kMaxThreads = 1024;
+constexpr std::int32_t kTensorType = 1;
+constexpr std::int32_t kArenaAllocator = 1;
+constexpr std::int32_t kDefaultMemory = 0;
+
+struct Level {
+  const char* name;
+  std::int32_t number;
+};
+constexpr Level kLevels[] = {{"disabled", 0}, {"basic", 1}, {"extended", 2}, {"layout", 3}, {"all", 99}};
+
+// The names that ONNX Runtime's generic function knows, where they are not the provider's own without its ending.
+constexpr const char* kShortNames[][2] = {{"XnnpackExecutionProvider", "XNNPACK"}, {"WebGpuExecutionProvider", "WebGPU"}};
+
+struct Flag {
+  const char* name;
+  std::uint32_t bit;
+};
+constexpr Flag kNnapiFlags[] = {
+    {"NNAPI_FLAG_USE_FP16", 1}, {"NNAPI_FLAG_USE_NCHW", 2}, {"NNAPI_FLAG_CPU_DISABLED", 4}, {"NNAPI_FLAG_CPU_ONLY", 8}};
+
+std::int32_t level_number(const std::string& name) {
+  for (const Level& level : kLevels) {
+    if (name == level.name) return level.number;
+  }
+  throw Failure(quoted(name) + " is no optimization level: disabled, basic, extended, layout or all");
+}
+
+std::string short_name(const std::string& provider) {
+  for (const auto& pair : kShortNames) {
+    if (provider == pair[0]) return pair[1];
+  }
+  const std::size_t ending = provider.rfind("ExecutionProvider");
+  return ending == std::string::npos ? provider : provider.substr(0, ending);
+}
+
+struct Pairs {
+  explicit Pairs(const Words& words) {
+    for (const auto& [key, value] : words) {
+      keys.push_back(key.c_str());
+      values.push_back(value.c_str());
+    }
+  }
+  std::vector<const char*> keys;
+  std::vector<const char*> values;
+};
+
+template <typename T, typename Create>
+Owned<T> make(const Ort& ort, void (*release)(T*), Create create) {
+  T* made = nullptr;
+  ort.check(create(&made));
+  return Owned<T>(made, release);
+}
+
+}  // namespace
+
+double now_ms() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
+}
+
+Job read_job(const Json& json) {
+  if (json.kind != Json::Kind::object) throw Failure("the job is no object");
+  Job job;
+  job.model = json.text_of("model");
+  if (job.model.empty()) throw Failure("the job names no model");
+  job.provider = json.text_of("provider", kCpu);
+  job.library = json.text_of("library");
+  job.provider_options = json.words_of("provider_options");
+  job.session_config = json.words_of("session_config");
+  job.level = json.text_of("level", "all");
+  const std::int64_t threads = json.whole_of("threads", 0);
+  if (threads > kMaxThreads) throw Failure("'threads' is larger than 1024");
+  job.threads = static_cast<int>(threads);
+  job.least_samples = json.whole_of("least_samples", job.least_samples);
+  job.budget_s = json.number_of("budget_s", job.budget_s);
+  job.profile = json.truth_of("profile", false);
+  job.runtime = json.text_of("runtime");
+  job.warmup = json.whole_of("warmup", 0);
+  job.repeat = json.whole_of("repeat", 1);
+  if (job.repeat < 1) throw Failure("'repeat' is less than 1");
+  return job;
+}
+
+Session::Session(const Ort& ort, const Job& job)
+    : ort_(ort),
+      env_(make<OrtEnv>(ort, ort.ReleaseEnv, [&](OrtEnv** out) { return ort.CreateEnv(3, "edgekit", out); })),
+      memory_(make<OrtMemoryInfo>(
+          ort, ort.ReleaseMemoryInfo,
+          [&](OrtMemoryInfo** out) { return ort.CreateCpuMemoryInfo(kArenaAllocator, kDefaultMemory, out); })),
+      options_(make<OrtSessionOptions>(
+          ort, ort.ReleaseSessionOptions, [&](OrtSessionOptions** out) { return ort.CreateSessionOptions(out); })),
+      session_(nullptr, ort.ReleaseSession) {
+  ort_.check(ort_.GetAllocatorWithDefaultOptions(&allocator_));
+  ort_.check(ort_.SetSessionGraphOptimizationLevel(options_.get(), level_number(job.level)));
+  ort_.check(ort_.SetIntraOpNumThreads(options_.get(), job.threads));
+  ort_.check(ort_.SetSessionLogSeverityLevel(options_.get(), 3));
+  for (const auto& [key, value] : job.session_config) {
+    ort_.check(ort_.AddSessionConfigEntry(options_.get(), key.c_str(), value.c_str()));
+  }
+  if (job.profile) {
+    watch_profile();
+  } else if (ort_.api() >= kPlacementSince) {
+    ort_.check(ort_.AddSessionConfigEntry(options_.get(), "session.record_ep_graph_assignment_info", "1"));
+  }
+  const double start = now_ms();
+  try {
+    open(job);
+  } catch (...) {
+    hide_profile();
+    throw;
+  }
+  load_ms_ = now_ms() - start;
+  hide_profile();
+  inputs_ = names(true);
+  outputs_ = names(false);
+}
+
+void Session::open(const Job& job) {
+  if (!job.library.empty()) {
+    append_library(job);
+  } else if (job.provider != kCpu) {
+    append_provider(job);
+  }
+  session_ = make<OrtSession>(ort_, ort_.ReleaseSession, [&](OrtSession** out) {
+    return ort_.CreateSession(env_.get(), job.model.c_str(), options_.get(), out);
+  });
+}
+
+void Session::append_provider(const Job& job) {
+  if (job.provider == kNnapi) return append_nnapi(job.provider_options);
+  const Pairs pairs(job.provider_options);
+  ort_.check(ort_.SessionOptionsAppendExecutionProvider(options_.get(), short_name(job.provider).c_str(),
+                                                        pairs.keys.data(), pairs.values.data(), pairs.keys.size()));
+}
+
+void Session::append_nnapi(const Words& options) {
+  using Append = OrtStatus* (*)(OrtSessionOptions*, std::uint32_t);
+  std::uint32_t flags = 0;
+  for (const auto& [key, value] : options) {
+    std::uint32_t bit = 0;
+    for (const Flag& flag : kNnapiFlags) bit |= key == flag.name ? flag.bit : 0U;
+    if (bit == 0 || (value != "0" && value != "1")) throw Failure(quoted(key) + " is no flag of NNAPI with 0 or 1");
+    flags |= value == "1" ? bit : 0U;
+  }
+  const auto append = reinterpret_cast<Append>(ort_.symbol("OrtSessionOptionsAppendExecutionProvider_Nnapi"));
+  if (append == nullptr) throw Refusal("this ONNX Runtime was built without NNAPI");
+  ort_.check(append(options_.get(), flags));
+}
+
+void Session::append_library(const Job& job) {
+  if (ort_.api() < kPluginsSince) throw Refusal("ONNX Runtime " + ort_.version() + " takes no provider libraries");
+  ort_.check(ort_.RegisterExecutionProviderLibrary(env_.get(), job.provider.c_str(), job.library.c_str()));
+  const OrtEpDevice* const* devices = nullptr;
+  std::size_t count = 0;
+  ort_.check(ort_.GetEpDevices(env_.get(), &devices, &count));
+  const Pairs pairs(job.provider_options);
+  for (std::size_t index = 0; index < count; ++index) {
+    if (job.provider == ort_.EpDevice_EpName(devices[index])) {
+      ort_.check(ort_.SessionOptionsAppendExecutionProvider_V2(options_.get(), env_.get(), devices + index, 1,
+                                                               pairs.keys.data(), pairs.values.data(),
+                                                               pairs.keys.size()));
+      return;
+    }
+  }
+  throw Refusal(quoted(job.library) + " offers no device of " + quoted(job.provider));
+}
+
+std::vector<std::string> Session::names(bool of_inputs) const {
+  std::size_t count = 0;
+  ort_.check(of_inputs ? ort_.SessionGetInputCount(session_.get(), &count)
+                       : ort_.SessionGetOutputCount(session_.get(), &count));
+  std::vector<std::string> found;
+  for (std::size_t index = 0; index < count; ++index) {
+    char* name = nullptr;
+    ort_.check(of_inputs ? ort_.SessionGetInputName(session_.get(), index, allocator_, &name)
+                         : ort_.SessionGetOutputName(session_.get(), index, allocator_, &name));
+    found.emplace_back(name);
+    ort_.check(ort_.AllocatorFree(allocator_, name));
+  }
+  return found;
+}
+
+void Session::bind(std::vector<Tensor>& tensors) {
+  values_.clear();
+  fed_names_.clear();
+  fed_.clear();
+  for (Tensor& tensor : tensors) {
+    OrtValue* made = nullptr;
+    if (tensor.dtype->onnx == kString) {
+      ort_.check(ort_.CreateTensorAsOrtValue(allocator_, tensor.shape.data(), tensor.shape.size(), kString, &made));
+      values_.emplace_back(made, ort_.ReleaseValue);
+      for (std::size_t index = 0; index < tensor.words.size(); ++index) {
+        const std::string& word = tensor.words[index];
+        char* room = nullptr;
+        ort_.check(ort_.GetResizedStringTensorElementBuffer(made, index, word.size(), &room));
+        if (!word.empty()) std::memcpy(room, word.data(), word.size());
+      }
+    } else {
+      if (tensor.bytes.data() == nullptr) tensor.bytes.resize(0);
+      ort_.check(ort_.CreateTensorWithDataAsOrtValue(memory_.get(), tensor.bytes.data(), tensor.bytes.size(),
+                                                     tensor.shape.data(), tensor.shape.size(), tensor.dtype->onnx,
+                                                     &made));
+      values_.emplace_back(made, ort_.ReleaseValue);
+    }
+    fed_names_.push_back(tensor.name.c_str());
+    fed_.push_back(made);
+  }
+}
+
+double Session::run() {
+  given_.clear();
+  std::vector<const char*> wanted;
+  for (const std::string& name : outputs_) wanted.push_back(name.c_str());
+  std::vector<OrtValue*> results(outputs_.size(), nullptr);
+  const double start = now_ms();
+  OrtStatus* status = ort_.Run(session_.get(), nullptr, fed_names_.data(), fed_.data(), fed_.size(), wanted.data(),
+                               wanted.size(), results.data());
+  const double spent = now_ms() - start;
+  for (OrtValue* value : results) given_.emplace_back(value, ort_.ReleaseValue);
+  ort_.check(status);
+  return spent;
+}
+
+std::vector<View> Session::views() const {
+  std::vector<View> seen;
+  for (std::size_t index = 0; index < given_.size(); ++index) seen.push_back(view(outputs_[index], given_[index].get()));
+  return seen;
+}
+
+View Session::view(const std::string& name, OrtValue* value) const {
+  std::int32_t kind = 0;
+  int has_value = 0;
+  if (value != nullptr) {
+    ort_.check(ort_.GetValueType(value, &kind));
+    ort_.check(ort_.HasValue(value, &has_value));
+  }
+  if (kind != kTensorType || has_value == 0) {
+    throw Refusal("output " + quoted(name) + " is no tensor: remove it from the outputs");
+  }
+  const auto info = make<OrtTensorTypeAndShapeInfo>(
+      ort_, ort_.ReleaseTensorTypeAndShapeInfo,
+      [&](OrtTensorTypeAndShapeInfo** out) { return ort_.GetTensorTypeAndShape(value, out); });
+  std::int32_t type = 0;
+  std::size_t rank = 0;
+  ort_.check(ort_.GetTensorElementType(info.get(), &type));
+  ort_.check(ort_.GetDimensionsCount(info.get(), &rank));
+  View seen{&name, find_dtype(type), std::vector<std::int64_t>(rank), nullptr, 0, {}};
+  if (seen.dtype == nullptr) {
+    throw Refusal("output " + quoted(name) + " has ONNX element type " + std::to_string(type) + ", which is not carried");
+  }
+  ort_.check(ort_.GetDimensions(info.get(), seen.shape.data(), rank));
+  const auto count = static_cast<std::size_t>(count_elements(seen.shape, name));
+  if (type != kString) {
+    void* data = nullptr;
+    ort_.check(ort_.GetTensorMutableData(value, &data));
+    seen.data = static_cast<const char*>(data);
+    seen.size = count * seen.dtype->size;
+    return seen;
+  }
+  for (std::size_t index = 0; index < count; ++index) {
+    std::size_t length = 0;
+    ort_.check(ort_.GetStringTensorElementLength(value, index, &length));
+    std::string word(length, '\0');
+    ort_.check(ort_.GetStringTensorElement(value, length, index, word.data()));
+    if (!is_utf8(word)) throw Refusal("output " + quoted(name) + " holds bytes that are no UTF-8 text");
+    seen.words.push_back(std::move(word));
+  }
+  return seen;
+}
+
+}  // namespace edgekit
