@@ -24,6 +24,7 @@ COMMANDS = {
     "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
     "prepare": "Fix shapes and clean the graph, as a provider will see it.",
     "quantize": "Make a static INT8 model for a target.",
+    "runner": "Build the program that runs a model on a phone or a board.",
     "targets": "List the targets, or show one.",
     "verify": "Run a bundle on devices and compare with the float model.",
 }

@@ -15,9 +15,9 @@ from edgekit.devices.cache import find_installed, installing
 from edgekit.devices.child import FAR, ORT_RUNNER, Runner, collect_run, describe_job, refuse_run, require_device
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.exchange import write_job
+from edgekit.devices.link import list_model_files
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
-from edgekit.model import load_model
 from edgekit.progress import Progress
 
 CPUS = ("cortex-a76", "cortex-a72")
@@ -28,7 +28,9 @@ _QEMU = "qemu-aarch64-static"
 _TOOLS = (_QEMU, "mmdebstrap")
 _INSTALL_TIMEOUT_S = 900.0
 _IMPORT = "import onnxruntime; print(onnxruntime.__version__)"
-_ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH=/site", "LC_ALL=C.UTF-8")
+_ENVIRONMENT = (
+    "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH=/site", "LC_ALL=C.UTF-8", "ORT_DISABLE_TELEMETRY=1",
+)  # fmt: skip
 
 
 class Arm64(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,17 +65,17 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         runner = Runner(device=self.name, evidence=self.evidence)
-        root = _installed_root()
-        with _folder_in(root) as folder:
+        root = arm64_root()
+        with folder_in_arm64(root) as folder:
             inside = f"/jobs/{folder.name}"
             try:
                 name = _copy_model(job.model, folder / "model")
             except EdgekitError as error:
                 return refuse_run(runner, error.message)
-            far = msgspec.structs.replace(describe_job(job), model=f"{inside}/model/{name}", threads=_threads())
+            far = msgspec.structs.replace(describe_job(job), model=f"{inside}/model/{name}", threads=thread_count())
             write_job(folder, far, job.samples)
             shutil.copyfile(ORT_RUNNER, folder / ORT_RUNNER.name)
-            argv = _emulate(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
+            argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
             finished = run_process(argv, timeout_s=job.timeout_s)
             for left in ("run.json", "out"):
                 if os.path.lexists(folder / left):
@@ -100,23 +102,36 @@ def install_arm64(progress: Progress) -> None:
         _install_wheels(root / "site")
         shutil.copy(str(shutil.which(_QEMU)), root / "qemu")
         progress("trying it")
-        _run_step("the emulated import of onnxruntime", _emulate(root, CPUS[0], ["-c", _IMPORT]))
+        _run_step("the emulated import of onnxruntime", _emulate_python(root, CPUS[0], ["-c", _IMPORT]))
 
 
-def _installed_root() -> Path:
+def arm64_root() -> Path:
+    """Returns the Debian root with Python and the aarch64 wheels.
+
+    Raises:
+        DeviceError: it is not installed.
+    """
     folder = find_installed("arm64", _REQUIREMENTS)
     if folder is None:
         raise DeviceError("the Debian arm64 root is not installed", hint="edgekit devices install arm64")
     return folder / "root"
 
 
-def _threads() -> int:
+def find_arm64_library() -> Path | None:
+    """Returns ONNX Runtime's library of the aarch64 wheel, None where that is not installed."""
+    folder = find_installed("arm64", _REQUIREMENTS)
+    found = () if folder is None else (folder / "root/site/onnxruntime/capi").glob("libonnxruntime.so*")
+    return next(iter(sorted(found)), None)
+
+
+def thread_count() -> int:
     """Returns how many threads the emulated session gets; without a /sys it cannot find out itself."""
     return min(os.cpu_count() or 1, 4)
 
 
 @contextlib.contextmanager
-def _folder_in(root: Path) -> Generator[Path]:
+def folder_in_arm64(root: Path) -> Generator[Path]:
+    """Yields a folder in the root, which sees it as `/jobs/NAME`; it is gone afterwards."""
     folder = Path(tempfile.mkdtemp(dir=root / "jobs"))
     try:
         yield folder
@@ -126,22 +141,24 @@ def _folder_in(root: Path) -> Generator[Path]:
 
 def _copy_model(model: Path, folder: Path) -> str:
     """Copies the files of a model, and returns the name of the one to load."""
-    external = load_model(model).external_files if model.suffix == ".onnx" else ()
-    for name in (model.name, *external):
+    for name, source in list_model_files(model).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model.parent / name, folder / name)
+        shutil.copyfile(source, folder / name)
     return model.name
 
 
-def _emulate(root: Path, cpu: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the command that runs Python in the root, which has neither the host's /proc nor its /sys.
+def enter_arm64(root: Path, cpu: str) -> list[str]:
+    """Returns the start of a command in the root, which has neither the host's /proc nor its /sys.
 
     With them ONNX Runtime's cpuinfo would read the caches of an x86 and crash. Without a /proc the peak of memory is
     ru_maxrss, which survives an exec: the fork keeps this process out of it.
     """
     enter = ["unshare", "--fork", *([] if os.geteuid() == 0 else ["--map-root-user"]), "chroot"]
-    python = ["/usr/bin/python3", "-P", *arguments]
-    return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu, *python]
+    return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu]
+
+
+def _emulate_python(root: Path, cpu: str, arguments: Sequence[str]) -> list[str]:
+    return [*enter_arm64(root, cpu), "/usr/bin/python3", "-P", *arguments]
 
 
 def _unpack_debian(archive: Path, root: Path) -> None:

@@ -8,6 +8,7 @@ from edgekit.devices.coreml import CoreMl
 from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulated import Emulated
 from edgekit.devices.host import Host
+from edgekit.devices.native import Arm64Native, HostNative
 from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator
 from edgekit.devices.qnn_sim import PROVIDER as QNN
 from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
@@ -18,11 +19,13 @@ from edgekit.target import Target
 
 _DEVICES: dict[str, Device] = {
     "host": Host(),
+    "host:native": HostNative(),
     "qnn-htp-sim": QnnSimulator(),
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
     "xnnpack-wasm": XnnpackWasm(),
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
+    "arm64:native": Arm64Native(),
     "emulated": Emulated(),
     "coreml": CoreMl(),
 }

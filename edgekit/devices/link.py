@@ -6,7 +6,7 @@ A link stores a set of files in a folder named by its digest, so that what is th
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, digest_file, safe_join, staged_folder
 from edgekit.devices.device import Missing
-from edgekit.model import load_model
+from edgekit.model import Model, load_model, read_proto
 
 
 class Link(Protocol):
@@ -101,8 +101,22 @@ def list_model_files(model: Path) -> dict[str, Path]:
     Raises:
         ModelError: the file is no model.
     """
-    external = load_model(model).external_files if model.suffix == ".onnx" else ()
-    return {name: model.parent / name for name in (model.name, *external)}
+    names = [model.name]
+    if model.suffix == ".onnx":
+        facts = load_model(model)
+        names += [*facts.external_files, *_context_files(facts)]
+    return {name: model.parent / name for name in names}
+
+
+def _context_files(model: Model) -> Iterator[str]:
+    """Yields the files in which a provider keeps what it compiled, where that is not in the model itself.
+
+    Attributes of EPContext: https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
+    """
+    for node in read_proto(model, weights=False).graph.node:
+        values = {attribute.name: attribute for attribute in node.attribute}
+        if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
+            yield values["ep_cache_context"].s.decode()
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

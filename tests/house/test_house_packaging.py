@@ -34,6 +34,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "edgekit/devices/far/web_runner.mjs",
         "edgekit/devices/far/xnnpack-wasm/package-lock.json",
         "edgekit/convert/far/qnn_context.py",
+        "edgekit/_runner/CMakeLists.txt",
+        "edgekit/_runner/src/main.cpp",
         "edgekit/report/templates/build.html.j2",
     ],
 )

@@ -1,6 +1,7 @@
 // edgekit-runner: runs a model on this machine with the ONNX Runtime that lies beside it.
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 
@@ -21,6 +22,7 @@ int run(int count, char** words) {
 }  // namespace
 
 int main(int count, char** words) {
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   try {
     return run(count, words);
   } catch (const edgekit::Refusal& error) {

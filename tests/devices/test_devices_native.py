@@ -1,0 +1,206 @@
+"""edgekit's runner: built with warnings as errors, run on this machine and in the Arm root, equal to Python's bits."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, qdq_conv, text_model
+
+from edgekit._proc import run_process
+from edgekit.devices.device import Device
+from edgekit.devices.find import find_device
+from edgekit.devices.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
+from edgekit.errors import UsageError
+from edgekit.target import load_target
+from edgekit.tensors import DTYPES, Tensors
+
+MAX_BYTES = 300_000
+PAIRS = [("host:native", "host"), ("arm64:native", "arm64")]
+JOB = {"model": "none.onnx", "provider": "CPUExecutionProvider"}
+
+
+def require_runner(abi: str) -> NativeRunner:
+    """Builds the runner, which the cache keeps, or skips with the reason and the command."""
+    missing = find_missing_runner(abi)
+    if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner build"):
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    return build_runner(abi, lambda _: None)
+
+
+def require_native(name: str) -> Device:
+    require_runner("linux-arm64" if name.startswith("arm64") else host_abi())
+    device = find_device(name, load_target("nnapi"))
+    if (missing := device.find_missing()) is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    return device
+
+
+def feed(data: bytes, *, job: object = None) -> "subprocess.CompletedProcess[bytes]":
+    """Gives the runner of this machine a job and then these bytes."""
+    runner = require_runner(host_abi())
+    line = json.dumps({**JOB, "runtime": str(runner.library)} if job is None else job).encode() + b"\n"
+    return subprocess.run([runner.program, "--pipe"], input=line + data, capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("abi", ["linux-x64", "linux-arm64"])
+def test_the_runner_is_small(abi: str) -> None:
+    assert require_runner(abi).program.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.parametrize(("native", "python"), PAIRS)
+@pytest.mark.parametrize("kind", ["float", "qdq"])
+def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, kind: str) -> None:
+    path = tmp_path / "f.onnx"
+    job = make_job(float_conv(path) if kind == "float" else qdq_conv(path, np.uint8), "nnapi")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    got = require_native(native).run_job(job, tmp_path / "a")
+    want = find_device(python, load_target("nnapi")).run_job(job, tmp_path / "b")
+    assert got.failure is None
+    assert got.placement == want.placement
+    assert got.versions["onnxruntime"] == want.versions["onnxruntime"]
+    assert got.cpu_features
+    for mine, other in zip(got.outputs, want.outputs, strict=True):
+        assert mine["y"].tobytes() == other["y"].tobytes()
+
+
+def test_every_element_type_passes(tmp_path: Path, work: Path) -> None:
+    onnx_names = {"float32": "float", "float64": "double"}
+    names = [name for name in DTYPES if name != "string"]
+    inputs = ", ".join(f"{onnx_names.get(name, name)}[N] {name}" for name in names)
+    outputs = ", ".join(f"{onnx_names.get(name, name)}[N] {name}_y" for name in names)
+    body = " ".join(f"{name}_y = Identity({name})" for name in names)
+    model = text_model(
+        tmp_path / "m.onnx",
+        f"({inputs}, string[K] s, float scalar) => ({outputs}, string[K] t, float y) "
+        f"{{ {body} t = Identity(s) y = Neg(scalar) }}",
+    )
+    rng = np.random.default_rng(5)
+    sample: Tensors = {
+        **{name: rng.integers(0, 2, 7).astype(DTYPES[name]) for name in names},
+        "s": np.array(["", "grüße", 'a\nb\x01"\\', "\U0001f600", "x\x00y"], object),
+        "scalar": np.array(2.5, np.float32),
+    }
+    empty = {name: value if name == "scalar" else value[:0] for name, value in sample.items()}
+    run = require_native("host:native").run_job(make_job(model, "nnapi", [sample, empty]), work)
+    assert run.failure is None
+    for given, got in zip([sample, empty], run.outputs, strict=True):
+        for name in names:
+            assert got[f"{name}_y"].tobytes() == given[name].tobytes()
+        assert got["t"].tolist() == given["s"].tolist()
+        assert got["y"].item() == -2.5
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        ({}, "the job names no model"),
+        ([], "the job is no object"),
+        ({"model": 1}, "'model' is no string"),
+        ({"model": "m\x00"}, "null character"),
+        ({**JOB, "threads": -1}, "'threads' is no whole number"),
+        ({**JOB, "threads": 1e6}, "'threads' is no whole number"),
+        ({**JOB, "repeat": 0}, "'repeat' is less than 1"),
+        ({**JOB, "session_config": {"a": 1}}, "'a' is no string"),
+        ({**JOB, "model": [[]] * 40 and json.loads("[" * 40 + "]" * 40)}, "it is too deep"),
+    ],
+)
+def test_a_job_that_is_malformed_is_an_error(job: object, reason: str) -> None:
+    done = feed(b"", job=job)
+    assert done.returncode == 2
+    assert reason in done.stderr.decode()
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"runtime": "/no/such/lib.so"}, "cannot open ONNX Runtime"),
+        ({}, "none.onnx"),
+        ({"level": "fast"}, "'fast' is no optimization level"),
+        ({"provider": "QNNExecutionProvider"}, "QNN"),
+        ({"provider": "NnapiExecutionProvider"}, "this ONNX Runtime was built without NNAPI"),
+        ({"provider": "NnapiExecutionProvider", "provider_options": {"FAST": "1"}}, "'FAST' is no flag of NNAPI"),
+        ({"provider": "X", "library": "/no/such/ep.so"}, "/no/such/ep.so"),
+    ],
+)
+def test_what_onnx_runtime_will_not_do_is_a_refusal(changes: dict[str, object], reason: str) -> None:
+    library = str(require_runner(host_abi()).library)
+    done = feed(b"", job={**JOB, "runtime": library, **changes})
+    run = json.loads(done.stdout)
+    assert (done.returncode, run["status"]) == (0, "refused")
+    assert reason in run["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"[", "the input ends in the middle of a line"),
+        (b"{}\n", "the header of a sample is no list"),
+        (b"[" * (2 << 20), "a line of the input is longer than a MiB"),
+        (b'[{"name":"x","dtype":"float32","shape":[1],"size_bytes":4}]\n12', "ends in the middle of 'x'"),
+        (b'[{"name":"x","dtype":"float32","shape":[1],"size_bytes":5}]\n12345', "not that of its shape"),
+        (b'[{"name":"x","dtype":"float32","shape":[-1],"size_bytes":4}]\n1234', "negative dimension"),
+        (b'[{"name":"x","dtype":"float32","shape":[0,4294967296,4294967296],"size_bytes":0}]\n', "too large"),
+        (b'[{"name":"x","dtype":"complex64","shape":[],"size_bytes":8}]\n12345678', "dtype of 'x' is unknown"),
+        (b'[{"name":"x","dtype":"string","shape":[2],"size_bytes":5}]\n["a"]', "malformed JSON"),
+        (b'[{"name":"x","dtype":"string","shape":[],"size_bytes":4}]\n"\xff\xff"', "malformed JSON"),
+        (b"[[]]\n", "dtype of '' is unknown"),
+        (b"[]\n", "x"),
+        (b'[{"name":"z","dtype":"int8","shape":[],"size_bytes":1}]\n1', "z"),
+    ],
+)
+def test_a_sample_that_is_malformed_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
+    library = str(require_runner(host_abi()).library)
+    model = str(float_conv(tmp_path / "f.onnx"))
+    done = feed(data, job={**JOB, "model": model, "runtime": library})
+    run = json.loads(done.stdout)
+    assert (done.returncode, run["status"]) == (0, "refused")
+    assert reason in run["message"]
+
+
+def test_the_runner_ends_when_nobody_reads(tmp_path: Path) -> None:
+    runner = require_runner(host_abi())
+    line = json.dumps({**JOB, "model": str(float_conv(tmp_path / "f.onnx")), "runtime": str(runner.library)})
+    with subprocess.Popen([runner.program, "--pipe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(line.encode() + b"\n")
+        child.stdin.flush()
+        child.stdout.close()
+        assert child.wait(20) == 3
+
+
+def test_a_copy_runs_with_the_library_beside_it(tmp_path: Path) -> None:
+    copied = copy_runner(require_runner(host_abi()), tmp_path / "out")
+    line = json.dumps({**JOB, "model": str(float_conv(tmp_path / "f.onnx"))})
+    done = subprocess.run([copied.program, "--pipe"], input=line.encode() + b"\n", capture_output=True, check=True)
+    assert json.loads(done.stdout)["status"] == "done"
+
+
+def test_android_needs_its_ndk_and_library(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs --ndk and --library"):
+        build_runner("arm64-v8a", lambda _: None)
+    with pytest.raises(UsageError, match="is no Android NDK"):
+        build_runner("arm64-v8a", lambda _: None, ndk=tmp_path, library=tmp_path / "a.aar")
+    with pytest.raises(UsageError, match="did you mean 'linux-arm64'"):
+        build_runner("linux-arm", lambda _: None)
+
+
+def test_the_sources_compile_for_android() -> None:
+    """Only the syntax, with glibc's headers: nothing here holds Android's own."""
+    headers = Path("/usr/aarch64-linux-gnu/include")
+    if run_process(["sh", "-c", "command -v clang++"], timeout_s=20).status or not headers.is_dir():
+        pytest.skip("clang or the Arm headers are not here: apt-get install clang g++-aarch64-linux-gnu")
+    includes = [f"-isystem{folder}" for folder in (*_libstdcxx(headers), headers)]
+    sources = [str(path) for path in sorted((Path(__file__).parents[2] / "tools/runner/src").glob("*.cpp"))]
+    flags = ["--target=aarch64-linux-android29", "-std=c++17", "-fsyntax-only", "-nostdinc++", "-nostdlibinc"]
+    done = run_process(["clang++", *flags, "-Wall", "-Wextra", "-Werror", *includes, *sources], timeout_s=300)
+    assert done.succeeded, done.stderr
+
+
+def _libstdcxx(headers: Path) -> list[Path]:
+    newest = max((headers / "c++").iterdir(), key=lambda folder: int(folder.name))
+    return [newest, newest / "aarch64-linux-gnu"]
