@@ -33,8 +33,8 @@ _ORACLES = {
 }
 """The device that runs a provider's own code, by provider."""
 
-_XNNPACK_RULES = {"ort_minor": "16"}
-"""The XNNPACK device is ONNX Runtime 1.16, so the rules are asked as of that version."""
+_XNNPACK_RULES = {"ort": "1.16.3"}
+"""The XNNPACK device is this ONNX Runtime, so the rules are asked as of that version."""
 
 _TOKEN = re.compile(r"_token_\d+$")
 """What ONNX Runtime's layout change adds to the name of a node that it makes anew."""
@@ -54,11 +54,13 @@ class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
 class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Where a session put the nodes that it still had: the provider of each by the name it has in the model.
 
-    `reasons` tell why the provider left a node, where it says so. `failure` says why no session could be made.
+    `reasons` tell why the provider left a node, where it says so. `partitions` counts the pieces that it got, where
+    that is known. `failure` says why no session could be made.
     """
 
     providers: dict[str, str]
     reasons: dict[str, str] = {}
+    partitions: int | None = None
     notes: tuple[str, ...] = ()
     failure: str | None = None
 

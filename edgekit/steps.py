@@ -4,20 +4,15 @@ import resource
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from edgekit import _ort
 from edgekit._files import move_file, replacing_file, work_folder
-from edgekit.check.check import check_model
-from edgekit.check.ort_opinion import OrtOpinions, ask_ort_checker
-from edgekit.check.report import CheckReport
+from edgekit.checking import TargetGain, fix_for_target
 from edgekit.data_check import check_samples, warn_if_few
 from edgekit.images import Preprocess
 from edgekit.model import Model, load_model
-from edgekit.observe import NotObserved, Observed, observe_target
-from edgekit.plain import to_plain
 from edgekit.prepare import Fix, fix_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import place_weights, refuse_inline
@@ -26,31 +21,15 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Candidate, FloatNode, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
-from edgekit.report.text import describe_recommendation
 from edgekit.samples import limit_samples, load_samples
-from edgekit.target import Precision
-
-
-class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A model checked against several targets, what their real providers did with it, what ORT's checker says."""
-
-    model: str
-    sha256: str
-    targets: dict[str, CheckReport]
-    observed: dict[str, Observed | NotObserved] = {}
-    ort: OrtOpinions | None = None
-
-    @property
-    def is_refused(self) -> bool:
-        """True if a target's verdict is "no", or the vendor's own code made no session."""
-        refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
-        return refused or any(report.verdict == "no" for report in self.targets.values())
+from edgekit.target import Precision, Target
 
 
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to prepare a model; see `prepare_model`, `reface_model` and `fix_model`.
 
-    `external` puts the weights beside the model or into it; None decides by size.
+    `external` puts the weights beside the model or into it; None decides by size. With a `target` the rewrites by which
+    it takes more are applied too.
     """
 
     dims: dict[str, int] = {}
@@ -60,15 +39,20 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     changes: InterfaceChanges = InterfaceChanges()
     fix: bool = True
     external: bool | None = None
+    target: Target | None = None
 
 
 class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared model and the rewrites that were applied; `preprocess` is what an app still does to an image."""
+    """A prepared model and the rewrites that were applied; `preprocess` is what an app still does to an image.
+
+    `gain` is what a target takes of it before and after the rewrites, where one was named.
+    """
 
     model: Model
     fixes: tuple[Fix, ...]
     is_refaced: bool
     preprocess: Preprocess | None
+    gain: TargetGain | None = None
 
 
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +90,11 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
         )
         prepared = reface_model(prepared, staged, changes)
         fixes: tuple[Fix, ...] = ()
-        if options.fix:
+        gain: TargetGain | None = None
+        if options.fix and options.target is not None:
+            better, gain = fix_for_target(prepared, staged, options.target)
+            prepared, fixes = better.model, better.fixes
+        elif options.fix:
             fixed = fix_model(prepared, staged)
             prepared, fixes = fixed.model, fixed.fixes
         if options.external is not None:
@@ -115,54 +103,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
             move_file(work / name, out.with_name(name))
     prepared = msgspec.structs.replace(prepared, path=out)
     left = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
-    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=left)
-
-
-def check_targets(
-    model: Path, recipe: Recipe, progress: Progress | None = None, *, observe: bool = False, compare_ort: bool = False
-) -> CheckSummary:
-    """Prepares a model and returns what each target of the recipe would take of it.
-
-    With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
-    report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
-
-    Raises:
-        EdgekitError: the model or the recipe is wrong.
-    """
-    progress = progress or say_nothing
-    targets, source = load_targets(recipe), load_model(model)
-    reports: dict[str, CheckReport] = {}
-    observed: dict[str, Observed | NotObserved] = {}
-    with work_folder() as work:
-        progress("prepare the model")
-        prepared = prepare_model(source, work / f"{source.name}.onnx", recipe.dims)
-        for target in targets:
-            progress(f"check {target.name}")
-            report = check_model(prepared, target)
-            if observe:
-                progress(f"observe {target.name}")
-                seen = observed[target.name] = observe_target(prepared, target)
-                if isinstance(seen, Observed):
-                    report = msgspec.structs.replace(report, evidence=seen.evidence.value)
-            reports[target.name] = report
-    opinions = ask_ort_checker(model) if compare_ort else None
-    return CheckSummary(model=source.name, sha256=source.sha256, targets=reports, observed=observed, ort=opinions)
-
-
-def describe_checks(summary: CheckSummary) -> dict[str, Any]:
-    """Returns a check as its JSON document: what was observed stands in the target's own object."""
-    targets = to_plain(summary.targets)
-    for name, seen in summary.observed.items():
-        targets[name]["observed"] = to_plain(seen) if isinstance(seen, Observed) else None
-        if isinstance(seen, NotObserved):
-            targets[name]["not_observed"] = seen.reason
-    document = {
-        "model": summary.model,
-        "sha256": summary.sha256,
-        "targets": targets,
-        "recommendation": describe_recommendation(summary.targets, summary.observed),
-    }
-    return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}
+    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=left, gain=gain)
 
 
 def quantize_for(

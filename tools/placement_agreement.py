@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from placement_models import write_models
+from placement_models import SEEDS, write_models
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
@@ -68,7 +68,7 @@ def main() -> int:
         return 0
     target = load_target(options.target, dict(pair.split("=", 1) for pair in options.set))
     tally = Tally()
-    for path in write_models(options.source, options.work / "models"):
+    for path in write_models(options.source, options.work / "models", range(*options.seeds)):
         seen = _observe(path, target, options.work)
         _compare(predict_for_oracle(load_model(path), target), seen, tally)
     return _print_tally(tally)
@@ -79,6 +79,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--target", choices=["qnn", "xnnpack"], default="qnn")
     parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--seeds", nargs=2, type=int, default=(SEEDS.start, SEEDS.stop), metavar=("FROM", "TO"))
     parser.add_argument("--work", type=Path, default=Path("placement"))
     parser.add_argument("--observe", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--soc", help=argparse.SUPPRESS)
@@ -128,14 +129,15 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
             session = ort.InferenceSession(str(path), options, enable_fallback=False)
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a finding
             return {"providers": {}, "failure": str(error).strip().splitlines()[0][:300]}
-        assigned = {
-            node.name: graph.ep_name
-            for graph in session.get_provider_graph_assignment_info()
-            for node in graph.get_nodes()
-        }
+        graphs = session.get_provider_graph_assignment_info()
+        assigned = {node.name: graph.ep_name for graph in graphs for node in graph.get_nodes()}
         file = trace / "qnn_op_trace.json"
         refused = json.loads(file.read_bytes())["unsupported_nodes"] if file.exists() else []
-    return {"providers": name_as_model(assigned), "reasons": {node["node_name"]: node["reason"] for node in refused}}
+    return {
+        "providers": name_as_model(assigned),
+        "reasons": {node["node_name"]: node["reason"] for node in refused},
+        "partitions": sum(graph.ep_name == _QNN for graph in graphs),
+    }
 
 
 def observe_xnnpack(path: Path, target: Target) -> ObservedPlacement:

@@ -47,9 +47,9 @@ class Net:
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=8)
 
 
-def generate_models(count: int, *, size: int = 14) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Yields `count` models of up to `size` nodes."""
-    for seed in range(count):
+def generate_models(seeds: range, *, size: int = 14) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Yields a model of up to `size` nodes for each seed."""
+    for seed in seeds:
         net = Net(seed)
         for _ in range(size):
             at = len(net.known) - 1 - min(int(net.rng.integers(4)), len(net.known) - 1)

@@ -10,6 +10,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("pipeline",),
     ("steps", "conversion"),
+    ("checking",),
     ("report",),
     ("verify", "bench", "inspect", "observe"),
     ("devices",),

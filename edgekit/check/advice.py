@@ -1,243 +1,269 @@
 """Advice: what to change so that a target takes more, with the gain that the same rules predict."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
+import onnx
 
-from edgekit.check.graph import Graph, Node
+from edgekit.check.graph import Graph, Node, view_graph
 from edgekit.check.report import Advice, CheckedNode
-from edgekit.check.what_if import (
-    as_reshapes,
-    with_activations,
-    with_fixed_dims,
-    with_inputs,
-    with_op,
-    without_op,
-    without_quantization,
-)
+from edgekit.check.what_if import with_activations, with_fixed_dims, without_quantization
+from edgekit.errors import ModelError
+from edgekit.model import iterate_graphs
+from edgekit.prepare.fix import REWRITES
+from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 
-Recheck = Callable[[Graph], Sequence[CheckedNode]]
+Recheck = Callable[[Graph, int], Sequence[CheckedNode]]
 
-_ADD_SINCE = 7
 _NAMED = 3
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked graph and a way to check it again after a change.
+    """A checked graph, the protobuf it was read from, and a way to check it again after a change.
 
     `splits` says that a node which is not taken cuts the graph in pieces.
     """
 
+    proto: onnx.ModelProto
     graph: Graph
     nodes: Sequence[CheckedNode]
     recheck: Recheck
     splits: bool
 
-    @property
-    def taken(self) -> set[str]:
-        """The names of the nodes taken."""
-        return {node.name for node in self.nodes if node.taken}
-
-    def gain(self, changed: Graph) -> int:
-        """Returns how many nodes fewer the CPU would keep after a change."""
-        return sum(not node.taken for node in self.nodes) - sum(not node.taken for node in self.recheck(changed))
-
-    def refused(self, op: str | None = None, because: str = "") -> list[CheckedNode]:
+    def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
         """Returns the nodes not taken, of an operator if given, that have a reason with this text."""
-        return [
-            node
+        return tuple(
+            node.name
             for node in self.nodes
             if not node.taken and op in {None, node.op} and any(because in reason for reason in node.reasons)
-        ]
+        )
 
     def of_op(self, op: str) -> list[Node]:
         """Returns the nodes of an operator in the main graph."""
         return [node for node in self.graph.nodes if node.op == op]
 
 
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that advice is about; `changed` is the graph as it would be, None where only a person can change it.
+
+    `word` fills the message; `subject` stands for the nodes where there is a better name for them.
+    """
+
+    nodes: tuple[str, ...]
+    changed: Graph | None = None
+    opset: int | None = None
+    word: str = ""
+    subject: str = ""
+
+
+class Adviser(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of advice: `message` may hold {count} and {word}; without `always` it is given only if it gains a node."""
+
+    id: str
+    fix: Literal["automatic", "manual"]
+    message: str
+    find: Callable[[Case], Iterator[Finding]]
+    always: bool = False
+
+
 def give_advice(
-    graph: Graph, nodes: Sequence[CheckedNode], recheck: Recheck, *, splits: bool = True
+    proto: onnx.ModelProto, graph: Graph, nodes: Sequence[CheckedNode], recheck: Recheck, *, splits: bool = True
 ) -> tuple[Advice, ...]:
     """Returns what to change, the biggest gain first; nothing where the provider takes every node.
 
     `splits` says that a node which is not taken cuts the graph in pieces, so that a missing operator matters even if
     it computes little.
     """
-    case = Case(graph=graph, nodes=nodes, recheck=recheck, splits=splits)
     if all(node.taken for node in nodes):
         return ()
-    found = [advice for adviser in ADVISERS for advice in adviser(case)]
-    return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, advice.id, advice.subject)))
+    case = Case(proto=proto, graph=graph, nodes=nodes, recheck=recheck, splits=splits)
+    found = [
+        advice
+        for adviser in ADVISERS
+        for finding in adviser.find(case)
+        if (advice := _judge(case, adviser, finding)) is not None
+    ]
+    mended = {name for advice in found if advice.id in REWRITES for name in advice.nodes}
+    found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
+    return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
 
 
-def _advise_sum(case: Case) -> Iterator[Advice]:
-    refused = {node.name for node in case.refused("Sum")}
-    pairs = [node for node in case.of_op("Sum") if len(node.inputs) == 2 and node.name in refused]
-    if pairs:
-        yield Advice(
-            id="sum-to-add",
-            subject=_names([node.name for node in pairs]),
-            message=f"write {_count(len(pairs), 'Sum')} of two inputs as Add, which is the same",
-            fix="automatic",
-            gain_nodes=case.gain(with_op(case.graph, {node.index for node in pairs}, "Add", _ADD_SINCE)),
-        )
+def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
+    gain_nodes = len(finding.nodes)
+    gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
+    if finding.changed is not None:
+        after = case.recheck(finding.changed, finding.opset or read_opset(case.proto))
+        gain_nodes = sum(not node.taken for node in case.nodes) - sum(not node.taken for node in after)
+        gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
+    if gain_nodes <= 0 and not adviser.always:
+        return None
+    return Advice(
+        id=adviser.id,
+        subject=finding.subject or _names(finding.nodes),
+        message=adviser.message.format(count=_count(len(finding.nodes), "node"), word=finding.word),
+        fix=adviser.fix,
+        gain_nodes=gain_nodes if finding.changed is None else max(0, gain_nodes),
+        gain_macs=gain_macs,
+        nodes=finding.nodes,
+    )
 
 
-def _advise_dims(case: Case) -> Iterator[Advice]:
+def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
+    return sum(node.macs for node in nodes if node.taken)
+
+
+def _find_rewrite(id_: str) -> Callable[[Case], Iterator[Finding]]:
+    """Returns what applies a rewrite to a copy of the graph, so that the real change is judged."""
+
+    def find(case: Case) -> Iterator[Finding]:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(case.proto)
+        opset = read_opset(case.proto)
+        nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in REWRITES[id_](graph, opset))
+        if nodes:
+            yield Finding(nodes=nodes, changed=view_graph(copy))
+
+    return find
+
+
+def _find_dims(case: Case) -> Iterator[Finding]:
     dynamic = case.refused(because="dynamic")
     if dynamic:
-        yield Advice(
-            id="fix-dims",
-            subject=_names([node.name for node in dynamic]),
-            message=f"{_count(len(dynamic), 'node')} depend on dynamic dimensions: fix them with --dim NAME=INT",
-            fix="automatic",
-            gain_nodes=case.gain(with_fixed_dims(case.graph)),
-        )
+        yield Finding(nodes=dynamic, changed=with_fixed_dims(case.graph))
 
 
-def _advise_float(case: Case) -> Iterator[Advice]:
+def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
     if quantizers and all(node.unit == node.name for node in case.nodes if node.is_quantizer):
-        yield Advice(
-            id="use-float",
-            subject=_names([node.name for node in quantizers]),
-            message="the provider takes no quantized model: give it the float model, as fp16 where the target wants it",
-            fix="manual",
-            gain_nodes=case.gain(without_quantization(case.graph)),
-        )
+        yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
 
-def _advise_sign(case: Case) -> Iterator[Advice]:
-    quantizers = [node for node in case.of_op("QuantizeLinear") if node.name not in case.taken]
-    for old, new in (("int8", "uint8"), ("uint8", "int8")):
-        refused = [node.name for node in quantizers if case.graph.value(node.outputs[0]).dtype == old]
-        gain = case.gain(with_activations(case.graph, old, new, weights=new == "int8")) if refused else 0
-        if gain > 0:
-            yield Advice(
-                id=f"{new}-activations",
-                subject=_names(refused),
-                message=f"quantize with {new} activations instead of {old}: edgekit quantize does it for this target",
-                fix="automatic",
-                gain_nodes=gain,
-            )
+def _find_sign(old: str, new: str) -> Callable[[Case], Iterator[Finding]]:
+    def find(case: Case) -> Iterator[Finding]:
+        left = set(case.refused("QuantizeLinear"))
+        made = [node for node in case.of_op("QuantizeLinear") if node.name in left]
+        refused = tuple(node.name for node in made if case.graph.value(node.outputs[0]).dtype == old)
+        if refused:
+            changed = with_activations(case.graph, old, new, weights=new == "int8")
+            yield Finding(nodes=refused, changed=changed, word=old)
+
+    return find
 
 
-def _advise_resize(case: Case) -> Iterator[Advice]:
-    empty: dict[int, tuple[str, ...]] = {}
-    for node in case.of_op("Resize"):
-        cleaned = tuple(
-            "" if at in {1, 2} and name and case.graph.value(name).shape == (0,) else name
-            for at, name in enumerate(node.inputs)
-        )
-        if cleaned != node.inputs:
-            empty[node.index] = cleaned
-    if empty:
-        yield Advice(
-            id="resize-empty-inputs",
-            subject=_names([case.graph.nodes[index].name for index in empty]),
-            message=f"{_count(len(empty), 'Resize')} have empty tensors for roi or scales, which can crash a provider: "
-            "leave them out",
-            fix="automatic",
-            gain_nodes=max(0, case.gain(with_inputs(case.graph, empty))),
-        )
-
-
-def _advise_clip(case: Case) -> Iterator[Advice]:
+def _find_bounds(case: Case) -> Iterator[Finding]:
     computed = case.refused("Clip", "bounds are computed")
     if computed:
-        yield Advice(
-            id="clip-bounds",
-            subject=_names([node.name for node in computed]),
-            message=f"give {_count(len(computed), 'Clip')} constant bounds",
-            fix="manual",
-            gain_nodes=len(computed),
-        )
+        yield Finding(nodes=computed)
 
 
-def _advise_flatten(case: Case) -> Iterator[Advice]:
-    refused = {node.name for node in case.refused("Flatten")}
-    flattens = [node for node in case.of_op("Flatten") if node.name in refused]
-    gain = case.gain(as_reshapes(case.graph, {node.index for node in flattens})) if flattens else 0
-    if gain > 0:
-        yield Advice(
-            id="flatten-to-reshape",
-            subject=_names([node.name for node in flattens]),
-            message=f"write {_count(len(flattens), 'Flatten')} as Reshape, which is the same",
-            fix="automatic",
-            gain_nodes=gain,
-        )
+def _find_opset(case: Case) -> Iterator[Finding]:
+    refused = case.refused(because="older than") + case.refused(because="the model's opset")
+    if not refused or read_opset(case.proto) == DEFAULT_OPSET:
+        return
+    copy = onnx.ModelProto()
+    copy.CopyFrom(case.proto)
+    try:
+        changed = view_graph(convert_opset(copy, DEFAULT_OPSET))
+    except ModelError:
+        return
+    yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)
 
 
-def _advise_copies(case: Case) -> Iterator[Advice]:
-    for op in ("Dropout", "Identity"):
-        refused = case.refused(op)
-        if refused:
-            yield Advice(
-                id=f"drop-{op.lower()}",
-                subject=_names([node.name for node in refused]),
-                message=f"remove {_count(len(refused), op)}, which only hand on their input",
-                fix="automatic",
-                gain_nodes=case.gain(without_op(case.graph, op)),
-            )
+def _find_missing(case: Case) -> Iterator[Finding]:
+    missing = set(case.refused(because="has no builder"))
+    nodes = [node for node in case.nodes if node.name in missing and not node.is_quantizer]
+    counts = Counter(node.op for node in nodes if case.splits or node.macs)
+    for op in sorted(counts):
+        names = tuple(node.name for node in nodes if node.op == op and (case.splits or node.macs))
+        yield Finding(nodes=names, word=op, subject=op)
 
 
-def _advise_opset(case: Case) -> Iterator[Advice]:
-    for because, message in (("older than", "raise"), ("the model's opset", "change")):
-        refused = case.refused(because=because)
-        if refused:
-            yield Advice(
-                id="opset",
-                subject=_names([node.name for node in refused]),
-                message=f"{message} the opset, {_count(len(refused), 'node')} depend on it: edgekit prepare --opset 17",
-                fix="automatic",
-                gain_nodes=len(refused),
-            )
-
-
-def _advise_missing(case: Case) -> Iterator[Advice]:
-    missing = [node for node in case.refused(because="has no builder") if not node.is_quantizer]
-    counts = Counter(node.op for node in missing if case.splits or node.macs)
-    rewritten: set[str] = {"Dropout", "Identity"}
-    if all(len(node.inputs) == 2 for node in case.of_op("Sum")):
-        rewritten.add("Sum")
-    for op, count in sorted(counts.items()):
-        if op in rewritten:
-            continue
-        message = f"the provider has no {op}: write {_count(count, 'node')} with operators that it takes, or leave them"
-        yield Advice(id="no-builder", subject=op, message=message, fix="manual", gain_nodes=count)
-
-
-def _advise_fatal(case: Case) -> Iterator[Advice]:
+def _find_fatal(case: Case) -> Iterator[Finding]:
     for node in case.nodes:
         if node.fatal:
-            yield Advice(
-                id="session-fails",
-                subject=node.name,
-                message=f"the session cannot be made because of it: {node.reasons[0] if node.reasons else node.op}",
-                fix="manual",
-                gain_nodes=1,
-            )
+            yield Finding(nodes=(node.name,), word=node.reasons[0] if node.reasons else node.op)
 
 
-ADVISERS: tuple[Callable[[Case], Iterator[Advice]], ...] = (
-    _advise_sum,
-    _advise_dims,
-    _advise_float,
-    _advise_sign,
-    _advise_resize,
-    _advise_clip,
-    _advise_flatten,
-    _advise_copies,
-    _advise_opset,
-    _advise_missing,
-    _advise_fatal,
+_REWRITTEN: Mapping[str, str] = {
+    "drop-copies": "remove {count} of Identity or Dropout, which only hand on their input",
+    "sum-to-add": "write {count} of Sum as Add, which is the same",
+    "resize-empty-inputs": "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider",
+    "trailing-inputs": "leave out the empty names at the end of the inputs of {count}",
+    "idle-relu": "remove {count} of Relu before a QuantizeLinear that cuts off the same",
+    "clip-to-relu": "write {count} of Clip from zero to nothing as Relu, which is the same",
+    "flatten-to-reshape": "write {count} of Flatten as Reshape, which is the same",
+    "index-to-int32": "give {count} of Gather 32-bit indices, which is the same",
+    "pad-reflect": "write {count} of Pad with mode reflect as slices and Concat, which is the same",
+    "plain-gemm": "put alpha, beta and transA of {count} of Gemm into nodes of their own",
+    "matmul-to-2d": "give {count} of MatMul two dimensions, between Reshapes",
+    "join-hard-swish": "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}",
+    "split-hard-swish": "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
+    "split-layer-norm": "write {count} of LayerNormalization as means, differences and a root",
+    "split-gelu": "write {count} of Gelu with Erf",
+    "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
+}
+"""What each rewrite of `edgekit prepare` does, by its id."""
+
+ADVISERS: tuple[Adviser, ...] = (
+    *(
+        Adviser(
+            id=id_,
+            fix="automatic",
+            message=message,
+            find=_find_rewrite(id_),
+            always=id_ == "resize-empty-inputs",
+        )
+        for id_, message in _REWRITTEN.items()
+    ),
+    Adviser(
+        id="fix-dims",
+        fix="automatic",
+        message="fix the dynamic dimensions with --dim NAME=INT: {count} depend on them",
+        find=_find_dims,
+    ),
+    Adviser(
+        id="opset",
+        fix="automatic",
+        message=f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
+        find=_find_opset,
+    ),
+    *(
+        Adviser(
+            id=f"{new}-activations",
+            fix="automatic",
+            message=f"quantize with {new} activations instead of {{word}}: edgekit quantize does it for this target",
+            find=_find_sign(old, new),
+        )
+        for old, new in (("int8", "uint8"), ("uint8", "int8"))
+    ),
+    Adviser(
+        id="use-float",
+        fix="manual",
+        message="give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
+        find=_find_float,
+    ),
+    Adviser(id="clip-bounds", fix="manual", message="give {count} of Clip constant bounds", find=_find_bounds),
+    Adviser(
+        id="no-builder",
+        fix="manual",
+        message="the provider has no {word}: write {count} with operators that it takes, or leave them",
+        find=_find_missing,
+    ),
+    Adviser(
+        id="session-fails",
+        fix="manual",
+        message="the session cannot be made because of it: {word}",
+        find=_find_fatal,
+        always=True,
+    ),
 )
 """Everything that advice is given about."""
 
 
 def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}s" if what == "node" else f"{number} {what} nodes"
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
 """Check: which nodes a target takes, which not and why, before anything runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from edgekit.check.advice import give_advice
-from edgekit.check.graph import Graph, read_graph
+from edgekit.check.graph import Graph, Node, infer_model, view_inferred
 from edgekit.check.kinds import Forms, Rule
 from edgekit.check.macs import count_bytes, count_macs, value_bytes
 from edgekit.check.placement import Placement, place_units
@@ -16,6 +16,8 @@ from edgekit.check.subject import Subject
 from edgekit.check.units import SELECTORS, Selector, Unit, group_units, unit_of_each
 from edgekit.evidence import Evidence
 from edgekit.model import Model
+from edgekit.prepare.tidy import name_nodes
+from edgekit.skim import skim_model
 from edgekit.target import Target
 
 
@@ -36,12 +38,15 @@ def check_model(model: Model, target: Target) -> CheckReport:
     book = load_rules(target)
     settings = {**target.session.provider_options, **target.settings}
     opset = model.opsets.get("ai.onnx", 1)
-    graph = read_graph(model)
+    proto = skim_model(model.path)
+    name_nodes(proto.graph)
+    proto = infer_model(proto)
+    graph = view_inferred(proto)
 
-    def recheck(changed: Graph) -> tuple[CheckedNode, ...]:
-        return check_graph(changed, book, settings, opset=opset)
+    def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
+        return check_graph(changed, book, settings, opset=version)
 
-    nodes = recheck(graph)
+    nodes = recheck(graph, opset)
     crossings, crossing_bytes = count_crossings(graph, nodes)
     return CheckReport(
         target=target.name,
@@ -50,9 +55,10 @@ def check_model(model: Model, target: Target) -> CheckReport:
         evidence=Evidence.PREDICTED.value,
         settings=dict(target.settings),
         node_list=nodes,
-        advice=give_advice(graph, nodes, recheck, splits=book.placing.style == "wave"),
+        advice=give_advice(proto, graph, nodes, recheck, splits=book.placing.style == "wave"),
         crossings=crossings,
         crossing_bytes=crossing_bytes,
+        wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",
     )
 
 
@@ -164,11 +170,16 @@ def _list_nodes(
                 unit=unit.node.name,
                 risks=judge.find_risks(graph, unit) if taken else (),
                 fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
+                reads=tuple(dict.fromkeys(graph.nodes[at].name for at in _makers(graph, node))),
             )
         )
         for body in node.bodies:
             listed += _check_body(body, listed[-1], judge, blocked)
     return listed
+
+
+def _makers(graph: Graph, node: Node) -> Iterator[int]:
+    return (graph.producers[name] for name in node.inputs if name in graph.producers)
 
 
 def _for_member(reason: str, unit: Unit, index: int) -> str:

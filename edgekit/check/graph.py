@@ -113,9 +113,13 @@ def read_graph(model: Model) -> Graph:
 
 def view_graph(proto: onnx.ModelProto) -> Graph:
     """Returns the main graph of a protobuf in memory, with shapes inferred."""
-    inferred = _infer_shapes(proto)
+    return view_inferred(infer_model(proto))
+
+
+def view_inferred(proto: onnx.ModelProto) -> Graph:
+    """Returns the main graph of a protobuf that holds the shapes of its values."""
     opsets = {entry.domain: entry.version for entry in proto.opset_import}
-    return _view(inferred.graph, opsets, ir_version=proto.ir_version, outer=None)
+    return _view(proto.graph, opsets, ir_version=proto.ir_version, outer=None)
 
 
 def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...]) -> bool:
@@ -150,7 +154,7 @@ def _next(graph: Graph, node: Node) -> Node | None:
     return graph.nodes[indices[0]] if len(indices) == 1 else None
 
 
-def _infer_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
+def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with the shapes that onnx can infer; operators of ORT are inferred by their likes."""
     light = onnx.ModelProto()
     light.CopyFrom(_without_weights(proto))

@@ -20,7 +20,7 @@ class When(_Strict, frozen=True, kw_only=True):
 
     `settings`, `below` and `at_least` look at the target's parameters and at `ort_minor`, the 31 of ORT 1.31;
     `attribute` at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs
-    by position, `since` at the operator's version.
+    by position, `since` at the operator's version, `fed_by` at the operators that make its inputs (one of them).
     """
 
     settings: dict[str, tuple[str, ...]] = {}
@@ -39,6 +39,7 @@ class When(_Strict, frozen=True, kw_only=True):
     since_max: int = 10_000
     ops: tuple[str, ...] = ()
     except_ops: tuple[str, ...] = ()
+    fed_by: tuple[str, ...] = ()
 
 
 class _Rule(_Strict, frozen=True, kw_only=True, tag_field="kind"):

@@ -1,13 +1,17 @@
 """What checking a model against a target found: facts and the verdict computed from them."""
 
+import operator
 from typing import Literal
 
 import msgspec
+
+from edgekit.check.trace import Fate
 
 Verdict = Literal["yes", "maybe", "no"]
 
 YES_SHARE = 0.9
 MAYBE_SHARE = 0.5
+CROSSING_SHARE = 0.5
 
 
 class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +20,7 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     `unit` names the target node of the QDQ group that it is in, itself if it is in none. `partition` counts from 0 and
     is None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the computed values
     it reads and writes. `fatal` means that the provider claims it and then refuses the whole session because of it,
-    `risks` say why it may.
+    `risks` say why it may. `reads` names the nodes that make its inputs.
     """
 
     name: str
@@ -30,6 +34,7 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     fatal: bool = False
     risks: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def is_quantizer(self) -> bool:
@@ -37,14 +42,40 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in {"QuantizeLinear", "DequantizeLinear"}
 
 
+class ModelNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the model as the user has it, and what became of it before the provider saw the graph.
+
+    `taken` is True if the provider takes all that it became, so also if nothing of it is left to run. `became` names
+    the nodes of `node_list` that do its work; `fate` is one of "kept", "rewritten", "fused", "folded" and "removed",
+    and `note` says it in words. `macs` and `bytes` are 0 where nothing is left to run.
+    """
+
+    name: str
+    op: str
+    domain: str
+    taken: bool
+    reasons: tuple[str, ...]
+    macs: int
+    bytes: int
+    fate: Fate
+    became: tuple[str, ...]
+    note: str
+
+
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to change in the model, and how many more nodes the provider would then take."""
+    """Something to change in the model, and how many more nodes and MACs the provider would then take.
+
+    An automatic change is made by `edgekit prepare --fix`, or by the command that the message names; its gain is what
+    the same rules say of the changed graph. `nodes` are those that it is about.
+    """
 
     id: str
     subject: str
     message: str
     fix: Literal["automatic", "manual"]
     gain_nodes: int
+    gain_macs: int = 0
+    nodes: tuple[str, ...] = ()
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +84,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     `evidence` is how good the placement's evidence is: "predicted" for rules. `node_list` holds each node of the
     checked graph once, in graph order, a body's nodes after the node that has it; Constant nodes are left out because
     ONNX Runtime turns them into initializers. `crossings` counts the values that cross between the provider and the
-    CPU, `crossing_bytes` their bytes.
+    CPU, `crossing_bytes` their bytes. `model_nodes` holds each node of the model as the user has it, where that is
+    known. `wants_whole` says that the session is made without the CPU.
     """
 
     target: str
@@ -65,6 +97,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     advice: tuple[Advice, ...]
     crossings: int = 0
     crossing_bytes: int = 0
+    model_nodes: tuple[ModelNode, ...] = ()
+    wants_whole: bool = False
 
     @property
     def nodes(self) -> int:
@@ -96,6 +130,23 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(node.bytes for node in self.node_list if node.taken) / total
 
     @property
+    def main_share(self) -> float:
+        """The share of multiply-accumulates in the partition that has most, 0 to 1; of bytes if nothing multiplies."""
+        weigh = operator.attrgetter("macs" if any(node.macs for node in self.node_list) else "bytes")
+        total = sum(weigh(node) for node in self.node_list)
+        sums: dict[int | None, int] = {}
+        for node in self.node_list:
+            sums[node.partition] = sums.get(node.partition, 0) + weigh(node)
+        best = max((share for place, share in sums.items() if place is not None), default=0)
+        return best / total if total else self.taken_macs
+
+    @property
+    def crossing_share(self) -> float:
+        """The bytes that cross between places over the bytes read and written by all nodes, 0 to 1."""
+        total = sum(node.bytes for node in self.node_list)
+        return min(1.0, self.crossing_bytes / total) if total else 0.0
+
+    @property
     def is_refused(self) -> bool:
         """True if the provider would refuse the whole session."""
         return any(node.fatal for node in self.node_list)
@@ -107,12 +158,14 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether to use the target: yes from 90 % of the work in few pieces, no below half or if it refuses.
+        """Whether to use the target: yes from 90 % of the work in one piece, no below half or if it refuses.
 
-        With a risk it is maybe at best.
+        With a risk it is maybe at best, where values worth more than half of all that is read and written cross between
+        places too, and on a target that wants the graph whole where a node is left or the graph is split.
         """
         if self.is_refused or self.taken_macs < MAYBE_SHARE:
             return "no"
-        few = self.partitions <= max(3, self.nodes // 50)
-        enough = self.taken_macs >= YES_SHARE and self.taken_bytes >= MAYBE_SHARE
-        return "yes" if few and enough and not self.risks else "maybe"
+        enough = self.main_share >= YES_SHARE and self.taken_bytes >= MAYBE_SHARE
+        whole = not self.wants_whole or (self.taken == self.nodes and self.partitions == 1)
+        together = whole and self.crossing_share <= CROSSING_SHARE
+        return "yes" if enough and together and not self.risks else "maybe"

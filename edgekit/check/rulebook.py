@@ -131,8 +131,8 @@ def load_rules(target: Target) -> RuleBook:
 
 
 def derive_settings(book: RuleBook, settings: dict[str, str]) -> dict[str, str]:
-    """Returns the settings with the derived ones added, and with the ORT that the rules describe."""
-    found = {"ort_minor": book.provider.ort.split(".")[1], **settings}
+    """Returns the settings with the derived ones added, and the minor version of ORT, by default the rules' own."""
+    found = {"ort_minor": settings.get("ort", book.provider.ort).split(".")[1], **settings}
     for name, derived in book.derived.items():
         value = settings.get(derived.parameter, "")
         found[name] = next((key for key, values in derived.names.items() if value in values), derived.default)

@@ -55,7 +55,14 @@ def _operands_fit(when: kinds.When, subject: Subject) -> bool:
         and not any(unit.has_input(at) for at in when.absent)
         and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in when.dtypes.items())
         and all(unit.rank_of(int(at)) in ranks for at, ranks in when.ranks.items())
+        and (not when.fed_by or _is_fed_by(when.fed_by, subject))
     )
+
+
+def _is_fed_by(ops: tuple[str, ...], subject: Subject) -> bool:
+    producers, nodes = subject.graph.producers, subject.graph.nodes
+    made = (producers.get(operand.name) for operand in subject.unit.inputs)
+    return any(index is not None and nodes[index].op in ops for index in made)
 
 
 JUDGES: Mapping[type, Callable[[Any, Subject], str | None]] = {

@@ -1,7 +1,5 @@
 """Graphs as they would be after a change, so that the same rules can say what the change would gain."""
 
-from collections.abc import Collection, Mapping
-
 import msgspec
 import numpy as np
 import onnx
@@ -9,30 +7,7 @@ from onnx import numpy_helper
 
 from edgekit.check.graph import Graph, Node, Value
 
-_RESHAPE_SINCE = 14
 _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
-
-
-def with_op(graph: Graph, indices: Collection[int], op: str, since: int) -> Graph:
-    """Returns the graph with these nodes being another operator of ai.onnx."""
-    return _with_nodes(
-        graph,
-        [
-            msgspec.structs.replace(node, op=op, domain="", since=since) if node.index in indices else node
-            for node in graph.nodes
-        ],
-    )
-
-
-def with_inputs(graph: Graph, inputs: Mapping[int, tuple[str, ...]]) -> Graph:
-    """Returns the graph with some nodes reading other values."""
-    return _with_nodes(
-        graph,
-        [
-            msgspec.structs.replace(node, inputs=inputs[node.index]) if node.index in inputs else node
-            for node in graph.nodes
-        ],
-    )
 
 
 def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
@@ -46,21 +21,6 @@ def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
             for name, value in graph.values.items()
         },
     )
-
-
-def as_reshapes(graph: Graph, indices: Collection[int]) -> Graph:
-    """Returns the graph with these nodes written as Reshape to the shape that they make."""
-    inputs: dict[int, tuple[str, ...]] = {}
-    constants = dict(graph.constants)
-    for index in indices:
-        node = graph.nodes[index]
-        shape = graph.value(node.outputs[0]).shape
-        if shape is not None and None not in shape:
-            name = f"shape of {node.outputs[0]}"
-            constants[name] = numpy_helper.from_array(np.asarray(shape, np.int64), name)
-            inputs[index] = (node.inputs[0], name)
-    changed = with_inputs(msgspec.structs.replace(graph, constants=constants), inputs)
-    return with_op(changed, set(inputs), "Reshape", _RESHAPE_SINCE)
 
 
 def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
@@ -102,19 +62,6 @@ def without_quantization(graph: Graph) -> Graph:
         else:
             values[name] = Value(dtype="float32", shape=graph.value(name).shape)
     return _with_nodes(msgspec.structs.replace(graph, constants=constants, values=values), kept)
-
-
-def without_op(graph: Graph, op: str) -> Graph:
-    """Returns the graph without the nodes of an operator that hands its first input on."""
-    source: dict[str, str] = {}
-    kept: list[Node] = []
-    for node in graph.nodes:
-        inputs = tuple(source.get(name, name) for name in node.inputs)
-        if node.op == op and node.outputs[0] not in graph.outputs:
-            source[node.outputs[0]] = inputs[0]
-        else:
-            kept.append(msgspec.structs.replace(node, inputs=inputs, index=len(kept)))
-    return _with_nodes(graph, kept)
 
 
 def _with_nodes(graph: Graph, nodes: list[Node]) -> Graph:

@@ -5,12 +5,14 @@ from pathlib import Path
 import click
 
 from edgekit._files import write_file
+from edgekit.checking import check_targets, describe_checks
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_checks, show_json, showing_progress
+from edgekit.cli.terminal import print_table, show_json, showing_progress
 from edgekit.recipe import Recipe
+from edgekit.report import text
 from edgekit.report.html import render_check
-from edgekit.steps import check_targets, describe_checks
+from edgekit.report.summary import CheckSummary
 
 
 @click.command(short_help="Say node by node what each target would take, why not, and what to do.")
@@ -49,7 +51,24 @@ def command(
     with showing_progress(volume) as progress:
         summary = check_targets(model, recipe, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:
-        page = render_check(summary.model, summary.sha256, summary.targets, summary.observed)
-        write_file(html, page.encode())
-    show_json(describe_checks(summary)) if as_json else show_checks(summary.targets, summary.observed, summary.ort)
+        write_file(html, render_check(summary).encode())
+    show_json(describe_checks(summary)) if as_json else show_checks(summary)
     return NO if summary.is_refused else YES
+
+
+def show_checks(summary: CheckSummary) -> None:
+    """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
+    for name, report in summary.targets.items():
+        click.echo(text.describe_check(report))
+        if report.taken < report.nodes:
+            print_table(text.table_check(report))
+        for remark in text.list_check_remarks(report, summary.observed.get(name)):
+            click.echo(f"- {remark}")
+        for advice in report.advice:
+            click.echo(f"- {text.describe_advice(advice)}")
+    fates = text.describe_fates(next(iter(summary.targets.values())))
+    if fates:
+        click.echo(fates)
+    for line in text.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
+        click.echo(line)
+    click.echo(f"recommendation: {text.describe_recommendation(summary.recommended, summary.targets)}")

@@ -10,6 +10,7 @@ from edgekit.cli.terminal import show_json, show_prepared, showing_progress
 from edgekit.model import load_model
 from edgekit.prepare.reface import InterfaceChanges
 from edgekit.steps import PrepareOptions, prepare_for
+from edgekit.target import load_target
 
 
 @click.command(short_help="Fix shapes and clean the graph, as a provider will see it.")
@@ -35,6 +36,8 @@ from edgekit.steps import PrepareOptions, prepare_for
 )
 @options.CUSTOM_OPS
 @click.option("--fix/--no-fix", default=True, help="Apply the rewrites that check calls automatic (the default).")
+@click.option("--target", metavar="NAME", help="Also apply the rewrites by which this target takes more.")
+@options.SET
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The prepared model.")
 @options.JSON
 @options.verbosity
@@ -51,6 +54,8 @@ def command(
     external: bool | None,
     custom_ops: tuple[Path, ...],
     fix: bool,
+    target: str | None,
+    settings: tuple[str, ...],
     out: Path,
     as_json: bool,
     volume: int,
@@ -60,6 +65,7 @@ def command(
     \b
     Example:
       edgekit prepare model.onnx --dim batch=1 --outputs scores,boxes --out prepared.onnx
+      edgekit prepare model.onnx --fix --target nnapi --set api_level=31 --out prepared.onnx
     """
     source = load_model(model, custom_ops=custom_ops)
     image_input, preprocess = options.parse_embedded(embedded)
@@ -77,6 +83,7 @@ def command(
         changes=changes,
         fix=fix,
         external=external,
+        target=None if target is None else load_target(target, options.parse_assignments(settings, "--set")),
     )
     with showing_progress(volume) as progress:
         report = prepare_for(source, out, wanted, progress)

@@ -2,20 +2,17 @@
 
 import contextlib
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console, RenderableType
 
-from edgekit.check.ort_opinion import OrtOpinions
-from edgekit.check.report import CheckReport
 from edgekit.conversion import ConvertReport
 from edgekit.convert.equality import Equality
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.inspect import OnnxReport
-from edgekit.observe import NotObserved, Observed
 from edgekit.plain import to_json
 from edgekit.progress import Progress
 from edgekit.report import text
@@ -41,34 +38,15 @@ def show_line(line: str) -> None:
 
 def show_build(report: BuildReport) -> None:
     """Prints a build: the table, what must be known, and where the report is."""
-    _print(text.table_build(report))
+    print_table(text.table_build(report))
     for remark in text.list_remarks(report):
         click.echo(f"- {remark}")
     click.echo(f"report: {report.report}")
 
 
-def show_checks(
-    reports: Mapping[str, CheckReport],
-    observed: Mapping[str, Observed | NotObserved],
-    opinions: OrtOpinions | None = None,
-) -> None:
-    """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
-    for name, report in reports.items():
-        click.echo(text.describe_check(report))
-        if report.taken < report.nodes:
-            _print(text.table_check(report))
-        for remark in text.list_check_remarks(report, observed.get(name)):
-            click.echo(f"- {remark}")
-        for advice in report.advice:
-            click.echo(f"- {advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes)")
-    for line in text.list_ort_opinions(opinions, reports) if opinions is not None else ():
-        click.echo(line)
-    click.echo(f"recommendation: {text.describe_recommendation(reports, observed)}")
-
-
 def show_verify(report: VerifyReport) -> None:
     """Prints a verification: the table, each failure, each device that was skipped."""
-    _print(text.table_verify(report))
+    print_table(text.table_verify(report))
     for remark in text.list_verify_remarks(report):
         click.echo(f"- {remark}")
     click.echo(f"{report.bundle}: {'pass' if report.passed else 'fail'}")
@@ -76,25 +54,25 @@ def show_verify(report: VerifyReport) -> None:
 
 def show_targets(targets: Sequence[Target]) -> None:
     """Prints targets as a table."""
-    _print(text.table_targets(targets))
+    print_table(text.table_targets(targets))
 
 
 def show_target(target: Target) -> None:
     """Prints one target with its parameters."""
     click.echo(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
-    _print(text.table_parameters(target))
+    print_table(text.table_parameters(target))
 
 
 def show_devices(statuses: Sequence[DeviceStatus]) -> None:
     """Prints devices as a table."""
-    _print(text.table_devices(statuses))
+    print_table(text.table_devices(statuses))
 
 
 def show_comparison(report: ModelComparison) -> None:
     """Prints how far two models lie apart, and where that begins."""
-    _print(text.table_outputs(report))
+    print_table(text.table_outputs(report))
     if report.layers:
-        _print(text.table_layers(report))
+        print_table(text.table_layers(report))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
 
 
@@ -105,6 +83,10 @@ def show_prepared(report: PrepareReport, out: Path) -> None:
         click.echo(f"- {spec}")
     for fix in report.fixes:
         click.echo(f"- {fix.id}: {len(fix.nodes)} nodes")
+    if report.gain is not None:
+        for when, share in (("before", report.gain.before), ("after", report.gain.after)):
+            taken = f"{share.taken}/{share.nodes} nodes, {share.taken_macs:.0%} of MACs"
+            click.echo(f"{when}: {report.gain.target}: {share.verdict}; {taken} in {share.partitions} partitions")
     if report.preprocess is not None:
         left = report.preprocess
         click.echo(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")
@@ -142,7 +124,7 @@ def describe_equality(found: Equality) -> str:
 
 def show_contents(report: OnnxReport | OrtFileReport) -> None:
     """Prints what a model contains."""
-    _print(text.table_contents(report))
+    print_table(text.table_contents(report))
 
 
 @contextlib.contextmanager
@@ -158,6 +140,6 @@ def showing_progress(volume: int) -> Generator[Progress]:
             yield status.update
 
 
-def _print(table: RenderableType) -> None:
+def print_table(table: RenderableType) -> None:
     wide = None if sys.stdout.isatty() else 160
     Console(width=wide, highlight=False).print(table)

@@ -70,6 +70,7 @@ def prepare_model(
 def _read_interface(model: Model, outputs: Collection[str], constants: Mapping[str, float]) -> onnx.ModelProto:
     proto = read_proto(model, weights=not keeps_external(model))
     merge_domains(proto)
+    name_nodes(proto.graph)
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto.graph, outputs)
     freeze_inputs(proto.graph, constants)

@@ -1,23 +1,61 @@
-"""The rewrites that advice calls automatic: each leaves every result as it is."""
+"""The rewrites that advice calls automatic: each leaves every result as it is, or moves its last bits as it says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 import onnx
 
 from edgekit.model import Model, iterate_graphs, read_proto
-from edgekit.prepare import flatten_to_reshape, idle_relu, resize_inputs, sum_to_add
+from edgekit.prepare import (
+    clip_to_min_max,
+    clip_to_relu,
+    copies,
+    flatten_to_reshape,
+    hard_swish,
+    idle_relu,
+    index_to_int32,
+    matmul_to_2d,
+    pad_reflect,
+    plain_gemm,
+    resize_inputs,
+    split_gelu,
+    split_layer_norm,
+    sum_to_add,
+    trailing_inputs,
+)
 from edgekit.prepare.external import save_graph
+from edgekit.prepare.infer import infer_values
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.tidy import merge_domains, name_nodes
 
-FIXES: dict[str, Callable[[onnx.GraphProto, int], tuple[str, ...]]] = {
+Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
+
+FIXES: Mapping[str, Rewrite] = {
+    copies.FIX_ID: copies.drop_copies,
     sum_to_add.FIX_ID: sum_to_add.rewrite_sums,
     resize_inputs.FIX_ID: resize_inputs.leave_out_empty_inputs,
+    trailing_inputs.FIX_ID: trailing_inputs.drop_trailing_inputs,
     idle_relu.FIX_ID: idle_relu.drop_idle_relus,
+    clip_to_relu.FIX_ID: clip_to_relu.write_relus,
     flatten_to_reshape.FIX_ID: flatten_to_reshape.write_flattens,
 }
+"""Rewrites that every provider is well served by."""
+
+SPELLINGS: Mapping[str, Rewrite] = {
+    index_to_int32.FIX_ID: index_to_int32.narrow_indices,
+    pad_reflect.FIX_ID: pad_reflect.write_mirrors,
+    plain_gemm.FIX_ID: plain_gemm.write_plain_gemms,
+    matmul_to_2d.FIX_ID: matmul_to_2d.flatten_matmuls,
+    hard_swish.JOIN_ID: hard_swish.join_hard_swishes,
+    hard_swish.SPLIT_ID: hard_swish.split_hard_swishes,
+    split_layer_norm.FIX_ID: split_layer_norm.split_layer_norms,
+    split_gelu.FIX_ID: split_gelu.split_gelus,
+    clip_to_min_max.FIX_ID: clip_to_min_max.write_min_max,
+}
+"""Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
+
+REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
 
@@ -35,8 +73,8 @@ class FixedModel(msgspec.Struct, frozen=True, kw_only=True):
     fixes: tuple[Fix, ...]
 
 
-def fix_model(model: Model, out: Path) -> FixedModel:
-    """Writes a model to `out` with every automatic rewrite applied; the results it gives are the same.
+def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> FixedModel:
+    """Writes a model to `out` with the rewrites of these ids applied: those for every provider, if none are named.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -44,11 +82,26 @@ def fix_model(model: Model, out: Path) -> FixedModel:
     proto = read_proto(model, weights=False)
     merge_domains(proto)
     name_nodes(proto.graph)
-    opset = read_opset(proto)
-    fixes = tuple(
-        Fix(id=name, nodes=nodes)
-        for name, apply in FIXES.items()
-        if (nodes := tuple(node for graph in iterate_graphs(proto.graph) for node in apply(graph, opset)))
-    )
+    fixes = apply_rewrites(proto, ids)
     name_nodes(proto.graph)
     return FixedModel(model=save_graph(proto, model, out), fixes=fixes)
+
+
+def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:
+    """Applies the rewrites of these ids in place, and returns those that found something to do."""
+    known = {value.name for value in proto.graph.value_info}
+    opset = read_opset(proto)
+    fixes: list[Fix] = []
+    for name, rewrite in REWRITES.items():
+        if name not in ids:
+            continue
+        if name in SPELLINGS:
+            infer_values(proto)
+        nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
+        if nodes:
+            fixes.append(Fix(id=name, nodes=nodes))
+    made = {output for node in proto.graph.node for output in node.output}
+    kept = [value for value in proto.graph.value_info if value.name in known and value.name in made]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(kept)
+    return tuple(fixes)

@@ -30,6 +30,14 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
             value.type.tensor_type.shape.CopyFrom(shapes[value.name].shape)
 
 
+def infer_values(proto: onnx.ModelProto) -> None:
+    """Gives the values of the main graph the types and shapes that can be inferred, in place."""
+    inferred = _infer(proto).graph.value_info
+    values = [value for value in inferred if value.type.HasField("tensor_type")]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(values)
+
+
 def _infer(proto: onnx.ModelProto) -> onnx.ModelProto:
     with weights_aside(proto):
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import onnx
-from onnx import version_converter
+from onnx import shape_inference, version_converter
 
 from edgekit.errors import ModelError, UsageError
 from edgekit.model import MAX_OPSET, iterate_graphs
@@ -17,6 +17,7 @@ DEFAULT_OPSET = 17
 
 _PORTABLE_IR_VERSION = 9
 _SCAN_SINCE = 9
+_FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
 
 
 def read_opset(proto: onnx.ModelProto) -> int:
@@ -59,7 +60,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     with weights_aside(proto) as weights:
         try:
             converted = version_converter.convert_version(proto, opset)
-        except (version_converter.ConvertError, RuntimeError, ValueError) as error:
+        except _FAILURES as error:
             reason = f"it uses {', '.join(newer)}" if newer else " ".join(str(error).split())[:300]
             raise ModelError(
                 f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"

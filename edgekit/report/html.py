@@ -1,18 +1,18 @@
 """Reports as one HTML page: no script, nothing loaded from elsewhere."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jinja2
 
-from edgekit.check.report import CheckReport
 from edgekit.evidence import Evidence
-from edgekit.observe import NotObserved, Observed
-from edgekit.report.summary import BuildReport
+from edgekit.report.drawing import draw_blocks
+from edgekit.report.summary import BuildReport, CheckSummary
 from edgekit.report.text import (
+    describe_advice,
     describe_agreement,
     describe_disagreement,
     describe_evidence,
+    describe_fates,
     describe_recommendation,
     describe_remarks,
     describe_size,
@@ -20,6 +20,7 @@ from edgekit.report.text import (
     describe_work,
     format_bytes,
     list_observed,
+    list_ort_opinions,
     list_verify_remarks,
 )
 from edgekit.verify.report import VerifyReport
@@ -41,6 +42,9 @@ _FILTERS: dict[str, Any] = {
     "work": describe_work,
     "disagreement": describe_disagreement,
     "observed": list_observed,
+    "advice": describe_advice,
+    "fates": describe_fates,
+    "blocks": draw_blocks,
 }
 _TEMPLATES.filters.update(_FILTERS)
 
@@ -58,15 +62,13 @@ def render_verify(report: VerifyReport) -> str:
     )
 
 
-def render_check(
-    model: str, sha256: str, reports: Mapping[str, CheckReport], observed: Mapping[str, Observed | NotObserved]
-) -> str:
-    """Returns the checks of a model, by target, as an HTML page; `observed` may lack targets that were not asked."""
+def render_check(summary: CheckSummary) -> str:
+    """Returns the checks of a model, by target, as an HTML page; it needs nothing but itself."""
     return _TEMPLATES.get_template("check.html.j2").render(
-        model=model,
-        sha256=sha256,
-        reports=reports,
-        observed=observed,
-        recommendation=describe_recommendation(reports, observed),
+        summary=summary,
+        reports=summary.targets,
+        observed=summary.observed,
+        recommendation=describe_recommendation(summary.recommended, summary.targets),
+        opinions=[] if summary.ort is None else list(list_ort_opinions(summary.ort, summary.targets)),
         evidence_kinds=list(Evidence),
     )

@@ -1,5 +1,6 @@
 """Reports as tables for a terminal."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
@@ -8,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opinion
-from edgekit.check.report import CheckReport
+from edgekit.check.recommend import Recommendation
+from edgekit.check.report import Advice, CheckReport
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
-from edgekit.evidence import Evidence
 from edgekit.inspect import OnnxReport
 from edgekit.observe import Disagreement, NotObserved, Observed
 from edgekit.plain import to_plain
@@ -68,19 +69,31 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
 def describe_check(report: CheckReport) -> str:
     """Returns the verdict of a check in one line."""
     settings = "".join(f"; {key} {value}" for key, value in report.settings.items())
+    crossing = f"{report.crossings} crossings of {format_bytes(report.crossing_bytes)}"
     return (
-        f"{report.target}: {report.verdict}; {describe_taken(report)} in {report.partitions} partitions"
-        f" ({report.evidence}{settings})"
+        f"{report.target}: {report.verdict}; {describe_taken(report)} and {report.taken_bytes:.0%} of bytes"
+        f" in {report.partitions} partitions, {crossing} ({report.evidence}{settings})"
     )
 
 
 def table_check(report: CheckReport) -> Table:
-    """Returns a check as a table: a row a node that is not taken, with its reasons."""
-    table = _table("node", "op", "why not")
-    for node in report.node_list:
+    """Returns a check as a table: a row a node that is not taken, of the user's model where it is known, and why."""
+    table = _table("node", "op", "MACs", "why not")
+    named = {name for node in report.model_nodes for name in node.became}
+    for node in report.model_nodes:
         if not node.taken:
-            table.add_row(node.name or "(no name)", node.op, "\n".join(node.reasons))
+            table.add_row(node.name, node.op, f"{node.macs:,}", "\n".join(filter(None, (node.note, *node.reasons))))
+    for made in report.node_list:
+        if not made.taken and made.name not in named:
+            table.add_row(made.name or "(no name)", made.op, f"{made.macs:,}", "\n".join(made.reasons))
     return table
+
+
+def describe_fates(report: CheckReport) -> str:
+    """Returns what became of the nodes of the user's model, in one line; empty where all are still there."""
+    counts = Counter(node.fate for node in report.model_nodes)
+    changed = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items()) if fate != "kept")
+    return f"of the model's {counts.total()} nodes: {changed} before the provider sees them" if changed else ""
 
 
 def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
@@ -91,6 +104,12 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
     yield from (f"risk: {risk}" for risk in report.risks)
     if seen is not None:
         yield from list_observed(seen)
+
+
+def describe_advice(advice: Advice) -> str:
+    """Returns what to change and what it gains, in one line."""
+    work = f", {advice.gain_macs:+,} MACs" if advice.gain_macs else ""
+    return f"{advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes{work})"
 
 
 def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
@@ -113,30 +132,17 @@ def describe_disagreement(found: Disagreement) -> str:
     return "was predicted taken, and is not" if found.predicted else "was predicted left, and is taken"
 
 
-def choose_target(reports: Sequence[CheckReport]) -> CheckReport | None:
-    """Returns the check of the target to use: the best verdict, most work, fewest crossings, best evidence.
-
-    None where every verdict is "no".
-    """
-    usable = [report for report in reports if report.verdict != "no"]
-    return max(usable, key=_worth, default=None)
-
-
-def describe_recommendation(
-    reports: Mapping[str, CheckReport], observed: Mapping[str, Observed | NotObserved] | None = None
-) -> str:
-    """Returns which of the checked targets to use, and why, in one line.
-
-    A target whose vendor's own code was observed to refuse the model is not recommended, whatever the rules say.
-    """
-    refused = {name for name, seen in (observed or {}).items() if isinstance(seen, Observed) and seen.refused}
-    best = choose_target([report for name, report in reports.items() if name not in refused])
-    if best is None:
-        return "none of these targets: each refuses the model or takes less than half of its work; use the CPU"
-    others = sorted((report for report in reports.values() if report is not best), key=_worth, reverse=True)
-    why = f"{best.verdict}, {describe_work(best)} in {best.partitions} partitions with {best.crossings} crossings"
-    rest = "; ".join(f"{report.target} {report.verdict}, {describe_work(report)}" for report in others)
-    return f"{best.target}: {why}" + (f" (others: {rest})" if rest else "")
+def describe_recommendation(recommendation: Recommendation, reports: Mapping[str, CheckReport]) -> str:
+    """Returns which of the checked targets to use, how to build for it, and why, in one line."""
+    if recommendation.target is None:
+        return f"none of these targets: {recommendation.reasons[0]}"
+    best = reports[recommendation.target]
+    crossings = f"{best.crossings} crossings ({format_bytes(best.crossing_bytes)})"
+    how = f"; build {recommendation.precision} as {recommendation.style}" if recommendation.style else ""
+    rest = ((name, reports[name]) for name in recommendation.rest)
+    others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
+    work = f"{describe_work(best)} in {best.partitions} partitions with {crossings}"
+    return f"{recommendation.target}: {best.verdict}, {work}{how}" + (f" (others: {others})" if others else "")
 
 
 def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport]) -> Iterator[str]:
@@ -290,12 +296,6 @@ def format_bytes(size_bytes: int) -> str:
             break
         size /= 1000
     return f"{size:.0f} {unit}" if unit in {"B", "kB"} else f"{size:.1f} {unit}"
-
-
-def _worth(report: CheckReport) -> tuple[int, float, float, int, int]:
-    verdict = ("no", "maybe", "yes").index(report.verdict)
-    evidence = list(Evidence).index(Evidence(report.evidence))
-    return verdict, report.taken_macs, report.taken_bytes, -report.crossings, -evidence
 
 
 def _rank(run: RunReport) -> int:

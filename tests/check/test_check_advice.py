@@ -19,13 +19,12 @@ def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
 def test_a_sum_of_two_is_an_add(tmp_path: Path) -> None:
     advice = _advice(tmp_path, "(float[4] x) => (float[4] y) { a = Relu(x) y = Sum(a, x) }", "nnapi")
     assert (advice["sum-to-add"].gain_nodes, advice["sum-to-add"].fix) == (1, "automatic")
-    assert "no-builder" not in advice
 
 
-def test_a_sum_of_three_is_not(tmp_path: Path) -> None:
-    advice = _advice(tmp_path, "(float[4] x) => (float[4] y) { a = Relu(x) y = Sum(a, x, x) }", "nnapi")
-    assert "sum-to-add" not in advice
-    assert advice["no-builder"].subject == "Sum"
+def test_what_a_rewrite_mends_needs_no_other_operator(tmp_path: Path) -> None:
+    advice = _advice(tmp_path, "(float[4] x) => (float[4] y) { a = Shrink(x) y = Sum(a, x, x) }", "nnapi")
+    assert advice["sum-to-add"].nodes == ("Sum_y",)
+    assert advice["no-builder"].subject == "Shrink"
 
 
 def test_dynamic_dimensions_can_be_fixed(tmp_path: Path) -> None:

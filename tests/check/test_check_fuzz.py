@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.check.advice import give_advice
 from edgekit.check.check import check_graph
-from edgekit.check.graph import Graph, view_graph
+from edgekit.check.graph import Graph, infer_model, view_inferred
 from edgekit.check.report import CheckedNode
 from edgekit.check.rulebook import load_rules
 from edgekit.target import load_target
@@ -68,13 +68,14 @@ def _models(draw: st.DrawFn) -> onnx.ModelProto:
 
 @given(_models())
 def test_any_graph_gets_a_report_and_advice(model: onnx.ModelProto) -> None:
-    graph = view_graph(model)
+    proto = infer_model(model)
+    graph = view_inferred(proto)
     for target, book in zip(LOADED, BOOKS, strict=True):
 
-        def recheck(changed: Graph, target: Any = target, book: Any = book) -> tuple[CheckedNode, ...]:
-            return check_graph(changed, book, target.settings, opset=17)
+        def recheck(changed: Graph, opset: int, target: Any = target, book: Any = book) -> tuple[CheckedNode, ...]:
+            return check_graph(changed, book, target.settings, opset=opset)
 
-        nodes = recheck(graph)
+        nodes = recheck(graph, 17)
         assert len(nodes) == len(graph.nodes)
         assert all(node.taken or node.reasons for node in nodes)
-        give_advice(graph, nodes, recheck)
+        give_advice(proto, graph, nodes, recheck)

@@ -9,13 +9,15 @@ import pytest
 from demo_paths import MODEL
 from tiny_models import parse_model
 
+from edgekit.check.recommend import recommend_target
 from edgekit.check.report import Advice, CheckedNode, CheckReport
 from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.observe import Disagreement, NotObserved, Observed
 from edgekit.report.html import render_check
-from edgekit.report.text import choose_target, describe_recommendation, list_check_remarks
+from edgekit.report.summary import CheckSummary
+from edgekit.report.text import describe_recommendation, list_check_remarks
 from edgekit.target import load_target
 
 HOSTILE = "<script>alert(1)</script>\"'>"
@@ -97,11 +99,29 @@ LEFT = _node("left", taken=False, partition=None, reasons=("too odd",))
 def test_most_work_in_fewest_crossings_is_recommended() -> None:
     some = _report("some", *(_node() for _ in range(9)), LEFT)
     whole, split = _report("whole", _node()), _report("split", _node(), crossings=2)
-    assert choose_target([some, split, whole]) is whole
-    assert choose_target([_report("none", LEFT)]) is None
-    line = describe_recommendation({"some": some, "whole": whole})
-    assert line == "whole: yes, 100% of MACs in 1 partitions with 0 crossings (others: some yes, 90% of MACs)"
-    assert describe_recommendation({"none": _report("none", LEFT)}).startswith("none of these targets")
+    assert recommend_target({"some": some, "split": split, "whole": whole}, {}).target == "whole"
+    reports = {"some": some, "whole": whole}
+    line = describe_recommendation(recommend_target(reports, {}), reports)
+    assert line == "whole: yes, 100% of MACs in 1 partitions with 0 crossings (0 B) (others: some yes, 90% of MACs)"
+
+
+def test_where_each_target_says_no_none_is_recommended() -> None:
+    reports = {"none": _report("none", LEFT)}
+    found = recommend_target(reports, {})
+    assert (found.target, found.style, found.precision) == (None, None, None)
+    assert describe_recommendation(found, reports).startswith("none of these targets: each refuses")
+
+
+def test_the_recommendation_says_how_to_build_and_why() -> None:
+    quantizer = _node("q", op="QuantizeLinear")
+    targets = {"xnnpack": load_target("xnnpack"), "coreml": load_target("coreml")}
+    found = recommend_target({"coreml": _report("coreml", _node()), "xnnpack": _report("xnnpack", LEFT)}, targets)
+    assert (found.target, found.style, found.precision) == ("coreml", "onnx", "fp16")
+    assert any("Neural Engine computes in fp16" in reason for reason in found.reasons)
+    assert any(reason.startswith("xnnpack: no, 0% of the MACs") for reason in found.reasons)
+    again = recommend_target({"xnnpack": _report("xnnpack", _node(), quantizer)}, targets)
+    assert (again.style, again.precision) == ("runtime", "int8")
+    assert "int8: the model is quantized already" in again.reasons
 
 
 def _observed(**fields: object) -> Observed:
@@ -115,8 +135,10 @@ def _observed(**fields: object) -> Observed:
 
 def test_what_was_observed_to_fail_is_not_recommended() -> None:
     reports = {"a": _report("a", _node()), "b": _report("b", _node(), _node(), LEFT)}
-    assert describe_recommendation(reports, {"a": _observed()}).startswith("a: ")
-    assert describe_recommendation(reports, {"a": _observed(failure="no")}).startswith("b: ")
+    assert recommend_target(reports, {}).target == "a"
+    found = recommend_target(reports, {}, refused=["a"])
+    assert found.target == "b"
+    assert "a refused the model when it was asked" in found.reasons
 
 
 def test_risks_fatal_nodes_and_disagreements_are_told() -> None:
@@ -141,7 +163,10 @@ def test_the_page_escapes_what_models_say() -> None:
         HOSTILE: _observed(failure=HOSTILE),
         "c": NotObserved(reason=HOSTILE),
     }
-    page = render_check(HOSTILE, "0" * 64, reports, observed)
+    summary = CheckSummary(
+        model=HOSTILE, sha256="0" * 64, targets=reports, recommended=recommend_target(reports, {}), observed=observed
+    )
+    page = render_check(summary)
     assert "<script" not in page
     assert "alert(1)" in page
     assert "1 differ" in page

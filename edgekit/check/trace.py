@@ -1,0 +1,173 @@
+"""What became of each node of the user's model in the graph that a provider sees.
+
+Preparation folds, fuses, rewrites and removes nodes. Both graphs share the names of most nodes and values, so what
+became of the others follows from which nodes now make and read the values around them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from edgekit.check.graph import Graph, Node
+
+Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
+
+_SHAPE_OPS = frozenset({"Shape", "Size"})
+"""Constants as soon as shapes are static, though what they read is not."""
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node became: the prepared nodes that now do its work, by name, and in which way.
+
+    "kept": itself; "rewritten": others that compute the same; "fused": one that does more; "folded": a constant;
+    "removed": nothing. `note` says it in words; it is empty for a node that was kept.
+    """
+
+    fate: Fate
+    became: tuple[str, ...] = ()
+    note: str = ""
+
+
+class _View(msgspec.Struct, frozen=True, kw_only=True):
+    """Both graphs; `constant` and `idle` are positions of source nodes that depend on constants, that none needs."""
+
+    source: Graph
+    prepared: Graph
+    names: Mapping[str, Node]
+    known: frozenset[str]
+    constant: frozenset[int]
+    idle: frozenset[int]
+
+
+def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, Trace]]:
+    """Yields each node of `source` with its graph and what became of it, a body's nodes after the node that has it."""
+    names = {node.name: node for node in prepared.nodes}
+    view = _View(
+        source=source,
+        prepared=prepared,
+        names=names,
+        known=frozenset(node.name for node in source.nodes),
+        constant=_constant_nodes(source, names),
+        idle=_idle_nodes(source),
+    )
+    found: dict[int, Trace] = {}
+    for node in reversed(source.nodes):
+        found[node.index] = _trace(view, node, found)
+    for node in source.nodes:
+        trace = found[node.index]
+        yield source, node, trace
+        twin = names.get(node.name)
+        if twin is not None and len(twin.bodies) == len(node.bodies):
+            for body, other in zip(node.bodies, twin.bodies, strict=True):
+                yield from trace_nodes(body, other)
+        else:
+            yield from _inherit(node, trace)
+
+
+def _inherit(node: Node, trace: Trace) -> Iterator[tuple[Graph, Node, Trace]]:
+    for body in node.bodies:
+        for inner in body.nodes:
+            yield body, inner, trace
+            yield from _inherit(inner, trace)
+
+
+def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
+    twin = view.names.get(node.name)
+    if twin is not None and (twin.op, twin.domain) == (node.op, node.domain):
+        return Trace(fate="kept", became=(twin.name,))
+    if twin is not None:
+        return Trace(fate="rewritten", became=(twin.name,), note=f"written as {twin.op}")
+    producers = view.prepared.producers
+    makers = [view.prepared.nodes[producers[name]] for name in node.outputs if name in producers]
+    if makers:
+        return _describe_makers(view, makers)
+    if node.index in view.constant or all(name in view.prepared.constants for name in node.outputs if name):
+        return Trace(fate="folded", note="depends on constants only, so it is computed once, before the model runs")
+    if node.index in view.idle:
+        return Trace(fate="removed", note="no output of the model depends on it")
+    return _trace_reader(view, node, later)
+
+
+def _describe_makers(view: _View, makers: list[Node]) -> Trace:
+    """Describes a node by the prepared nodes that now make its outputs, with the new nodes that lead to them."""
+    if all(maker.name in view.known for maker in makers):
+        named = ", ".join(f"{maker.op} '{maker.name}'" for maker in makers)
+        return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
+    region: dict[str, Node] = {}
+    ahead = [maker for maker in makers if maker.name not in view.known]
+    while ahead:
+        node = ahead.pop()
+        region[node.name] = node
+        for name in node.inputs:
+            index = view.prepared.producers.get(name)
+            before = None if index is None or name in view.source.producers else view.prepared.nodes[index]
+            if before is not None and before.name not in view.known and before.name not in region:
+                ahead.append(before)
+    nodes = sorted(region.values(), key=lambda node: node.index)
+    return Trace(fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op for node in nodes)}")
+
+
+def _trace_reader(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
+    """Describes a node whose outputs are gone by what its first reader that is still there reads in their place."""
+    readers = [index for name in node.outputs for index in view.source.consumers.get(name, ())]
+    for index in readers:
+        reader, trace = view.source.nodes[index], later[index]
+        if trace.fate == "kept":
+            return _describe_input(view, node, reader)
+        if trace.became:
+            named = ", ".join(view.names[name].op for name in trace.became)
+            return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
+    if readers and all(later[index].fate == "folded" for index in readers):
+        return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
+    return Trace(fate="removed", note="nothing that is left reads it")
+
+
+def _describe_input(view: _View, node: Node, reader: Node) -> Trace:
+    now = view.names[reader.name].inputs
+    read = next((now[at] for at, name in enumerate(reader.inputs) if name in node.outputs and at < len(now)), "")
+    if read in view.prepared.constants:
+        return Trace(fate="folded", note="its result is a constant")
+    index = view.prepared.producers.get(read)
+    maker = None if index is None else view.prepared.nodes[index]
+    if read in _sources_of(view, node):
+        return Trace(fate="removed", note="it only hands its input on")
+    if maker is None:
+        return Trace(fate="removed", note=f"'{reader.name}' reads '{read}' in its place")
+    how = "the same as" if maker.op == node.op else "merged into"
+    return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op} '{maker.name}'")
+
+
+def _sources_of(view: _View, node: Node) -> set[str]:
+    """Returns what a node reads, followed up through nodes that are gone."""
+    found: set[str] = set()
+    name = node.inputs[0]
+    while name and name not in found:
+        found.add(name)
+        index = view.source.producers.get(name)
+        name = "" if index is None or name in view.prepared.producers else view.source.nodes[index].inputs[0]
+    return found
+
+
+def _constant_nodes(graph: Graph, names: Mapping[str, Node]) -> frozenset[int]:
+    found: set[int] = set()
+    for node in graph.nodes:
+        inputs = [name for name in node.inputs if name]
+        known = all(name in graph.constants or graph.producers.get(name) in found for name in inputs)
+        fixed = bool(inputs) and not node.bodies and known
+        if fixed or (node.op in _SHAPE_OPS and node.name not in names):
+            found.add(node.index)
+    return frozenset(found)
+
+
+def _idle_nodes(graph: Graph) -> frozenset[int]:
+    needed: set[int] = set()
+    for node in reversed(graph.nodes):
+        readers = {index for name in node.outputs for index in graph.consumers.get(name, ())}
+        if readers & needed or any(name in graph.outputs for name in node.outputs):
+            needed.add(node.index)
+    return frozenset(node.index for node in graph.nodes) - needed
+
+
+def _names(nodes: list[Node]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(node.name for node in nodes))

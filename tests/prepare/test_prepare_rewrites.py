@@ -1,0 +1,155 @@
+"""Each rewrite finds its pattern, leaves what only looks like it, and changes no result beyond what it says."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from prepare_models import make_inputs, make_model, op_names, run_model
+
+from edgekit.model import Model, load_model, save_proto
+from edgekit.prepare.fix import FIXES, REWRITES, SPELLINGS, fix_model
+
+WITH = {
+    "drop-copies": "g (float[2,3] x) => (float[2,3] y) { a = Relu(x) b = Identity(a) c, m = Dropout(b) y = Neg(c) }",
+    "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float low = {0.5}> { y = Clip(x, low) }",
+    "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}> { a = Neg(x) y = Clip(a, low) }",
+    "index-to-int32": (
+        "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
+    ),
+    "pad-reflect": (
+        "g (float[1,2,5,4] x) => (float[1,2,8,7] y) <int64[8] p = {0,0,1,3,0,0,2,0}> "
+        '{ a = Relu(x) y = Pad<mode="reflect">(a, p) }'
+    ),
+    "plain-gemm": (
+        "g (float[3,2] x, float[3,4] w) => (float[2,4] y) <float[4] c = {1, 2, 3, 4}> "
+        "{ y = Gemm<alpha=0.5, beta=2.0, transA=1>(x, w, c) }"
+    ),
+    "matmul-to-2d": (
+        "g (float[2,4,3] x) => (float[2,4,2] y) <float[3,2] w = {1, -2, 3, -4, 5, 6}> { y = MatMul(x, w) }"
+    ),
+    "join-hard-swish": (
+        "g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}> "
+        "{ a = Add(x, t) b = Clip(a, z, s) c = Div(b, s) y = Mul(x, c) }"
+    ),
+    "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
+    "split-layer-norm": (
+        "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}> "
+        "{ y = LayerNormalization<epsilon=0.001>(x, w, b) }"
+    ),
+    "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
+    "clip-to-min-max": (
+        "g (float[2,9] x) => (float[2,9] y) <float low = {-0.25}, float high = {0.5}> { y = Clip(x, low, high) }"
+    ),
+}
+WITHOUT = {
+    "drop-copies": "g (float[2,3] x) => (float[2,3] y, bool[2,3] m) { a, m = Dropout(x) b = Neg(a) y = Identity(b) }",
+    "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
+    "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}, float six = {6}> { y = Clip(x, low, six) }",
+    "index-to-int32": "g (float[5,3] x, int32[2] i) => (float[2,3] y) { y = Gather<axis=0>(x, i) }",
+    "pad-reflect": (
+        "g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}> "
+        '{ y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) }'
+    ),
+    "plain-gemm": "g (float[2,3] x, float[3,4] w) => (float[2,4] y) { y = Gemm<beta=2.0>(x, w) }",
+    "matmul-to-2d": "g (float[2,4,3] x, float[3,2] w) => (float[2,4,2] y) { y = MatMul(x, w) }",
+    "join-hard-swish": (
+        "g (float[2,9] x) => (float[2,9] y) <float t = {3}, float z = {0}, float s = {6}, float f = {5}> "
+        "{ a = Add(x, t) b = Clip(a, z, s) c = Div(b, f) y = Mul(x, c) }"
+    ),
+    "split-hard-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSigmoid(x) }",
+    "split-layer-norm": (
+        "g (float[2,3] x) => (float[2,3] y, float[2,1] m) <float[3] w = {1, -2, 3}> { y, m = LayerNormalization(x, w) }"
+    ),
+    "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
+    "clip-to-min-max": "g (float[2,9] x, float low) => (float[2,9] y) { y = Clip(x, low) }",
+}
+TOLERANCE = {
+    "plain-gemm": 1e-6,
+    "matmul-to-2d": 1e-6,
+    "join-hard-swish": 1e-6,
+    "split-hard-swish": 1e-6,
+    "split-layer-norm": 1e-5,
+    "split-gelu": 1e-6,
+}
+"""How far results may move, relative to the largest; every other rewrite is exact to the bit."""
+
+
+@pytest.mark.parametrize("id_", WITH)
+def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str) -> None:
+    model = make_model(WITH[id_], tmp_path / "m.onnx")
+    if id_ == "trailing-inputs":
+        model = _with_empty_input(model)
+    fixed = fix_model(model, tmp_path / "out.onnx", [id_])
+    assert [fix.id for fix in fixed.fixes] == [id_]
+    onnx.checker.check_model(onnx.load(str(fixed.model.path)))
+    for seed in range(4):
+        inputs = make_inputs(model, seed)
+        (expected,), (got,) = (list(run_model(path, inputs).values()) for path in (model.path, fixed.model.path))
+        assert np.max(np.abs(expected - got)) <= TOLERANCE.get(id_, 0) * np.max(np.abs(expected))
+
+
+def _with_empty_input(model: Model) -> Model:
+    proto = onnx.load(str(model.path))
+    proto.graph.node[0].input.append("")
+    return save_proto(proto, model.path)
+
+
+@pytest.mark.parametrize("id_", WITHOUT)
+def test_what_only_looks_like_it_stays(tmp_path: Path, id_: str) -> None:
+    model = make_model(WITHOUT[id_], tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", [id_])
+    assert fixed.fixes == ()
+    assert op_names(fixed.model.path) == op_names(model.path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = HardSigmoid<alpha=0.16666667, beta=0.5>(x) y = Mul(a, x)",
+        "a = Add(t, x) b = Clip(a, z, s) c = Mul(x, b) y = Div(c, s)",
+        "a = Add(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
+    ],
+)
+def test_hard_swish_is_known_in_other_spellings(tmp_path: Path, body: str) -> None:
+    constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
+    model = make_model(f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}", tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"])
+    assert "HardSwish" in op_names(fixed.model.path)
+    inputs = make_inputs(model)
+    assert np.allclose(
+        run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"], rtol=1e-6, atol=1e-6
+    )
+
+
+def test_a_clip_of_fp16_is_rewritten_in_fp16(tmp_path: Path) -> None:
+    text = "g (float16[2,9] x) => (float16[2,9] y) { y = HardSwish(x) }"
+    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["split-hard-swish"])
+    onnx.checker.check_model(onnx.load(str(fixed.model.path)), full_check=True)
+
+
+def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:
+    text = (
+        "g (bool c, float[2] x) => (float[2] y) { a = Identity(x) y = If (c) "
+        "<then_branch = t () => (float[2] u) { u = Neg(a) }, else_branch = e () => (float[2] v) { v = Abs(a) }> }"
+    )
+    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["drop-copies"])
+    assert fixed.fixes == ()
+
+
+def test_what_helps_some_targets_only_is_not_done_unasked(tmp_path: Path) -> None:
+    fixed = fix_model(make_model(WITH["pad-reflect"], tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert fixed.fixes == ()
+
+
+def test_an_invalid_node_is_left_alone(tmp_path: Path) -> None:
+    model = make_model(WITH["plain-gemm"], tmp_path / "m.onnx")
+    proto = onnx.load(str(model.path))
+    del proto.graph.node[0].input[:]
+    onnx.save(proto, str(model.path))
+    assert fix_model(load_model(model.path), tmp_path / "out.onnx", list(REWRITES)).fixes == ()
+
+
+def test_every_rewrite_is_tested() -> None:
+    elsewhere = {"sum-to-add", "resize-empty-inputs", "idle-relu", "flatten-to-reshape"}
+    assert set(REWRITES) == set(FIXES) | set(SPELLINGS) == set(WITH) | elsewhere
