@@ -18,13 +18,17 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Parameter(_Strict, frozen=True, kw_only=True):
-    """A property of the device that changes placement or conversion, such as its SoC or API level."""
+    """A property of the device that changes placement or conversion, such as its SoC or API level.
+
+    `implies` gives other parameters the values that a value of this one stands for.
+    """
 
     description: str
     default: str
     choices: tuple[str, ...] = ()
     minimum: int | None = None
     maximum: int | None = None
+    implies: dict[str, dict[str, str]] = {}
 
 
 class Quantization(_Strict, frozen=True, kw_only=True):
@@ -204,8 +208,15 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
             f"cannot read '{file}': {error.strerror}", hint="a target is a folder with target.toml"
         ) from error
     chosen = {key: parameter.default for key, parameter in target.parameters.items()}
-    for key, value in (settings or {}).items():
-        chosen[key] = _check_setting(target, key, value)
+    given = {key: _check_setting(target, key, value) for key, value in (settings or {}).items()}
+    for key, value in given.items():
+        for other, its in target.parameters[key].implies.get(value, {}).items():
+            if given.get(other, its) != its:
+                raise UsageError(
+                    f"'{key}={value}' contradicts '{other}={given[other]}'", hint=f"{key} {value} means {other} {its}"
+                )
+            chosen[other] = its
+    chosen |= given
     session = Session(
         provider_options=_fill(target.session.provider_options, chosen),
         config=_fill(target.session.config, chosen),

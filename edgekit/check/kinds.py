@@ -249,6 +249,13 @@ class Between(_Rule, frozen=True, kw_only=True, tag="between"):
     consumers: tuple[str, ...] = ()
 
 
+class Readers(_Rule, frozen=True, kw_only=True, tag="readers"):
+    """Refuses an output that several nodes read if one of them is `op` with these attributes."""
+
+    op: str
+    attribute: dict[str, Entry] = {}
+
+
 class GemmBias(_Rule, frozen=True, kw_only=True, tag="gemm_bias"):
     """The shapes input C may have: "row" [N] and [1,N], "scalar", "matrix", or "first" (XNNPACK's test of dim 0)."""
 
@@ -276,7 +283,8 @@ class ResizeScales(_Rule, frozen=True, kw_only=True, tag="resize_scales"):
     """Resize: only the last `spatial` axes change, and how far they may go.
 
     A scale below 1 is one over a divisor of the axis (`divisor`), one above 1 is a whole number (`whole`), both do not
-    occur together (not `mixed`), scales are the quotients of the sizes (`exact`).
+    occur together (not `mixed`), scales are the quotients of the sizes (`exact`), the last axis does not change alone
+    (`not_alone`).
     """
 
     spatial: int = 2
@@ -284,6 +292,7 @@ class ResizeScales(_Rule, frozen=True, kw_only=True, tag="resize_scales"):
     whole: bool = False
     mixed: bool = True
     exact: bool = False
+    not_alone: bool = False
 
 
 class SlopeShape(_Rule, frozen=True, kw_only=True, tag="slope_shape"):
@@ -310,6 +319,6 @@ class AxisLast(_Rule, frozen=True, kw_only=True, tag="axis_last"):
 Rule = (
     Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
     | Internal | Traced | Inline | Attribute | Length | EqualEntries | Count | Values | Setting | Bounds | Quantized
-    | SameQuantization | QuantizedOutput | GroupedDilation | GraphEdge | Between | GemmBias | MatMulRanks
+    | SameQuantization | QuantizedOutput | GroupedDilation | GraphEdge | Between | Readers | GemmBias | MatMulRanks
     | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach | AxisLast
 )  # fmt: skip

@@ -218,6 +218,17 @@ def judge_between(rule: kinds.Between, subject: Subject) -> str | None:
     return None
 
 
+def judge_readers(rule: kinds.Readers, subject: Subject) -> str | None:
+    """A result that others read beside a certain node."""
+    graph = subject.graph
+    indices = [index for name in subject.unit.node.outputs for index in graph.consumers.get(name, ())]
+    for index in indices if len(indices) > 1 else ():
+        reader = graph.nodes[index]
+        if reader.op == rule.op and all(reader.attributes.get(name) == it for name, it in rule.attribute.items()):
+            return f"{rule.op} '{reader.name}' reads its result, and so do others"
+    return None
+
+
 def _show(value: object) -> str:
     return f"[{_list(cast('tuple[object, ...]', value))}]" if isinstance(value, tuple) else str(value)
 

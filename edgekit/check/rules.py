@@ -86,6 +86,7 @@ JUDGES: Mapping[type, Callable[[Any, Subject], str | None]] = {
     kinds.Setting: operand_rules.judge_setting,
     kinds.GraphEdge: operand_rules.judge_graph_edge,
     kinds.Between: operand_rules.judge_between,
+    kinds.Readers: operand_rules.judge_readers,
     kinds.Internal: quant_rules.judge_internal,
     kinds.Traced: quant_rules.judge_traced,
     kinds.Quantized: quant_rules.judge_quantized,

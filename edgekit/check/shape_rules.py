@@ -156,6 +156,8 @@ def judge_resize_scales(rule: kinds.ResizeScales, subject: Subject) -> str | Non
     changed = [axis for axis, factor in enumerate(factors[:outer]) if factor != 1]
     if changed:
         return f"axis {changed[0]} is scaled by {factors[changed[0]]:g}; only the last {rule.spatial} axes may change"
+    if rule.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
+        return "only the last axis changes"
     return _judge_factors(rule, factors[outer:], shape[outer:], subject.array(3))
 
 

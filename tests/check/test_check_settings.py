@@ -1,0 +1,87 @@
+"""Each parameter of a target changes what is taken: a case where it does, with the reason."""
+
+from pathlib import Path
+
+import pytest
+from check_models import check_file, check_text, why_not
+from tiny_models import parse_model
+
+from edgekit.errors import UsageError
+from edgekit.target import load_target, target_names
+
+RESIZE = 'g (float[1,2,4,4] x) => (float[1,2,8,8] y) <float[4] f = {1,1,2,2}> { y = Resize<mode = "linear">(x, , f) }'
+CONV = "g (float[1,2,4,4] x, float[2,2,1,1] w0) => (float[1,2,4,4] y) <float[2,2,1,1] w = {1,2,3,4}> { y = Conv(x, w) }"
+GATHER = "g (float16[4,2] x) => (float16[1,2] y) <int64[1] i = {1}> { y = Gather(x, i) }"
+BLOCKS = 'g (float16[1,4,2,2] x) => (float16[1,1,4,4] y) { y = DepthToSpace<blocksize = 2, mode = "DCR">(x) }'
+WIDE = (
+    "g (uint16[1,4] x, uint16[4,2] w) => (uint16[1,2] y) <float s = {0.1}, uint16 z = {0}> "
+    "{ a = com.microsoft.DequantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(w, s, z) c = MatMul(a, b) "
+    "y = com.microsoft.QuantizeLinear(c, s, z) }"
+)
+CASES = [
+    ("nnapi", {"api_level": "29"}, {"api_level": "31"}, RESIZE, "the others need api_level 30"),
+    ("nnapi", {"api_level": "28", "layout": "NCHW"}, {"api_level": "28"}, CONV, "api_level 29"),
+    ("coreml", {"ios": "15"}, {"ios": "17"}, GATHER, "it needs ios 16 or newer, not 15"),
+    ("coreml", {"ios": "16"}, {"ios": "17"}, BLOCKS, "it needs ios 17 or newer, not 16"),
+    (
+        "coreml",
+        {"model_format": "NeuralNetwork"},
+        {"model_format": "MLProgram"},
+        "g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }",
+        "it needs model_format MLProgram",
+    ),
+    ("qnn", {"htp_arch": "69"}, {"htp_arch": "73"}, WIDE, "input 1 is uint16"),
+    ("qnn", {"soc_model": "30"}, {"soc_model": "69"}, "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }", "v68"),
+    (
+        "xnnpack",
+        {"ort": "1.16.3"},
+        {"ort": "1.21.0"},
+        "g (float16[1,3,4,4] x) => (float16[1,3,4,4] y) { y = Softmax(x) }",
+        "fp16 kernels came with ORT 1.21",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "less", "more", "body", "reason"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_a_parameter_decides(target: str, less: dict[str, str], more: dict[str, str], body: str, reason: str) -> None:
+    refused, taken = check_text(body, target, less), check_text(body, target, more)
+    assert reason in why_not(refused)
+    assert (why_not(taken), all(node.taken for node in taken)) == ("", True)
+
+
+def test_every_parameter_has_a_case() -> None:
+    tested = {(target, name) for target, less, more, *_ in CASES for name in (*less, *more)}
+    tested |= {("nnapi", "cpu")}
+    known = {(name, parameter) for name in target_names() for parameter in load_target(name).parameters}
+    assert known == tested
+
+
+def test_the_verdict_follows_the_parameter(tmp_path: Path) -> None:
+    model = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {RESIZE}', tmp_path / "m.onnx")
+    verdicts = [check_file(model, "nnapi", {"api_level": level}).verdict for level in ("29", "31")]
+    assert verdicts == ["no", "yes"]
+
+
+def test_without_its_cpu_nnapi_may_fail(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y) { y = Relu(x) }'
+    on, off = (check_file(parse_model(text, tmp_path / "m.onnx"), "nnapi", {"cpu": cpu}) for cpu in ("on", "off"))
+    assert (on.verdict, on.risks, off.verdict, len(off.risks)) == ("yes", (), "maybe", 1)
+
+
+def test_an_architecture_stands_for_a_soc() -> None:
+    target = load_target("qnn", {"htp_arch": "73"})
+    assert target.session.provider_options["soc_model"] == "43"
+    assert load_target("qnn", {"soc_model": "36"}).settings["htp_arch"] == "69"
+    assert load_target("qnn", {"soc_model": "43", "htp_arch": "73"}).settings["soc_model"] == "43"
+    with pytest.raises(UsageError, match="contradicts"):
+        load_target("qnn", {"soc_model": "36", "htp_arch": "73"})
+
+
+def test_a_resize_of_the_width_alone_is_a_risk() -> None:
+    text = RESIZE.replace("{1,1,2,2}", "{1,1,1,2}").replace("[1,2,8,8]", "[1,2,4,8]")
+    (node,) = check_text(text, "nnapi", {"api_level": "31"})
+    assert (node.taken, len(node.risks)) == (True, 1)
+    (node,) = check_text(RESIZE, "nnapi", {"api_level": "31"})
+    assert node.risks == ()
