@@ -141,5 +141,6 @@ def showing_progress(volume: int) -> Generator[Progress]:
 
 
 def print_table(table: RenderableType) -> None:
+    """Prints a table, as wide as the terminal."""
     wide = None if sys.stdout.isatty() else 160
     Console(width=wide, highlight=False).print(table)

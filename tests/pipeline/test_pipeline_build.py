@@ -9,12 +9,13 @@ from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from tiny_models import parse_model
 
 from edgekit.bundle.folder import open_bundle
+from edgekit.checking import check_targets
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError, OutputError
 from edgekit.pipeline import build
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
-from edgekit.steps import check_targets, quantize_for
+from edgekit.steps import quantize_for
 from edgekit.target import Thresholds, load_target
 from edgekit.verify.on_devices import verify_on
 
