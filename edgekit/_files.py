@@ -1,8 +1,11 @@
 """The only door to written files: whole or not at all, and their digests."""
 
 import contextlib
+import errno
 import hashlib
+import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Generator, Iterable
 from pathlib import Path, PurePosixPath
@@ -25,6 +28,19 @@ def digest_file(path: Path) -> str:
 def digest_bytes(data: bytes) -> str:
     """Returns the sha256 of some bytes in hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Opens a file that must be a plain one: a link could lead anywhere, and a pipe would wait for ever.
+
+    Raises:
+        OSError: it is no plain file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return os.fdopen(descriptor, "rb")
 
 
 def write_file(path: Path, data: bytes) -> None:

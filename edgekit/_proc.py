@@ -21,6 +21,8 @@ from edgekit.errors import DeviceError
 _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _JOIN_S = 1.0
+_RUNNING: set[int] = set()
+"""The children that run now, in whichever thread: an interrupted command ends them all."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,7 @@ def stream_process(
     except BaseException:
         _end_group(child.pid)
         child.wait()
+        _RUNNING.discard(child.pid)
         raise
     if not ended:
         _end_group(child.pid)
@@ -186,7 +189,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     stdin, stdout, stderr = streams
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             argv,
             stdin=stdin,
             stdout=stdout,
@@ -197,6 +200,14 @@ def _start(
         )
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
+    _RUNNING.add(child.pid)
+    return child
+
+
+def end_children() -> None:
+    """Ends every child process that was started here and has not come to its end, with its own children."""
+    for pid in tuple(_RUNNING):
+        _end_group(pid)
 
 
 def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, resource.struct_rusage]:
@@ -217,6 +228,7 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, 
         raise
     finally:
         timer.cancel()
+        _RUNNING.discard(child.pid)
     child.returncode = os.waitstatus_to_exitcode(raw)
     return child.returncode, bool(expired), usage
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data_check import SampleFacts, check_samples, warn_if_few
+from edgekit.devices.lab import run_together
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
 from edgekit.images import Preprocess
 from edgekit.labels import read_task_labels
@@ -313,8 +313,7 @@ def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> d
         write_report(result.bundle, report)
         return report
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        reports = list(pool.map(verify, whole))
+    reports = run_together([partial(verify, result) for result in whole], at_once=2)
     return {result.target.name: report for result, report in zip(whole, reports, strict=True)}
 
 

@@ -16,6 +16,8 @@ from edgekit.samples import Samples
 
 FAR = Path(__file__).parent / "far"
 ORT_RUNNER = FAR / "ort_runner.py"
+REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
+MAX_LOG = 8192
 
 _NOTHING = FarRun(
     status="running",
@@ -51,18 +53,24 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
     """Returns the far-side job that opens the model as an app on the target would, on a provider.
 
     Options are those of the target where the provider is the target's. On the CPU provider nothing can fall back to
-    the CPU, and ONNX Runtime refuses a session that forbids it; the entry is left out.
+    the CPU, and ONNX Runtime refuses a session that forbids it; the entry is left out. So is the one that replays
+    optimisations saved in the file, unless the file is known to be what was built: they are as good as code.
     """
     session = job.target.session
     config = dict(session.config)
     if provider == CPU_PROVIDER:
         config.pop("session.disable_cpu_ep_fallback", None)
+    if not job.digests_hold:
+        config.pop(REPLAY_SAVED, None)
     return FarJob(
         model=str(job.model.resolve()),
         provider=provider,
         provider_options=session.provider_options if provider == job.target.provider else {},
         session_config=config,
+        threads=job.threads,
         samples=job.samples.count,
+        warmup=job.warmup,
+        repeat=job.repeat,
         budget_s=job.budget_s,
         profile=job.model.suffix == ".ort",
         custom_ops=tuple(map(str, job.custom_ops)),
@@ -99,8 +107,10 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
     except DeviceError as error:
         far, wrong = _NOTHING, error.message if finished.succeeded else ""
     outputs, malformed = open_outputs(work / "out", job.outputs, runner.device)
-    failure = wrong or _failure(far, finished) or malformed or find_shortage(outputs.count, far, job.samples.count)
-    return judge_run(runner, job, far, outputs, failure)
+    shortage = find_shortage(outputs.count, far, job.samples.count, job.repeat)
+    failure = wrong or _failure(far, finished) or malformed or shortage
+    run = judge_run(runner, job, far, outputs, failure, job.repeat)
+    return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
 
 
 def judge_run(
@@ -162,6 +172,12 @@ def find_shortage(count: int, far: FarRun, wanted: int, repeat: int = 1) -> str 
     if count in due and count * repeat == len(far.latency_ms):
         return None
     return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
+
+
+def describe_log(finished: Finished) -> str:
+    """Returns the last lines that a program wrote, without what could steer a terminal."""
+    text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
+    return "\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:]
 
 
 def last_words(stderr: str) -> str:

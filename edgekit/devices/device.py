@@ -22,8 +22,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
     `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
     which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
-    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. `custom_ops` are
-    libraries of this machine's kind, which only the host can load.
+    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. It runs the first
+    sample `warmup` times untimed, then each sample `repeat` times in a row, with a time for each run. `threads`
+    of 0 lets the device choose. `custom_ops` are libraries of this machine's kind, which only the host can load.
+    `digests_hold` says that the file was just compared with the digest of its bundle: optimisations that were saved in
+    a file are replayed only then.
     """
 
     model: Path
@@ -35,6 +38,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float = 20.0
     timeout_s: float = 300.0
     custom_ops: tuple[Path, ...] = ()
+    warmup: int = 0
+    repeat: int = 1
+    threads: int = 0
+    digests_hold: bool = False
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +68,8 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     None when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what
     came back until then. `notes` tell what was done differently from an app on the target, a line each.
     `stopped_early` says that the time was over before the last sample; what came back is whole. `cpu_features`, and
-    the state before the first and after the last sample, are known from devices with edgekit's runner.
+    the state before the first and after the last sample, are known from devices with edgekit's runner. `log` holds the
+    last words of a run that failed, as the device's program said them, without what could steer a terminal.
     """
 
     device: str
@@ -79,6 +87,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     cpu_features: tuple[str, ...] = ()
     before: DeviceState | None = None
     after: DeviceState | None = None
+    log: str = ""
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

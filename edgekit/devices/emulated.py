@@ -59,7 +59,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
             placement=placement,
             placement_source="predicted",
             load_ms=load_ms,
-            latency_ms=tuple(latency_ms[: outputs.count]),
+            latency_ms=tuple(latency_ms[: outputs.count * job.repeat]),
             peak_rss_bytes=_peak_rss_bytes(),
             versions={"onnxruntime": VERSION},
             notes=describe_stop(outputs.count, job) if stopped else (),
@@ -74,10 +74,14 @@ def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[floa
     for index, sample in enumerate(job.samples):
         if index >= LEAST_SAMPLES and time.perf_counter() - begin > job.budget_s:
             return True
-        start = time.perf_counter()
-        values = session.run(sample)
-        latency_ms.append((time.perf_counter() - start) * 1e3)
-        write_tensors(out / tensors_name(index), values)
+        for _ in range(0 if index else job.warmup):
+            session.run(sample)
+        for turn in range(job.repeat):
+            start = time.perf_counter()
+            values = session.run(sample)
+            latency_ms.append((time.perf_counter() - start) * 1e3)
+            if turn == 0:
+                write_tensors(out / tensors_name(index), values)
     return False
 
 

@@ -10,7 +10,6 @@ a message a sample and, last, one line with the run.
 
 import math
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Literal
@@ -18,7 +17,7 @@ from typing import IO, Annotated, Literal
 import msgspec
 import numpy as np
 
-from edgekit._files import replacing_file, write_file
+from edgekit._files import open_regular, replacing_file, write_file
 from edgekit._ort import Level
 from edgekit.devices.device import LEAST_SAMPLES, DeviceState
 from edgekit.errors import DeviceError
@@ -43,8 +42,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
     choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
     placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
-    program must find. A program that is fed through a pipe runs the first sample `warmup` times before it counts, and
-    each sample `repeat` times, and gives a time for each of these runs. `custom_ops` are libraries of operators.
+    program must find. The program runs the first sample `warmup` times before it counts, then each sample `repeat`
+    times in a row, and gives a time for each of these runs. `custom_ops` are libraries of operators.
     """
 
     model: str
@@ -231,16 +230,11 @@ def read_tensors(path: Path, specs: Sequence[TensorSpec]) -> dict[str, Array]:
 
 
 def _open_regular(path: Path) -> IO[bytes]:
-    """Opens a file that must be a plain one: a link could lead anywhere, and a pipe would wait for ever."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return open_regular(path)
     except OSError as error:
         message = f"cannot read '{path.name}' from the device: {error.strerror}"
         raise DeviceError(message, hint="the device gave no such file") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _malformed(path, "it is no plain file")
-    return os.fdopen(descriptor, "rb")
 
 
 def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._proc import Finished, stream_process
-from edgekit.devices.child import Runner, describe_refusal, find_shortage, judge_run, last_words
+from edgekit.devices.child import Runner, describe_log, describe_refusal, find_shortage, judge_run, last_words
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.exchange import (
     MAX_RESULT_BYTES,
@@ -57,7 +57,8 @@ def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Pa
     outputs, _ = open_outputs(work / "out", job.outputs, runner.device)
     reason = _find_failure(answer, finished, job, far.repeat)
     failure = reason and f"'{link.name}' {_describe_step(answer, job)}: {reason}"
-    return judge_run(runner, job, answer.run, outputs, failure, far.repeat)
+    run = judge_run(runner, job, answer.run, outputs, failure, far.repeat)
+    return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
 
 
 def _messages(far: FarJob, job: Job) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
 from edgekit.verify.scores import TaskReport, judge_task
@@ -62,13 +63,6 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
 
 
-class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds for one sample on the device."""
-
-    median: float
-    p95: float
-
-
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """The share of samples whose first class is the label, on the float model and on the device."""
 
@@ -90,9 +84,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one device did with the samples.
 
     `provider` is the one that the target promises, `provider_nodes` counts the nodes that each provider took, as
-    observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `notes`
-    what it did otherwise than an app on the target. `task` is a metric that needs labels. `reference_cost` is that of
-    the run that latency and memory are held against, None where there is none: then they are not judged.
+    observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `log` the
+    last words of its program then, and `notes` what it did otherwise than an app on the target. `task` is a metric that
+    needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
+    none: then they are not judged.
     """
 
     device: str
@@ -113,6 +108,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     task: TaskReport | None = None
     reference_cost: Cost | None = None
+    log: str = ""
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -4,21 +4,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from edgekit._files import work_folder, write_file
-from edgekit.bundle.folder import VERIFY, Bundle, read_check, read_target
+from edgekit.bench.latency import describe_drift, summarize_latency
+from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.bundle.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
+from edgekit.bundle.snapshot import snapshot_bundle
+from edgekit.devices.bundled import make_job, plan_run
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun
+from edgekit.devices.lab import run_each
 from edgekit.errors import DataError, EdgekitError
+from edgekit.evidence import Evidence
 from edgekit.plain import to_json
-from edgekit.progress import Progress
+from edgekit.progress import Progress, say_nothing
 from edgekit.samples import Samples, select_samples, spread_indices
-from edgekit.target import TaskLimit, Thresholds, Verification
+from edgekit.target import Form, TaskLimit, Thresholds, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.report import (
-    Latency,
     OutputReport,
     RunReport,
     SkippedDevice,
@@ -42,28 +45,29 @@ def verify_bundle(
     A device of the manifest's verification list runs the form and as many samples as stand there, any other device
     runs what an app would load, with all samples. A device that is not there is skipped, with the command that
     installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
-    a metric in place of that in the bundle's thresholds.
+    a metric in place of that in the bundle's thresholds. Devices run at the same time, on a copy of the bundle whose
+    digests were checked as it was made.
 
     Raises:
-        BundleError: the bundle lacks the form of the model that a device is to run.
+        BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
         DataError: the golden samples cannot be read, or their labels are not those that the metric needs.
         UsageError: there is no such metric.
         MissingExtraError: the metric needs a package that is not installed.
     """
-    runs: list[RunReport] = []
     skipped: list[SkippedDevice] = []
+    present: list[Device] = []
     for device in devices:
         missing = device.find_missing()
-        if missing is not None:
+        if missing is None:
+            present.append(device)
+        else:
             skipped.append(SkippedDevice(device=device.name, reason=missing.reason, command=missing.command))
-            continue
-        if progress is not None:
-            progress(f"verify {bundle.manifest.name} on {device.name}")
-        runs.append(_run_device(bundle, device, golden or bundle.golden, task or bundle.manifest.thresholds.task))
+    limit = task or bundle.manifest.thresholds.task
+    runs = _run_devices(bundle, present, golden, limit, progress or say_nothing) if present else ()
     return VerifyReport(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
         target=bundle.manifest.target,
-        runs=tuple(runs),
+        runs=runs,
         skipped=tuple(skipped),
         taken_macs=bundle.manifest.placement.taken_macs,
         min_taken_macs=bundle.manifest.thresholds.min_taken_macs,
@@ -109,27 +113,26 @@ def read_known(bundle: Bundle) -> VerifyReport | None:
     return report if report.bundle_sha256 == bundle.sha256 else None
 
 
-def _plan_run(bundle: Bundle, device: Device, golden: Golden) -> Verification:
-    """Returns what the target's plan says for this device or its kind, else everything an app would load."""
-    planned = {verification.device: verification for verification in bundle.manifest.verification}
-    plan = planned.get(device.name) or planned.get(device.name.partition(":")[0])
-    plan = plan or Verification(device=device.name, form=bundle.manifest.form, samples=golden.samples)
-    return msgspec.structs.replace(plan, samples=min(plan.samples, golden.samples))
+def _run_devices(
+    bundle: Bundle, devices: Sequence[Device], golden: Golden | None, task: TaskLimit | None, progress: Progress
+) -> tuple[RunReport, ...]:
+    forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
+    with work_folder() as work:
+        private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
+
+        def run(device: Device) -> RunReport:
+            progress(f"verify {bundle.manifest.name} on {device.name}")
+            return _run_device(private, device, golden or private.golden, task)
+
+        return run_each(devices, run)
 
 
 def _run_device(bundle: Bundle, device: Device, golden: Golden, task: TaskLimit | None) -> RunReport:
-    plan = _plan_run(bundle, device, golden)
+    plan = plan_run(bundle, device, golden.samples)
     indices = spread_indices(golden.samples, plan.samples)
     reference = select_samples(read_outputs(golden), indices)
     classes, labels = read_classes(golden), read_labels(golden)
-    job = Job(
-        model=bundle.find_model(plan.form),
-        target=read_target(bundle),
-        precision=bundle.manifest.precision,
-        outputs=bundle.golden.outputs,
-        check=read_check(bundle),
-        samples=select_samples(read_inputs(golden), indices),
-    )
+    job = make_job(bundle, plan, select_samples(read_inputs(golden), indices))
     with work_folder() as work:
         try:
             run = device.run_job(job, work)
@@ -171,13 +174,14 @@ def _describe_run(bundle: Bundle, plan: Verification, run: DeviceRun, outputs: t
         placement_source=run.placement_source,
         outputs=outputs,
         accuracy=None,
-        latency_ms=_summarize_latency(run.latency_ms),
+        latency_ms=summarize_latency(run.latency_ms),
         load_ms=run.load_ms,
         peak_rss_bytes=run.peak_rss_bytes,
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
-        notes=run.notes,
+        notes=(*run.notes, *_describe_drift(run)),
+        log=run.log,
     )
 
 
@@ -201,8 +205,9 @@ def _describe_absent(bundle: Bundle, device: Device, plan: Verification, error: 
     )
 
 
-def _summarize_latency(latency_ms: Sequence[float]) -> Latency | None:
-    if not latency_ms:
-        return None
-    median, p95 = np.percentile(np.asarray(latency_ms), [50.0, 95.0])
-    return Latency(median=float(median), p95=float(p95))
+def _describe_drift(run: DeviceRun) -> tuple[str, ...]:
+    """Returns a warning where the times of a real device changed under way; those of an emulator mean nothing."""
+    latency = summarize_latency(run.latency_ms)
+    if latency is None or latency.drift is None or run.evidence is not Evidence.DEVICE:
+        return ()
+    return (describe_drift(latency.drift),)

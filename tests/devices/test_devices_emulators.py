@@ -78,6 +78,13 @@ def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_pa
     assert "4 of 9 samples" in run.notes[-1]
 
 
+@pytest.mark.parametrize("name", ["host", "emulated", "xnnpack-wasm"])
+def test_a_sample_runs_as_often_as_asked_with_a_time_each(name: str, tmp_path: Path, work: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
+    run = present(name).run_job(msgspec.structs.replace(job, warmup=2, repeat=5, threads=1), work)
+    assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 15)
+
+
 @pytest.mark.parametrize("name", ["qnn-htp-sim", "xnnpack-wasm"])
 def test_the_real_provider_takes_the_convolution(name: str, tmp_path: Path, work: Path) -> None:
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.int8 if name == "xnnpack-wasm" else np.uint8), TARGETS[name])

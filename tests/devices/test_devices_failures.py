@@ -12,7 +12,7 @@ from devices_models import float_conv, make_job, text_model
 from onnx import helper
 
 from edgekit._proc import run_process
-from edgekit.devices.child import Runner, collect_run
+from edgekit.devices.child import REPLAY_SAVED, Runner, collect_run, describe_job
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
 from edgekit.devices.host import Host
@@ -141,3 +141,22 @@ def test_core_ml_off_a_mac_is_an_error(tmp_path: Path, work: Path) -> None:
     device = find_device("coreml", load_target("coreml"))
     with pytest.raises(DeviceError, match="only on Apple hardware"):
         device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), work)
+
+
+def test_what_a_failed_program_said_is_kept_without_what_steers_a_terminal(tmp_path: Path, work: Path) -> None:
+    program = "import sys; print('loading\\x1b[2J'); print('no memory', file=sys.stderr); sys.exit(3)"
+    run = run_program(program, float_conv(tmp_path / "f.onnx"), work)
+    assert run.log.splitlines() == ["loading[2J", "no memory"]
+    assert Host().run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), empty(tmp_path)).log == ""
+
+
+def test_saved_optimizations_are_replayed_for_checked_files_only(tmp_path: Path) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
+    assert job.target.session.config == {REPLAY_SAVED: "1"}
+    assert describe_job(job).session_config == {}
+    assert describe_job(msgspec.structs.replace(job, digests_hold=True)).session_config == {REPLAY_SAVED: "1"}
+
+
+def empty(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"

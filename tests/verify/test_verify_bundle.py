@@ -12,9 +12,9 @@ from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import make_golden
-from edgekit.devices.device import Missing
+from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.host import Host
-from edgekit.errors import DataError
+from edgekit.errors import BundleError, DataError
 from edgekit.evidence import Evidence
 from edgekit.model import load_model
 from edgekit.plain import to_json
@@ -144,7 +144,7 @@ def test_the_json_keeps_its_contract(bundle: Bundle) -> None:
     assert wanted <= run.keys()
     keys = {"name", "max_abs", "mean_abs", "rmse", "cosine", "sqnr_db", "top1_agreement", "non_finite"}
     assert keys <= run["outputs"][0].keys()
-    assert run["latency_ms"].keys() == {"median", "p95"}
+    assert run["latency_ms"].keys() >= {"median", "p95"}
 
 
 def test_a_provider_that_takes_too_little_work_is_not_worth_it(bundle: Bundle) -> None:
@@ -175,3 +175,49 @@ def test_a_model_that_gives_maps_is_verified_in_another_process(tmp_path: Path) 
         ("maps.keys", 1.0, None),
         ("maps.values", None, 200.0),
     ]
+
+
+def test_devices_run_on_a_copy_whose_digests_were_checked(bundle: Bundle) -> None:
+    places: list[Path] = []
+
+    class Altering(InProcess, frozen=True, kw_only=True):
+        """Overwrites the bundle before it runs what it was given."""
+
+        def run_job(self, job: Job, work: Path) -> DeviceRun:
+            bundle.find_model("onnx").write_bytes(b"something else")
+            places.append(job.model)
+            return InProcess.run_job(self, job, work)
+
+    report = verify_bundle(bundle, [Altering()])
+    assert report.passed
+    assert not places[0].is_relative_to(bundle.folder)
+    assert not places[0].exists()
+
+
+def test_a_bundle_altered_after_it_was_opened_is_not_run(bundle: Bundle) -> None:
+    bundle.find_model("onnx").write_bytes(b"something else")
+    with pytest.raises(BundleError, match="was altered after it was opened"):
+        verify_bundle(bundle, [InProcess()])
+
+
+def test_runs_keep_the_order_of_the_devices(bundle: Bundle) -> None:
+    names = [f"adb:{index}" for index in range(6)]
+    report = verify_bundle(bundle, [InProcess(name=name, evidence=Evidence.DEVICE) for name in names])
+    assert [run.device for run in report.runs] == names
+
+
+@pytest.mark.parametrize(("evidence", "warned"), [(Evidence.DEVICE, True), (Evidence.SIMULATOR, False)])
+def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
+    tmp_path: Path, evidence: Evidence, warned: bool
+) -> None:
+    class Slowing(InProcess, frozen=True, kw_only=True):
+        """Gets hotter with every sample."""
+
+        def run_job(self, job: Job, work: Path) -> DeviceRun:
+            run = InProcess.run_job(self, job, work)
+            return msgspec.structs.replace(run, latency_ms=tuple(10.0 + index for index in range(24)))
+
+    (run,) = verify_bundle(make_bundle(tmp_path), [Slowing(evidence=evidence)]).runs
+    assert run.latency_ms is not None
+    assert run.latency_ms.drift is not None
+    assert any("slower from first to last" in note for note in run.notes) is warned

@@ -105,9 +105,13 @@ async function runSamples() {
     if (index >= job.least_samples && performance.now() - started > job.budget_s * 1e3) return "stopped";
     const name = String(index).padStart(5, "0") + ".tensors";
     const feeds = readTensors(join(folder, "in", name), ort);
-    const begin = performance.now();
-    const values = await session.run(feeds);
-    run.latency_ms.push(performance.now() - begin);
+    for (let turn = 0; index === 0 && turn < job.warmup; turn++) await session.run(feeds);
+    let values = {};
+    for (let turn = 0; turn < job.repeat; turn++) {
+      const begin = performance.now();
+      values = await session.run(feeds);
+      run.latency_ms.push(performance.now() - begin);
+    }
     writeTensors(join(folder, "out", name), session.outputNames, values);
   }
   return "done";

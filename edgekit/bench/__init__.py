@@ -1,0 +1,1 @@
+"""How fast a model runs, and how sure that is."""

@@ -1,0 +1,57 @@
+"""What runs is what the manifest covers: the files of a bundle are copied, and the copy is what was digested."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import open_regular, replacing_file, safe_join
+from edgekit.bundle.folder import CHECK, TARGET, Bundle
+from edgekit.errors import BundleError
+from edgekit.target import Form
+
+_CHUNK_BYTES = 1 << 20
+
+
+def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
+    """Copies the model files of some forms, the golden samples, the target and the check into the folder `out`.
+
+    Each file is digested as it is copied, so that a bundle which is altered after it was opened is refused, and what is
+    altered later is not what runs.
+
+    Raises:
+        BundleError: the bundle has no such form, or a file is not what the manifest says.
+        OutputError: the folder cannot be written.
+    """
+    for name in dict.fromkeys(_list_files(bundle, forms)):
+        _copy_checked(bundle, name, out / name)
+    return msgspec.structs.replace(bundle, folder=out)
+
+
+def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
+    for form in forms:
+        bundle.find_model(form)
+        yield from bundle.manifest.forms[form]
+    for file in bundle.golden.files:
+        yield file.relative_to(bundle.folder).as_posix()
+    yield from (CHECK, TARGET)
+
+
+def _copy_checked(bundle: Bundle, name: str, place: Path) -> None:
+    entry = bundle.manifest.files.get(name)
+    digest = hashlib.sha256()
+    try:
+        with open_regular(safe_join(bundle.folder, name)) as source, replacing_file(place) as temporary:
+            with temporary.open("wb") as copy:
+                while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
+                    digest.update(chunk)
+                    copy.write(chunk)
+            if entry is None or digest.hexdigest() != entry.sha256:
+                raise BundleError(
+                    f"{name!r} of bundle '{bundle.folder}' was altered after it was opened",
+                    hint="build the bundle again",
+                )
+    except OSError as error:
+        reason = f"cannot read {name!r} of bundle '{bundle.folder}': {error.strerror}"
+        raise BundleError(reason, hint="build the bundle again") from error

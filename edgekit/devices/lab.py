@@ -1,0 +1,95 @@
+"""Several devices at once: each runs on its own, results keep their order, and this machine is not overloaded."""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+from typing import TypeVar
+
+from edgekit._proc import end_children
+from edgekit.devices.device import Device
+
+_T = TypeVar("_T")
+
+MEMORY_A_RUN = 3 << 29
+"""What a run on this machine may need: an emulator, a model and its tensors."""
+
+_REMOTE = ("adb", "ssh")
+_MEMORY = Path("/proc/meminfo")
+_ALONE = Lock()
+
+
+def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: bool = False) -> tuple[_T, ...]:
+    """Runs something on every device at the same time, and returns the results in the order of the devices.
+
+    Devices that are this machine share its cores and its memory, so that only a few of them run at once; one at a time
+    where the result is a time (`timed`). The same device, named twice, runs once after the other. When one run raises,
+    or the caller is interrupted, all the others are ended.
+    """
+    lanes: dict[str, list[int]] = {}
+    for index, device in enumerate(devices):
+        lanes.setdefault(device.name if is_remote(device) else str(index), []).append(index)
+    results: dict[int, _T] = {}
+
+    def work(lane: Sequence[int]) -> None:
+        for index in lane:
+            results[index] = _take_turn(devices[index], run, timed=timed)
+
+    run_together([functools.partial(work, lane) for lane in lanes.values()])
+    return tuple(results[index] for index in range(len(devices)))
+
+
+def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = None) -> tuple[_T, ...]:
+    """Makes calls in threads, and returns what they return in their order.
+
+    When one raises, or the caller is interrupted, the child processes of all are ended, and those that wait are not
+    made.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, at_once or len(calls))) as pool:
+        futures = [pool.submit(call) for call in calls]
+        _finish(futures)
+        return tuple(future.result() for future in futures)
+
+
+def is_remote(device: Device) -> bool:
+    """Returns True for a device with a processor of its own."""
+    return device.name.partition(":")[0] in _REMOTE
+
+
+def count_slots(cores: int, free_bytes: int | None) -> int:
+    """Returns how many runs this machine bears at once, from its cores and its free memory (None: unknown)."""
+    by_memory = cores if free_bytes is None else free_bytes // MEMORY_A_RUN
+    return max(1, min(cores, by_memory))
+
+
+def _take_turn(device: Device, run: Callable[[Device], _T], *, timed: bool) -> _T:
+    if is_remote(device):
+        return run(device)
+    with _ALONE if timed else _slots():
+        return run(device)
+
+
+def _finish(futures: Sequence[Future[_T]]) -> None:
+    """Waits for all, and raises what the first one raised; what still runs then is ended."""
+    try:
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        while wait(futures, timeout=0.1).not_done:
+            end_children()
+        raise
+
+
+@functools.cache
+def _slots() -> BoundedSemaphore:
+    return BoundedSemaphore(count_slots(os.cpu_count() or 1, _free_bytes()))
+
+
+def _free_bytes() -> int | None:
+    lines = _MEMORY.read_text().splitlines() if _MEMORY.is_file() else []
+    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if available is None else int(available) * 1024

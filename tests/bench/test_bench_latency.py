@@ -1,0 +1,95 @@
+"""The statistics of run times, against what is known of the series."""
+
+import math
+
+import numpy as np
+import pytest
+
+from edgekit.bench.latency import compare_rounds, count_needed, find_drift, median_interval, summarize_latency
+
+
+def noise(seed: int, count: int) -> list[float]:
+    """Times around 10 ms with a long tail, as real ones have."""
+    rng = np.random.default_rng(seed)
+    return [float(value) for value in 10 + rng.gamma(2.0, 0.2, count)]
+
+
+def test_the_figures_are_those_of_the_series() -> None:
+    latency = summarize_latency([float(value) for value in range(1, 102)])
+    assert latency is not None
+    assert (latency.median, latency.p95, latency.p99, latency.runs) == (51, 96, 100, 101)
+    assert summarize_latency([]) is None
+    assert summarize_latency([2.0]) is not None
+
+
+def test_the_interval_of_the_median_holds_it_in_95_of_100_series() -> None:
+    truth = float(np.median(noise(0, 200_000)))
+    for count in (10, 30, 101):
+        held = [low <= truth <= high for low, high in (median_interval(noise(seed, count)) for seed in range(1, 401))]
+        assert 0.92 <= np.mean(held) <= 0.99
+
+
+def test_more_runs_make_the_interval_narrower_as_foretold() -> None:
+    few = noise(1, 30)
+    low, high = median_interval(noise(2, count_needed(few, 0.005)))
+    assert (high - low) / 2 <= 0.0075 * 10.4
+    assert count_needed([5.0] * 30, 0.01) == 30
+
+
+@pytest.mark.parametrize("growth", [0.15, -0.15])
+def test_a_drift_is_seen_through_noise_and_slow_runs(growth: float) -> None:
+    series = [value * (1 + growth * index / 99) for index, value in enumerate(noise(3, 100))]
+    series[50] = 500.0
+    drift = find_drift(series)
+    assert drift is not None
+    assert abs(drift - growth) < 0.05
+
+
+def test_a_step_of_the_clock_is_a_drift() -> None:
+    assert find_drift([*noise(4, 60), *(value * 1.4 for value in noise(5, 40))]) is not None
+
+
+def test_steady_series_have_no_drift() -> None:
+    false_alarms = [find_drift(noise(seed, 60)) for seed in range(300)]
+    assert sum(drift is not None for drift in false_alarms) <= 1
+    assert find_drift([1.0] * 50) is None
+    assert find_drift([1.0, 2.0, 3.0]) is None
+    assert find_drift([0.0] * 50) is None
+
+
+def test_a_small_change_is_no_drift_however_sure() -> None:
+    assert find_drift([100 + index * 0.01 for index in range(100)]) is None
+
+
+def test_long_series_are_thinned() -> None:
+    assert find_drift([10 + index / 5000 for index in range(20_000)]) is not None
+
+
+def test_a_ratio_is_found_although_the_device_slows_down() -> None:
+    slowing = [1 + index / 5 for index in range(10)]
+    wobble = np.random.default_rng(6).normal(1, 0.01, 10)
+    ratio = compare_rounds([(10 * slow, 10 * slow * 1.1 * float(w)) for slow, w in zip(slowing, wobble, strict=True)])
+    assert ratio.interval[0] <= 1.1 <= ratio.interval[1]
+    assert ratio.verdict == "A is faster"
+    assert compare_rounds([(b, a) for a, b in [(1.0, 1.1), (1.0, 1.12), (1.0, 1.09)]]).verdict == "B is faster"
+
+
+def test_two_of_the_same_are_told_apart_in_five_of_100_comparisons_only() -> None:
+    wrong = 0
+    for seed in range(500):
+        rng = np.random.default_rng(seed)
+        rounds = [(float(a), float(b)) for a, b in rng.lognormal(0, 0.05, (8, 2))]
+        wrong += compare_rounds(rounds).verdict != "no difference can be told"
+    assert 0.02 <= wrong / 500 <= 0.08
+
+
+def test_many_rounds_use_the_limit_of_student_s_t() -> None:
+    rounds = [(1.0, math.exp(0.01 if index % 2 else -0.01)) for index in range(100)]
+    low, high = compare_rounds(rounds).interval
+    assert math.isclose(high / low, math.exp(2 * 1.98422 * 0.01 * math.sqrt(100 / 99) / 10), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("rounds", [[], [(1.0, 1.0)], [(1.0, 0.0), (1.0, 1.0)], [(math.nan, 1.0), (1.0, 1.0)]])
+def test_what_cannot_be_compared_is_an_error(rounds: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="two rounds"):
+        compare_rounds(rounds)

@@ -1,0 +1,111 @@
+"""Several devices at once: in order, side by side, within what this machine bears, and all ended together."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from edgekit._proc import run_process
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.lab import count_slots, run_each, run_together
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A device of which only the name counts."""
+
+    name: str
+    evidence: Evidence = Evidence.DEVICE
+
+    def find_missing(self) -> Missing | None:
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        raise NotImplementedError
+
+
+def devices(*names: str) -> list[Named]:
+    return [Named(name=name) for name in names]
+
+
+def test_results_keep_the_order_of_the_devices_however_long_each_takes() -> None:
+    def run(device: Device) -> str:
+        time.sleep(0.2 if device.name.endswith("1") else 0.0)
+        return device.name
+
+    names = ("adb:1", "host", "adb:2", "adb:1", "emulated")
+    assert run_each(devices(*names), run) == names
+    assert run_each([], run) == ()
+
+
+def test_remote_devices_run_side_by_side() -> None:
+    everyone = threading.Barrier(5, timeout=10)
+    assert len(run_each(devices("adb:1", "adb:2", "ssh:a@b", "ssh:c", "adb:3"), lambda _: everyone.wait())) == 5
+
+
+def _most_at_once(names: tuple[str, ...], *, timed: bool = False) -> int:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def run(_device: Device) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.05)
+        with lock:
+            now -= 1
+
+    run_each(devices(*names), run, timed=timed)
+    return most
+
+
+def test_one_device_named_twice_runs_once_after_the_other() -> None:
+    assert _most_at_once(("adb:1", "adb:1", "adb:1")) == 1
+
+
+def test_runs_whose_time_counts_do_not_share_this_machine() -> None:
+    assert _most_at_once(("host", "emulated", "arm64"), timed=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_bytes", "slots"), [(2, 64 << 30, 2), (8, 4 << 30, 2), (8, 1 << 20, 1), (4, None, 4)]
+)
+def test_this_machine_runs_as_many_as_its_cores_and_memory_bear(cores: int, free_bytes: int | None, slots: int) -> None:
+    assert count_slots(cores, free_bytes) == slots
+
+
+def test_when_one_raises_the_children_of_the_others_end() -> None:
+    start = time.monotonic()
+    ended: list[str] = []
+
+    def sleep() -> None:
+        ended.append(run_process([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=60).ending)
+
+    def fail() -> None:
+        time.sleep(0.5)
+        raise DeviceError("unplugged", hint="plug it in")
+
+    with pytest.raises(DeviceError, match="unplugged"):
+        run_together([sleep, fail, sleep])
+    assert time.monotonic() - start < 20
+    assert set(ended) == {"was ended by SIGKILL"}
+
+
+def test_an_interrupt_leaves_no_child(tmp_path: Path) -> None:
+    sleeper = f"import time, pathlib; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
+    program = (
+        "import sys\nfrom edgekit._proc import run_process\nfrom edgekit.devices.lab import run_together\n"
+        f"run_together([lambda: run_process([sys.executable, '-c', {sleeper!r}], timeout_s=60)])"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.05)
+    child.send_signal(2)
+    assert child.wait(20) != 0
+    running = run_process(["ps", "-eo", "args"], timeout_s=20).stdout
+    assert str(tmp_path) not in running
