@@ -31,6 +31,7 @@ from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
+from edgekit.search import Goal, search_quantization
 from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
 from edgekit.verify.attribute import explain_report
@@ -204,7 +205,7 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
         notes.append("the model is quantized already: taken as it is")
     elif precision.startswith("int"):
         try:
-            quantized = _quantize(inputs, target, precision, work / "quantized.onnx")
+            quantized = _quantize(inputs, target, precision, job, notes)
         except ModelError as error:
             precision = _fall_back(error, target, job, notes)
     model = inputs.prepared if quantized is None else quantized.model
@@ -268,13 +269,17 @@ def _fall_back(error: EdgekitError, target: Target, job: _Job, notes: list[str])
     return "fp32"
 
 
-def _quantize(inputs: _Inputs, target: Target, precision: Precision, out: Path) -> QuantizedModel:
-    if isinstance(inputs.calibration, ModelError):
-        raise inputs.calibration
-    if inputs.calibration is None:
-        raise DataError("there is no calibration", hint="give --data")
-    plan = plan_quantization(inputs.prepared, inputs.calibration, target, precision)
-    return quantize_model(inputs.prepared, plan, out)
+def _quantize(inputs: _Inputs, target: Target, precision: Precision, job: _Job, notes: list[str]) -> QuantizedModel:
+    if not isinstance(inputs.calibration, Calibration):
+        raise inputs.calibration or DataError("there is no calibration", hint="give --data")
+    model, known, out = inputs.prepared, inputs.calibration, job.work / target.name / "quantized.onnx"
+    if job.recipe.max_drop is None:
+        return quantize_model(model, plan_quantization(model, known, target, precision), out)
+    goal = Goal(max_drop=job.recipe.max_drop / 100, samples=inputs.samples)
+    searched = search_quantization(model, known, target, precision, goal, work=out.parent, progress=job.progress)
+    if not searched.met:
+        notes.append(f"no plan is expected to drop at most {job.recipe.max_drop:g} points; this is the best")
+    return quantize_model(model, searched.chosen.plan, out)
 
 
 def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:

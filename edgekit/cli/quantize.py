@@ -5,12 +5,13 @@ from pathlib import Path
 import click
 
 from edgekit.cli import options
-from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line, showing_progress
+from edgekit.cli.main import NO, YES
+from edgekit.cli.terminal import show_json, show_lines, showing_progress
+from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
+from edgekit.quantization import describe_quantization, plan_for, quantize_for
 from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import Data, PrecisionChoice, Recipe
-from edgekit.steps import quantize_for
 
 
 @click.command(short_help="Make a static INT8 model for a target.")
@@ -23,7 +24,12 @@ from edgekit.steps import quantize_for
 @options.SAMPLES
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), default="auto", help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The QDQ model.")
+@click.option("--max-drop", type=click.FloatRange(0, 100), metavar="PCT", help="Search until accuracy drops no more.")
+@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each sample of DATA.")
+@click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
+@click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
+@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The QDQ model.")
 @options.JSON
 @options.verbosity
 def command(
@@ -36,11 +42,16 @@ def command(
     samples: int | None,
     precision: PrecisionChoice,
     method: str,
-    out: Path,
+    max_drop: float | None,
+    labels: Path | None,
+    state: Path | None,
+    plan_only: bool,
+    plan: Path | None,
+    out: Path | None,
     as_json: bool,
     volume: int,
 ) -> int:
-    """Make a static INT8 model (QDQ) of MODEL for a target.
+    """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
 
     \b
     Example:
@@ -52,16 +63,20 @@ def command(
         dims=options.parse_dims(dims),
         precision=precision,
         samples=samples,
+        max_drop=max_drop,
     )
-    source = Data(source=data, preprocess=load_preprocess(preprocess) if preprocess else None)
+    source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
+    if max_drop is not None and (method != "auto" or plan or plan_only):
+        raise UsageError("--max-drop plans by itself", hint="leave out --method, --plan and --plan-only")
     with showing_progress(volume) as progress:
-        report = quantize_for(model, source, out, recipe, method=method, progress=progress)
+        if plan_only:
+            show_json(plan_for(model, source, recipe, method=method, progress=progress))
+            return YES
+        if out is None:
+            raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
+        report = quantize_for(model, source, out, recipe, method=method, plan=plan, state=state, progress=progress)
     if as_json:
         show_json(report)
     else:
-        show_line(f"{out}: {report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float")
-        for warning in report.data_warnings:
-            show_line(f"warning: {warning}")
-        for tried in report.steps:
-            show_line(f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples")
-    return YES
+        show_lines(describe_quantization(report))
+    return YES if report.met else NO

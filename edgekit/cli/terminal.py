@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -34,6 +34,12 @@ def show_json(value: object) -> None:
 def show_line(line: str) -> None:
     """Prints a line on stdout."""
     click.echo(line)
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stdout."""
+    for line in lines:
+        show_line(line)
 
 
 def show_build(report: BuildReport) -> None:

@@ -131,6 +131,37 @@ def _judge_method(graph: Graph, plan: QuantPlan, roundings: tuple[Rounding, ...]
         yield Candidate(method=plan.method, rounding=rounding, relieved=(), sqnr_db=round(ratio, 3))
 
 
+def relieve_step(
+    model: Model, calibration: Calibration, target: Target, plan: QuantPlan, count: int
+) -> QuantPlan | None:
+    """Returns a plan with its `count` most harmful tensors out of 8 bits, None where so many cannot be taken.
+
+    They get 16 bits where the target takes them, and are float otherwise.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    graph = read_graph(model)
+    order = _rank_once(graph, plan)
+    if count > 2 * len(order):
+        return None
+    relieved = relieve_tensors(graph, plan, tuple(order[:count]), calibration, widens="int16" in target.precisions)
+    return relieved if quantizes_any(graph, relieved) else None
+
+
+def _rank_once(graph: Graph, plan: QuantPlan) -> list[str]:
+    """Returns the tensors whose 8 bits hurt most, worst first, remembered for the steps that follow."""
+    memory = Path(plan.statistics) / f"ranked-{digest_bytes(msgspec.json.encode(plan))[:16]}.json"
+    if memory.is_file():
+        return msgspec.json.decode(memory.read_bytes(), type=list[str])
+    unsigned = _unsigned(plan)
+    placed = round_weights(place_plan(graph, unsigned, "the candidate"), graph, unsigned)
+    ranked = rank_activations(graph, placed, Path(plan.statistics))
+    order = list(dict.fromkeys(range_source(graph, error.name) for error in ranked))
+    write_file(memory, msgspec.json.encode(order))
+    return order
+
+
 def _relieve(
     graph: Graph, plan: QuantPlan, calibration: Calibration, start: Candidate, *, widens: bool
 ) -> tuple[QuantPlan, list[Candidate]]:
@@ -139,10 +170,7 @@ def _relieve(
     More and more are taken out until the ratio is good, or two steps in a row gain less than a decibel; what gained
     less is not kept.
     """
-    unsigned = _unsigned(plan)
-    placed = round_weights(place_plan(graph, unsigned, "the candidate"), graph, unsigned)
-    ranked = rank_activations(graph, placed, Path(plan.statistics))
-    order = list(dict.fromkeys(range_source(graph, error.name) for error in ranked))
+    order = _rank_once(graph, plan)
     best, reached, idle = plan, start.sqnr_db, 0
     tried: list[Candidate] = []
     for count in _RELIEF_STEPS:

@@ -13,9 +13,9 @@ from edgekit.checking import check_targets
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError, OutputError
 from edgekit.pipeline import build
+from edgekit.quantization import quantize_for
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
-from edgekit.steps import quantize_for
 from edgekit.target import Thresholds, load_target
 from edgekit.verify.on_devices import verify_on
 

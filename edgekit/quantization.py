@@ -1,0 +1,269 @@
+"""A model as the user has it, quantized for one target: planned, or searched for until it is good enough."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import replacing_file, work_folder
+from edgekit.data_check import check_samples, warn_if_few
+from edgekit.errors import DataError, UsageError
+from edgekit.labels import read_labels
+from edgekit.model import Model, load_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.progress import Progress, say_nothing
+from edgekit.quantize import Calibration, Candidate, FloatNode, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.predict import Prediction, predict_drop
+from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
+from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.samples import Samples, limit_samples, load_samples
+from edgekit.search import Goal, Searched, search_quantization
+from edgekit.steps import peak_rss_bytes
+from edgekit.target import Precision, Target
+
+MAX_PLAN_BYTES = 1 << 26
+
+
+class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan of a search: what left 8 bits, the drop to expect, and the share of work the target takes."""
+
+    step: str
+    drop_estimate: float | None
+    sqnr_db: float
+    taken_macs: float
+
+
+class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
+
+    `predicted` is what it will cost. `trials` are those of a search, in order; `max_drop` is its goal in points, and
+    then `met` says whether the chosen one reaches it.
+    """
+
+    model: str
+    out: Path
+    target: str
+    precision: Precision
+    samples: int
+    data_warnings: tuple[str, ...]
+    size_before: int
+    size_after: int
+    quantized_nodes: int
+    float_nodes: tuple[FloatNode, ...]
+    predicted: Prediction
+    steps: tuple[Candidate, ...]
+    trials: tuple[TrialReport, ...]
+    max_drop: float | None
+    met: bool
+    seconds: float
+    peak_rss_bytes: int
+
+
+class _Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """A model prepared and calibrated for one target."""
+
+    source: Model
+    prepared: Model
+    samples: Samples
+    labels: tuple[int, ...] | None
+    warnings: tuple[str, ...]
+    calibration: Calibration
+    target: Target
+    precision: Precision
+
+
+class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a calibration must measure."""
+
+    methods: tuple[str, ...]
+    fitting: bool
+
+    @staticmethod
+    def of_method(method: str) -> "_Wanted":
+        is_open = method in {"auto", "best"}
+        return _Wanted(methods=AUTO_METHODS if is_open else (method,), fitting=is_open)
+
+    @staticmethod
+    def of_plan(plan: QuantPlan) -> "_Wanted":
+        return _Wanted(methods=PLAIN_METHODS, fitting=plan.rounding != "nearest")
+
+
+def quantize_for(
+    model: Path,
+    data: Data,
+    out: Path,
+    recipe: Recipe,
+    *,
+    method: str = "auto",
+    plan: Path | None = None,
+    state: Path | None = None,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Writes the QDQ form of a model for the one target of the recipe.
+
+    `method` is that of `plan_quantization`; `plan` is the file of a plan to apply instead. With `max_drop` in the
+    recipe, plans are searched for until one meets it, and `state` is the file that a search goes on from. `data.labels`
+    holds the class of each sample, for the true drop.
+
+    Raises:
+        EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
+    """
+    start, progress = time.monotonic(), progress or say_nothing
+    given = None if plan is None else read_plan(plan)
+    with work_folder() as work, replacing_file(out) as temporary:
+        wanted = _Wanted.of_method(method) if given is None else _Wanted.of_plan(given)
+        ready = _make_ready(model, data, recipe, wanted, work, progress)
+        searched: Searched | None = None
+        if given is not None:
+            chosen = _adopt(given, ready)
+        elif recipe.max_drop is None:
+            chosen = plan_quantization(ready.prepared, ready.calibration, ready.target, ready.precision, method=method)
+        else:
+            searched = _search(ready, recipe.max_drop / 100, work, state, progress)
+            chosen = searched.chosen.plan
+        progress("quantize")
+        quantized = quantize_model(ready.prepared, chosen, temporary)
+        if searched is None:
+            progress("measure")
+            predicted = predict_drop(ready.prepared, quantized.model, ready.samples, ready.labels)
+        else:
+            predicted = searched.chosen.prediction
+    return _report(ready, chosen, quantized, predicted, searched, recipe.max_drop, out, start)
+
+
+def plan_for(
+    model: Path, data: Data, recipe: Recipe, *, method: str = "auto", progress: Progress | None = None
+) -> QuantPlan:
+    """Returns what quantizing a model for the one target of the recipe would do, without writing a model.
+
+    Raises:
+        EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
+    """
+    with work_folder() as work:
+        ready = _make_ready(model, data, recipe, _Wanted.of_method(method), work, progress or say_nothing)
+        plan = plan_quantization(ready.prepared, ready.calibration, ready.target, ready.precision, method=method)
+    return msgspec.structs.replace(plan, statistics="")
+
+
+def describe_quantization(report: QuantizeReport) -> Iterator[str]:
+    """Yields what was made and what it costs, what was tried, and what looks wrong with the samples."""
+    size = f"{report.size_before / 1e3:.0f} to {report.size_after / 1e3:.0f} kB"
+    kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
+    yield f"{report.out}: {kept}; {size}"
+    yield f"expected: {describe_prediction(report.predicted)}"
+    if report.max_drop is not None:
+        yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}:"
+    for trial in report.trials:
+        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
+        work = f"{100 * trial.taken_macs:.1f} % of the work on the target"
+        yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
+    for tried in report.steps:
+        yield f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples"
+    yield from (f"warning: {warning}" for warning in report.data_warnings)
+
+
+def describe_prediction(predicted: Prediction) -> str:
+    """Returns a prediction in one line."""
+    ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
+    if predicted.drop_estimate is None or predicted.drop_interval is None or predicted.top1_agreement is None:
+        return f"{ratio}; {predicted.source}"
+    low, high = (100 * end for end in predicted.drop_interval)
+    return (
+        f"{ratio}, {100 * predicted.top1_agreement:.1f} % the same first class, accuracy down by"
+        f" {100 * predicted.drop_estimate:.2f} points ({low:.2f} to {high:.2f}; from {predicted.source})"
+    )
+
+
+def read_plan(path: Path) -> QuantPlan:
+    """Returns the plan in a file.
+
+    Raises:
+        UsageError: the file cannot be read or holds no plan.
+    """
+    try:
+        with path.open("rb") as stream:
+            return msgspec.json.decode(stream.read(MAX_PLAN_BYTES), type=QuantPlan)
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--plan takes a .json file") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"'{path}' is no plan: {error}", hint="make one: edgekit quantize --plan-only") from error
+
+
+def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: Path, progress: Progress) -> _Ready:
+    (target,), source = load_targets(recipe), load_model(model)
+    precision = choose_precision(target, recipe.precision)
+    prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+    every = load_samples(data.source, prepared.inputs, data.preprocess)
+    labels = None if data.labels is None else read_labels(data.labels, every)
+    samples = limit_samples(every, recipe.samples)
+    if labels is not None and samples.count < every.count:
+        raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
+    facts = check_samples(samples)
+    progress(f"calibrate with {samples.count} samples")
+    return _Ready(
+        source=source,
+        prepared=prepared,
+        samples=samples,
+        labels=labels,
+        warnings=warn_if_few(facts),
+        calibration=calibrate_model(
+            prepared, samples, work=work / "calibration", methods=wanted.methods, fitting=wanted.fitting
+        ),
+        target=target,
+        precision=precision,
+    )
+
+
+def _adopt(plan: QuantPlan, ready: _Ready) -> QuantPlan:
+    """Returns a plan from a file with the statistics of this run."""
+    if plan.model_sha256 != ready.prepared.sha256:
+        raise DataError("the plan is not of this model", hint="plan it again: edgekit quantize --plan-only")
+    if plan.samples_sha256 != ready.calibration.samples_sha256:
+        raise DataError("the plan was made with other samples", hint="give the same --data and --samples")
+    if plan.target != ready.target.name:
+        raise UsageError(f"the plan is for target '{plan.target}'", hint=f"give --target {plan.target}")
+    return msgspec.structs.replace(plan, statistics=ready.calibration.statistics)
+
+
+def _search(ready: _Ready, max_drop: float, work: Path, state: Path | None, progress: Progress) -> Searched:
+    goal = Goal(max_drop=max_drop, samples=ready.samples, labels=ready.labels)
+    return search_quantization(
+        ready.prepared, ready.calibration, ready.target, ready.precision, goal, work=work, state=state,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _report(
+    ready: _Ready, plan: QuantPlan, quantized: QuantizedModel, predicted: Prediction, searched: Searched | None,
+    max_drop: float | None, out: Path, start: float,
+) -> QuantizeReport:  # fmt: skip
+    trials = () if searched is None else searched.trials
+    return QuantizeReport(
+        model=ready.source.name,
+        out=out,
+        target=ready.target.name,
+        precision=plan.precision,
+        samples=ready.samples.count,
+        data_warnings=ready.warnings,
+        size_before=ready.source.size_bytes,
+        size_after=quantized.size_after,
+        quantized_nodes=quantized.quantized_nodes,
+        float_nodes=quantized.float_nodes,
+        predicted=predicted,
+        steps=plan.judged,
+        trials=tuple(
+            TrialReport(
+                step=trial.step,
+                drop_estimate=trial.prediction.drop_estimate,
+                sqnr_db=trial.prediction.sqnr_db,
+                taken_macs=trial.taken_macs,
+            )
+            for trial in trials
+        ),
+        max_drop=max_drop,
+        met=searched is None or searched.met,
+        seconds=round(time.monotonic() - start, 2),
+        peak_rss_bytes=peak_rss_bytes(),
+    )

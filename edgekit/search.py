@@ -1,0 +1,179 @@
+"""Automatic quantization: from the cheapest plan to dearer ones, until the expected drop is small enough."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import replacing_file, write_file
+from edgekit.check.check import check_model
+from edgekit.errors import UsageError
+from edgekit.model import Model, load_model
+from edgekit.progress import Progress
+from edgekit.quantize import Calibration, QuantPlan, plan_quantization, quantize_model
+from edgekit.quantize.choose import relieve_step
+from edgekit.quantize.predict import Prediction, predict_drop
+from edgekit.samples import Samples
+from edgekit.target import Precision, Target
+
+RELIEFS = (3, 8, 20, 40, 80)
+"""How many of the most harmful tensors are taken out of 8 bits, step by step."""
+_SAME_SHARE = 0.005
+MAX_STATE_BYTES = 1 << 28
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search is for: at most `max_drop` (a share) less accuracy, on `samples` with `labels` where there are."""
+
+    max_drop: float
+    samples: Samples
+    labels: tuple[int, ...] | None = None
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One plan that was tried: how it was made, what it costs, and the share of work that the target takes of it."""
+
+    step: str
+    plan: QuantPlan
+    prediction: Prediction
+    taken_macs: float
+
+
+class Searched(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found: every trial in order, and the one that was chosen."""
+
+    trials: tuple[Trial, ...]
+    chosen: Trial
+    met: bool
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a search that was interrupted had tried; `key` tells which model, samples, target and goal it was for."""
+
+    key: str
+    trials: tuple[Trial, ...] = ()
+
+
+class _Search(msgspec.Struct, frozen=True, kw_only=True):
+    model: Model
+    calibration: Calibration
+    target: Target
+    precision: Precision
+    goal: Goal
+    work: Path
+    state: Path | None
+
+
+def search_quantization(
+    model: Model,
+    calibration: Calibration,
+    target: Target,
+    precision: Precision,
+    goal: Goal,
+    *,
+    work: Path,
+    state: Path | None = None,
+    progress: Progress,
+) -> Searched:
+    """Returns the plan that meets a goal with the least loss of placement, and everything that was tried.
+
+    First the plan that is best with all in 8 bits; then more and more of the tensors that hurt most leave 8 bits, for
+    16 where the target takes them, else for float. The search ends with the first plan that meets the goal and leaves
+    the target no less work than the first plan did. If none does, the one among those that meet the goal with the
+    most work on the target is chosen; if none meets it, the one with the least drop.
+
+    Each trial is written to the file `state`, from which an interrupted search goes on.
+
+    Raises:
+        UsageError: `state` is of another search.
+        ModelError: no node of the model can be quantized.
+    """
+    search = _Search(
+        model=model, calibration=calibration, target=target, precision=precision, goal=goal, work=work, state=state
+    )  # fmt: skip
+    known = {trial.step: trial for trial in _read_state(search)}
+    trials: list[Trial] = []
+    steps, began = _steps(search, trials), time.monotonic()
+    for index, (step, make) in enumerate(steps):
+        left = f", at most {(time.monotonic() - began) / index * (len(steps) - index):.0f} s left" if index else ""
+        progress(f"{search.target.name}: try {index + 1} of {len(steps)} ({step}){left}")
+        trial = known.get(step) or _try(search, step, make)
+        if trial is None:
+            break
+        trials.append(trial)
+        _write_state(search, trials)
+        if _is_enough(trial, trials[0], goal):
+            break
+    return choose_trial(trials, goal.max_drop)
+
+
+def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
+    """Returns the trial to use: of those that meet the goal the one with most work on the target, else the best."""
+    meeting = [trial for trial in trials if trial.prediction.meets(max_drop)]
+    if meeting:
+        chosen = max(meeting, key=lambda trial: round(trial.taken_macs / _SAME_SHARE))
+    else:
+        chosen = min(trials, key=lambda trial: (_drop(trial), -trial.prediction.sqnr_db))
+    return Searched(trials=tuple(trials), chosen=chosen, met=bool(meeting))
+
+
+def _steps(search: _Search, trials: Sequence[Trial]) -> list[tuple[str, Callable[[], QuantPlan | None]]]:
+    def plain() -> QuantPlan:
+        return plan_quantization(search.model, search.calibration, search.target, search.precision)
+
+    def relieved(count: int) -> Callable[[], QuantPlan | None]:
+        return lambda: relieve_step(search.model, search.calibration, search.target, trials[0].plan, count)
+
+    reliefs = RELIEFS if search.precision == "int8" else ()
+    return [("all", plain), *((f"relieve {count}", relieved(count)) for count in reliefs)]
+
+
+def _try(search: _Search, step: str, make: Callable[[], QuantPlan | None]) -> Trial | None:
+    plan = make()
+    if plan is None:
+        return None
+    with replacing_file(search.work / "trial.onnx") as temporary:
+        quantized = quantize_model(search.model, plan, temporary).model
+        prediction = predict_drop(search.model, quantized, search.goal.samples, search.goal.labels)
+        taken = check_model(load_model(temporary), search.target).taken_macs
+    return Trial(step=step, plan=plan, prediction=prediction, taken_macs=taken)
+
+
+def _is_enough(trial: Trial, first: Trial, goal: Goal) -> bool:
+    return trial.prediction.meets(goal.max_drop) and trial.taken_macs >= first.taken_macs - _SAME_SHARE
+
+
+def _drop(trial: Trial) -> float:
+    drop = trial.prediction.drop_estimate
+    return -trial.prediction.sqnr_db if drop is None else drop
+
+
+def _key(search: _Search) -> str:
+    parts = (search.model.sha256, search.calibration.samples_sha256, search.target.name, search.precision)
+    settings = [f"{name}={value}" for name, value in sorted(search.target.settings.items())]
+    return " ".join([*parts, *settings, "labels" if search.goal.labels else "no labels"])
+
+
+def _read_state(search: _Search) -> tuple[Trial, ...]:
+    if search.state is None or not search.state.exists():
+        return ()
+    hint = f"remove '{search.state}' or name another file"
+    try:
+        with search.state.open("rb") as stream:
+            state = msgspec.json.decode(stream.read(MAX_STATE_BYTES), type=_State)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"'{search.state}' is no state of a search: {error}", hint=hint) from error
+    if state.key != _key(search):
+        raise UsageError(f"'{search.state}' is of a search for another model, samples or target", hint=hint)
+    statistics = search.calibration.statistics
+    return tuple(
+        msgspec.structs.replace(trial, plan=msgspec.structs.replace(trial.plan, statistics=statistics))
+        for trial in state.trials
+    )
+
+
+def _write_state(search: _Search, trials: Sequence[Trial]) -> None:
+    if search.state is not None:
+        state = _State(key=_key(search), trials=tuple(trials))
+        write_file(search.state, msgspec.json.encode(state, order="sorted"))

@@ -1,0 +1,100 @@
+"""The search for a plan that meets a goal: stops early, goes on from its state, and says no."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from demo_paths import CALIBRATION, MODEL
+
+from edgekit.errors import DataError, UsageError
+from edgekit.quantization import plan_for, quantize_for
+from edgekit.quantize import QuantPlan
+from edgekit.quantize.predict import Prediction
+from edgekit.recipe import Data, Recipe
+from edgekit.search import Trial, choose_trial
+
+DATA = Data(source=str(CALIBRATION))
+RECIPE = Recipe(targets=("nnapi",), samples=32)
+
+
+@pytest.fixture(scope="module")
+def plan() -> QuantPlan:
+    return plan_for(MODEL, DATA, RECIPE, method="minmax")
+
+
+def trial(plan: QuantPlan, step: str, drop: float, taken: float) -> Trial:
+    prediction = Prediction(
+        samples=9, sqnr_db=20, top1_agreement=0.9, drop_estimate=drop, drop_interval=(0, 1), source="labels"
+    )
+    return Trial(step=step, plan=plan, prediction=prediction, taken_macs=taken)
+
+
+def test_work_on_the_target_counts_more_than_a_smaller_drop(plan: QuantPlan) -> None:
+    trials = [trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.001, 0.6), trial(plan, "c", 0.004, 0.9)]
+    found = choose_trial(trials, 0.005)
+    assert (found.met, found.chosen.step) == (True, "c")
+
+
+def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
+    found = choose_trial([trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.05, 0.6)], 0.005)
+    assert (found.met, found.chosen.step) == (False, "b")
+
+
+def test_a_search_stops_at_the_first_plan_that_is_good_enough(tmp_path: Path) -> None:
+    recipe = msgspec.structs.replace(RECIPE, max_drop=5.0)
+    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=tmp_path / "state.json")
+    assert (report.met, [entry.step for entry in report.trials]) == (True, ["all"])
+    assert report.predicted.drop_estimate is not None
+    assert report.predicted.drop_estimate <= 0.05
+
+
+def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(tmp_path: Path) -> None:
+    recipe, state = msgspec.structs.replace(RECIPE, max_drop=5.0), tmp_path / "state.json"
+    quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=state)
+    stored = json.loads(state.read_text())
+    stored["trials"][0]["prediction"]["drop_estimate"] = 0.0123
+    state.write_text(json.dumps(stored))
+    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=state)
+    assert report.trials[0].drop_estimate == 0.0123
+    other = msgspec.structs.replace(recipe, targets=("xnnpack",))
+    with pytest.raises(UsageError, match=r"state\.json' is of a search for another"):
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, state=state)
+    state.write_text("{}")
+    with pytest.raises(UsageError, match=r"state\.json' is no state of a search"):
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=state)
+
+
+def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(tmp_path: Path) -> None:
+    planned = plan_for(MODEL, DATA, RECIPE)
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(planned))
+    quantize_for(MODEL, DATA, tmp_path / "one.onnx", RECIPE)
+    quantize_for(MODEL, DATA, tmp_path / "two.onnx", RECIPE, plan=tmp_path / "plan.json")
+    assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "two.onnx").read_bytes()
+
+
+def test_a_plan_of_other_samples_or_another_target_is_refused(plan: QuantPlan, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
+    with pytest.raises(DataError, match="made with other samples"):
+        fewer = msgspec.structs.replace(RECIPE, samples=16)
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", fewer, plan=tmp_path / "plan.json")
+    with pytest.raises(UsageError, match="the plan is for target 'nnapi'"):
+        other = msgspec.structs.replace(RECIPE, targets=("xnnpack",))
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, plan=tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text('{"model_sha256": 3}')
+    with pytest.raises(UsageError, match=r"plan\.json' is no plan"):
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", RECIPE, plan=tmp_path / "plan.json")
+    assert not (tmp_path / "q.onnx").exists()
+
+
+def test_labels_give_the_true_drop(tmp_path: Path) -> None:
+    with np.load(CALIBRATION) as archive:
+        count = len(archive[archive.files[0]])
+    (tmp_path / "labels.txt").write_text("0\n" * count)
+    data = Data(source=str(CALIBRATION), labels=tmp_path / "labels.txt")
+    recipe = Recipe(targets=("nnapi",))
+    report = quantize_for(MODEL, data, tmp_path / "q.onnx", recipe, method="minmax")
+    assert report.predicted.source == "labels"
+    with pytest.raises(UsageError, match="--labels with --samples"):
+        quantize_for(MODEL, data, tmp_path / "q.onnx", RECIPE, method="minmax")
