@@ -18,11 +18,8 @@ _CHUNK_BYTES = 1 << 20
 
 def digest_file(path: Path) -> str:
     """Returns the sha256 of a file in hex; the file is read in chunks."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_bytes(data: bytes) -> str:
@@ -53,15 +50,15 @@ def write_file(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
-def write_new(path: Path, chunks: Iterable[bytes]) -> None:
-    """Writes a file that does not exist yet, chunk by chunk, making its folders; for folders that appear at once.
+def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
+    """Writes a file that does not exist yet, chunk by chunk, making its folders; `mode` is subject to the umask.
 
     Raises:
         OutputError: the folder cannot be written, or there is such a file.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.writelines(chunks)
 
 

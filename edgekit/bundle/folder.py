@@ -1,18 +1,20 @@
 """Writing a bundle and opening one: what is opened is exactly what was written, or it is refused."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, replacing_file, safe_join, write_file
+from edgekit._files import digest_bytes, digest_file, replacing_file, write_file
+from edgekit.bundle.checks import check_files, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import write_expected
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, BundledFile, Manifest, decode_manifest, encode_json
-from edgekit.bundle.names import find_clash, find_fault
+from edgekit.bundle.manifest import BundledFile, Manifest, decode_manifest, encode_json
+from edgekit.bundle.names import find_fault
+from edgekit.bundle.sign import SIGNATURE, check_signature
 from edgekit.bundle.snippets import render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.errors import BundleError, OutputError
@@ -22,7 +24,8 @@ MANIFEST, CHECK, TARGET, VERIFY, GOLDEN, APP = (
     "manifest.json", "check.json", "target.json", "verify.json", "golden", "app",
 )  # fmt: skip
 
-_UNLISTED = frozenset({MANIFEST, VERIFY})
+UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
+"""What the manifest cannot list: itself, its signature, and the evidence, which differs from run to run."""
 
 _Value = TypeVar("_Value", CheckReport, Target)
 
@@ -85,23 +88,20 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     return Bundle(folder=out, manifest=manifest, sha256=digest_bytes(data))
 
 
-def open_bundle(path: Path) -> Bundle:
-    """Opens a bundle after checking every file in it against the manifest.
+def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
+    """Opens a bundle after checking every file in it against the manifest, and with a public key its signature.
 
     Raises:
         BundleError: the manifest is missing or malformed; a file is missing, altered, unlisted, a link, or bears an
-            unsafe name.
+            unsafe name; with `key`, the manifest is not signed with its private half.
     """
     if not path.is_dir():
         raise BundleError(f"there is no bundle '{path}'", hint="give the folder that holds manifest.json")
-    file = path / MANIFEST
-    _check_regular(file, MANIFEST, path)
-    with file.open("rb") as stream:
-        data = stream.read(MAX_MANIFEST_BYTES + 1)
-    manifest = decode_manifest(data, str(file))
-    _check_names(manifest, path)
-    for name, entry in manifest.files.items():
-        _check_file(safe_join(path, name), name, entry, path)
+    data = read_bounded(path, MANIFEST)
+    if key is not None:
+        check_signature(data, path, key)
+    manifest = decode_manifest(data, str(path / MANIFEST))
+    check_files(path, manifest.files, UNLISTED)
     return Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data))
 
 
@@ -140,7 +140,7 @@ def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[For
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
-    taken: dict[str, Path] = {name.lower(): Path() for name in (MANIFEST, CHECK, TARGET, VERIFY, GOLDEN, APP)}
+    taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, GOLDEN, APP)}
     for path in (path for paths in files.values() for path in paths):
         fault = find_fault(path.name)
         if fault is not None:
@@ -160,54 +160,6 @@ def _copy_file(source: Path, target: Path) -> None:
 def _digest_files(folder: Path) -> dict[str, BundledFile]:
     return {
         name: BundledFile(sha256=digest_file(path), size_bytes=path.stat().st_size)
-        for name, path in _iterate_files(folder)
-        if name not in _UNLISTED
+        for name, path in iterate_files(folder)
+        if name not in UNLISTED
     }
-
-
-def _iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not path.is_dir():
-            yield path.relative_to(folder).as_posix(), path
-
-
-def _check_names(manifest: Manifest, folder: Path) -> None:
-    """Refuses a bundle that does not hold exactly the files that its manifest lists, before any of them is opened."""
-    present = {name for name, _ in _iterate_files(folder)} - _UNLISTED
-    for name in sorted(present - manifest.files.keys()):
-        raise BundleError(
-            f"bundle '{folder}' holds {name!r}, which its manifest does not list", hint="remove that file"
-        )
-    for name in sorted(manifest.files.keys() - present):
-        raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
-    for name in manifest.files:
-        fault = find_fault(name)
-        if fault is not None:
-            raise BundleError(f"{name[:200]!r} of bundle '{folder}' {fault}", hint="build the bundle again")
-    clash = find_clash(manifest.files)
-    if clash is not None:
-        raise BundleError(
-            f"{clash[0]!r} and {clash[1]!r} of bundle '{folder}' are one file on some systems",
-            hint="build the bundle again",
-        )
-
-
-def _check_file(path: Path, name: str, entry: BundledFile, folder: Path) -> None:
-    _check_regular(path, name, folder)
-    size_bytes = path.stat().st_size
-    if size_bytes != entry.size_bytes:
-        raise BundleError(
-            f"{name!r} of bundle '{folder}' has {size_bytes} bytes, the manifest says {entry.size_bytes}",
-            hint="the bundle was altered or copied badly: build it again",
-        )
-    if digest_file(path) != entry.sha256:
-        raise BundleError(
-            f"{name!r} of bundle '{folder}' was altered: its sha256 is not that of the manifest",
-            hint="build the bundle again",
-        )
-
-
-def _check_regular(path: Path, name: str, folder: Path) -> None:
-    if path.is_symlink() or not path.is_file():
-        reason = "is a link or no regular file" if path.is_symlink() or path.exists() else "is missing"
-        raise BundleError(f"{name!r} of bundle '{folder}' {reason}", hint="build the bundle again")

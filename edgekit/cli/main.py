@@ -20,11 +20,13 @@ COMMANDS = {
     "devices": "List, install or test what can run a bundle here.",
     "doctor": "Say what this machine has, what it lacks, and how to get it.",
     "inspect": "Print what a model contains.",
+    "join": "Put bundles of several targets into one, and what they share once.",
     "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
     "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
     "prepare": "Fix shapes and clean the graph, as a provider will see it.",
     "quantize": "Make a static INT8 model for a target.",
     "runner": "Build the program that runs a model on a phone or a board.",
+    "sign": "Sign a bundle, so that tampering with any byte is found.",
     "targets": "List the targets, or show one.",
     "verify": "Run a bundle on devices and compare with the float model.",
 }

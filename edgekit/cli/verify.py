@@ -9,10 +9,11 @@ import click
 import msgspec
 
 from edgekit._files import write_file
-from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.opening import opened_any, opened_bundle
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_json, show_verify, showing_progress
+from edgekit.cli.terminal import show_json, show_line, show_verify, showing_progress
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.progress import Progress
@@ -37,6 +38,8 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     reference: Path | None
     samples: int | None
     recheck: Path | None
+    key: Path | None
+    target: str | None
     min_cosine: float | None
     min_sqnr_db: float | None
     min_top1_agreement: float | None
@@ -61,6 +64,9 @@ def _limit(option: str, name: str, low: float, high: float, help_text: str) -> o
 @click.option("--reference", type=_FILE, metavar="MODEL", help="The float model that the bundle was built from.")
 @options.SAMPLES
 @click.option("--recheck", type=_FILE, metavar="FILE", help="Judge this verify.json again; nothing runs.")
+@click.option("--key", type=_FILE, metavar="FILE", help="Refuse what this public key's owner did not sign.")
+@click.option("--target", metavar="NAME", help="Which variant of a bundle of several targets.")
+@click.option("--files-only", is_flag=True, help="Check the files and the signature; nothing runs.")
 @_limit("--min-cosine", "min_cosine", -1, 1, "Least cosine of an output.")
 @_limit("--min-sqnr", "min_sqnr_db", -200, 200, "Least signal-to-noise ratio in dB.")
 @_limit("--min-top1", "min_top1_agreement", 0, 1, "Least share of samples (of integers: of elements) that agree.")
@@ -68,22 +74,25 @@ def _limit(option: str, name: str, low: float, high: float, help_text: str) -> o
 @click.option("--html", type=_FILE, metavar="FILE", help="Write the result as an HTML page too.")
 @options.JSON
 @options.verbosity
-def command(junit: Path | None, html: Path | None, as_json: bool, volume: int, **asked: Any) -> int:
-    """Run BUNDLE on devices and compare with the float model.
+def command(junit: Path | None, html: Path | None, files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
+    """Run BUNDLE (a folder, .zip or .tar) on devices and compare with the float model.
 
     A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. --min-...
-    count for this judgement only; --data and --recheck leave verify.json alone.
+    count for this judgement only; --data and --recheck leave verify.json alone, and nothing is written into an archive.
 
     \b
     Example:
       edgekit verify bundles/model-qnn --on qnn-htp-sim --junit verify.xml
       edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
+      edgekit verify model.zip --target nnapi --key release.pem.pub --files-only
 
     Exit code 0: at least one device ran and each that ran passed. 1: not so. 2: the usage or an input is wrong.
     """
     question = _Question(**asked)
     _check_options(question)
+    if files_only:
+        return _check_files(question, as_json=as_json)
     _check_places(question.bundle, {"--junit": junit, "--html": html})
     with showing_progress(volume) as progress:
         report = _judge(_answer(question, progress), question)
@@ -105,7 +114,8 @@ def _check_options(question: _Question) -> None:
         "--samples": question.samples,
     }
     if question.recheck is not None:
-        _refuse({"--on": question.names or None, "--data": question.data, **of_data}, "--recheck runs nothing")
+        of_bundle = {"--on": question.names or None, "--key": question.key, "--target": question.target}
+        _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
     elif question.data is None:
         _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
     elif question.reference is None:
@@ -128,7 +138,22 @@ def _check_places(bundle: Path | None, places: Mapping[str, Path | None]) -> Non
 def _answer(question: _Question, progress: Progress) -> VerifyReport:
     if question.recheck is not None:
         return read_report(question.recheck)
-    bundle = open_bundle(question.bundle or Path())
+    with opened_bundle(question.bundle or Path(), key=question.key, target=question.target) as bundle:
+        return _run(bundle, question, progress)
+
+
+def _check_files(question: _Question, *, as_json: bool) -> int:
+    """Says that the bundle is whole; one that is not raises an error."""
+    if question.bundle is None:
+        raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
+    with opened_any(question.bundle, key=question.key) as found:
+        facts = {"bundle": question.bundle, "whole": True, "sha256": found.sha256, "signed": question.key is not None}
+        signed = "signed with that key" if question.key else "signature not checked"
+        show_json(facts) if as_json else show_line(f"{question.bundle} is whole ({found.sha256}), {signed}")
+    return YES
+
+
+def _run(bundle: Bundle, question: _Question, progress: Progress) -> VerifyReport:
     if question.data is None or question.reference is None:
         return verify_on(bundle, question.names, progress)
     preprocess = load_preprocess(question.preprocess) if question.preprocess else None

@@ -1,0 +1,279 @@
+"""Several targets in one folder: what they share is stored once, and an index says which to take where."""
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekit._files import digest_bytes, replacing_file, staged_folder, write_file
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.checks import check_files, read_bounded
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
+from edgekit.bundle.manifest import (
+    BundledFile,
+    Manifest,
+    check_canonical,
+    convert_strictly,
+    decode_manifest,
+    decode_plain,
+    encode_json,
+)
+from edgekit.bundle.names import find_fault
+from edgekit.bundle.sign import SIGNATURE, check_signature
+from edgekit.errors import BundleError, UsageError, suggest_name
+
+INDEX = "index.json"
+PREFERENCE = (
+    "QNNExecutionProvider",
+    "CoreMLExecutionProvider",
+    "XnnpackExecutionProvider",
+    "NnapiExecutionProvider",
+    CPU_PROVIDER,
+)
+"""In which order a runtime should try the providers; NNAPI is deprecated and comes after XNNPACK."""
+_VARIANTS, _SHARED = "variants", "shared"
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A target in the folder, and where it can run.
+
+    `folder` holds its `manifest.json`, `manifest` is the digest of that. A file of it lies in `folder` under its name,
+    or, where several variants have it, in `shared/` under its sha256. `model_file` is the one to load, seen from the
+    index. `systems` gives per operating system the oldest version, "" for any; `socs` names the only chips that it
+    runs on, empty for all.
+    """
+
+    target: str
+    folder: str
+    manifest: BundledFile
+    provider: str
+    systems: dict[str, str]
+    socs: tuple[str, ...]
+    minimum_ort: str
+    precision: str
+    model_file: str
+    fallback: tuple[str, ...]
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a folder of several targets holds; `variants` stand in the order in which a runtime should try them."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    source: str
+    variants: tuple[Variant, ...]
+    shared: dict[str, BundledFile]
+
+
+class MultiBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder with an index; `sha256` is that of the index's file, and so of everything in the folder."""
+
+    folder: Path
+    index: Index
+    sha256: str
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The variant that a runtime should open, and the provider to open it with."""
+
+    variant: Variant
+    provider: str
+
+
+def find_bundles(paths: Sequence[Path]) -> tuple[Bundle, ...]:
+    """Opens bundles; one path that is no bundle itself is the folder of a build, and means all bundles in it.
+
+    Raises:
+        BundleError: one is damaged, or there is none.
+    """
+    if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
+        found = sorted(path.parent for path in paths[0].glob(f"*/{MANIFEST}"))
+        if not found:
+            raise BundleError(f"'{paths[0]}' is no bundle and holds none", hint="give the --out folder of a build")
+        return tuple(open_bundle(path) for path in found)
+    return tuple(open_bundle(path) for path in paths)
+
+
+def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
+    """Writes the folder `out` with every bundle as a variant; same bundles, same bytes, in whatever order they come.
+
+    A file that several bundles have is stored once. Weights beside their model (external data) stay with it, because
+    the model names them by their place. `verify.json` is taken along; signatures are not, since they are of folders
+    that no longer exist: sign the result.
+
+    Raises:
+        UsageError: there is no bundle, two are for one target, or they are of different models.
+        OutputError: `out` cannot be written.
+    """
+    _check_joinable(bundles)
+    bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
+    counts = Counter(digest for bundle in bundles for digest in set(_sharable(bundle.manifest).values()))
+    shared = {digest for digest, count in counts.items() if count > 1}
+    with staged_folder(out) as staging:
+        for bundle in bundles:
+            for name, place in _places(bundle.manifest, shared).items():
+                _copy(bundle.folder / name, staging / place)
+            folder = staging / _VARIANTS / bundle.manifest.target
+            for name in (MANIFEST, VERIFY):
+                if (bundle.folder / name).is_file():
+                    _copy(bundle.folder / name, folder / name)
+        index = _make_index(bundles, shared)
+        data = encode_json(index)
+        write_file(staging / INDEX, data)
+    return MultiBundle(folder=out, index=index, sha256=digest_bytes(data))
+
+
+def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
+    """Opens a folder of several targets after checking every file in it, and with a key the signature.
+
+    Raises:
+        BundleError: the index or a manifest is missing, malformed or altered; a file is missing, altered, unlisted, a
+            link, or bears an unsafe name; it is not signed with the key.
+    """
+    data = read_bounded(path, INDEX)
+    if key is not None:
+        check_signature(data, path, key)
+    source = str(path / INDEX)
+    raw = decode_plain(data, source)
+    index = convert_strictly(raw, Index, source)
+    check_canonical(raw, data, source)
+    expected: dict[str, BundledFile] = {}
+    for variant in index.variants:
+        expected.update(_expect(path, variant, index))
+    check_files(path, expected, {INDEX, SIGNATURE, *(f"{variant.folder}/{VERIFY}" for variant in index.variants)})
+    return MultiBundle(folder=path, index=index, sha256=digest_bytes(data))
+
+
+def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
+    """Writes the bundle of one target, as it was before it was joined, into the folder `out` and opens it.
+
+    Raises:
+        UsageError: there is no such target in it.
+        OutputError: `out` cannot be written.
+    """
+    by_target = {variant.target: variant for variant in multi.index.variants}
+    if target not in by_target:
+        raise UsageError(f"'{multi.folder}' has no variant '{target}'", hint=suggest_name(target, by_target))
+    variant = by_target[target]
+    data = read_bounded(multi.folder / variant.folder, MANIFEST)
+    manifest = decode_manifest(data, f"{multi.folder}/{variant.folder}/{MANIFEST}")
+    with staged_folder(out) as staging:
+        for name, place in _places(manifest, set(multi.index.shared)).items():
+            _copy(multi.folder / place, staging / name)
+        write_file(staging / MANIFEST, data)
+    bundle = open_bundle(out)
+    if bundle.sha256 != variant.manifest.sha256:
+        raise BundleError(f"variant '{target}' of '{multi.folder}' was altered", hint="fetch it again")
+    return bundle
+
+
+def choose_variant(
+    index: Index, *, providers: Sequence[str], system: str, version: str = "", soc: str = ""
+) -> Choice | None:
+    """Returns what a runtime with these providers should open, None where nothing fits.
+
+    The first variant in the order of the index is taken whose provider is there and which runs on this operating
+    system, its version and its chip. If there is none, the variant that falls back to the CPU first runs there.
+    """
+    for variant in index.variants:
+        if variant.provider in providers and _runs_on(variant, system, version, soc):
+            return Choice(variant=variant, provider=variant.provider)
+    general = [variant for variant in index.variants if not variant.socs and "cpu" in variant.fallback]
+    nearest = min(general, key=lambda variant: len(variant.fallback), default=None)
+    return None if nearest is None else Choice(variant=nearest, provider=CPU_PROVIDER)
+
+
+def _runs_on(variant: Variant, system: str, version: str, soc: str) -> bool:
+    if system not in variant.systems or (variant.socs and soc not in variant.socs):
+        return False
+    least = variant.systems[system]
+    return not least or _as_numbers(version) >= _as_numbers(least)
+
+
+def _as_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in version.split("."))
+
+
+def _check_joinable(bundles: Sequence[Bundle]) -> None:
+    targets = Counter(bundle.manifest.target for bundle in bundles)
+    twice = next((target for target, count in targets.items() if count > 1), None)
+    if not bundles:
+        raise UsageError("there is no bundle to join", hint="give the folders that edgekit build made")
+    if twice is not None:
+        raise UsageError(f"two bundles are for the target '{twice}'", hint="join one bundle of each target")
+    if len({bundle.manifest.ancestry.source for bundle in bundles}) > 1:
+        raise UsageError("the bundles are of different models", hint="join the bundles of one edgekit build")
+
+
+def _make_index(bundles: Sequence[Bundle], shared: set[str]) -> Index:
+    ordered = sorted(bundles, key=_rank)
+    entries = {entry.sha256: entry for bundle in bundles for entry in bundle.manifest.files.values()}
+    return Index(
+        name=bundles[0].manifest.name,
+        source=bundles[0].manifest.ancestry.source,
+        variants=tuple(_describe_variant(bundle, shared) for bundle in ordered),
+        shared={digest: entries[digest] for digest in sorted(shared)},
+    )
+
+
+def _rank(bundle: Bundle) -> tuple[int, str]:
+    provider = bundle.manifest.provider
+    return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), bundle.manifest.target)
+
+
+def _describe_variant(bundle: Bundle, shared: set[str]) -> Variant:
+    manifest = bundle.manifest
+    size_bytes = (bundle.folder / MANIFEST).stat().st_size
+    return Variant(
+        target=manifest.target,
+        folder=f"{_VARIANTS}/{manifest.target}",
+        manifest=BundledFile(sha256=bundle.sha256, size_bytes=size_bytes),
+        provider=manifest.provider,
+        systems={name: platform.minimum_os for name, platform in manifest.platforms.items()},
+        socs=manifest.tested.socs,
+        minimum_ort=manifest.minimum_ort,
+        precision=manifest.precision,
+        model_file=_places(manifest, shared)[manifest.model_file],
+        fallback=manifest.fallback,
+    )
+
+
+def _sharable(manifest: Manifest) -> dict[str, str]:
+    """Returns the files that a variant may have elsewhere, with their digests: all but models with files beside."""
+    bound = {name for names in manifest.forms.values() if len(names) > 1 for name in names}
+    return {name: entry.sha256 for name, entry in manifest.files.items() if name not in bound}
+
+
+def _places(manifest: Manifest, shared: set[str]) -> dict[str, str]:
+    """Returns where each file of a variant lies, seen from the index."""
+    sharable = _sharable(manifest)
+    return {
+        name: f"{_SHARED}/{sharable[name]}" if sharable.get(name) in shared else f"{_VARIANTS}/{manifest.target}/{name}"
+        for name in manifest.files
+    }
+
+
+def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledFile]:
+    """Returns every file of a variant that must be there, by its place."""
+    if variant.folder != f"{_VARIANTS}/{variant.target}" or "/" in variant.target or find_fault(variant.target):
+        raise BundleError(f"'{path / INDEX}' has no safe folder for {variant.target[:99]!r}", hint="fetch it again")
+    name = f"{variant.folder}/{MANIFEST}"
+    data = read_bounded(path, name)
+    if digest_bytes(data) != variant.manifest.sha256:
+        raise BundleError(
+            f"'{name}' of '{path}' was altered: its sha256 is not that of the index", hint="fetch it again"
+        )
+    manifest = decode_manifest(data, f"{path}/{name}")
+    places = _places(manifest, set(index.shared))
+    if manifest.target != variant.target or places[manifest.model_file] != variant.model_file:
+        raise BundleError(f"'{path / INDEX}' contradicts '{name}'", hint="build the bundles again")
+    return {name: variant.manifest, **{places[file]: entry for file, entry in manifest.files.items()}}
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not target.exists():
+        with replacing_file(target) as temporary:
+            shutil.copyfile(source, temporary)

@@ -1,0 +1,100 @@
+"""Opening whatever a bundle comes as: a folder, an archive, or either with several targets."""
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import work_folder
+from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
+from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
+from edgekit.bundle.sign import sign_manifest
+from edgekit.errors import BundleError, UsageError
+
+
+class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle that was signed: the digest of its manifest or index, and that of the public key."""
+
+    bundle: Path
+    sha256: str
+    key: str
+
+
+@contextlib.contextmanager
+def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | MultiBundle]:
+    """Yields what is in a folder or archive, checked to the byte; with `key` only what its private half signed.
+
+    An archive is unpacked into a folder that is gone after the block: what is written into such a bundle is lost.
+
+    Raises:
+        BundleError: it is no bundle, was altered, is not safe to open, or is not signed with the key.
+        UsageError: the key cannot be read.
+    """
+    if path.is_dir():
+        yield open_any(path, key=key)
+        return
+    with work_folder() as work:
+        unpack_archive(path, work / "unpacked")
+        yield open_any(_find_root(work / "unpacked"), key=key)
+
+
+@contextlib.contextmanager
+def opened_bundle(path: Path, *, key: Path | None = None, target: str | None = None) -> Generator[Bundle]:
+    """Yields the bundle of one target in a folder or archive, as `opened_any` does.
+
+    `target` chooses a variant of several, and may be left out where there is one. A variant is put together in a folder
+    that is gone after the block.
+
+    Raises:
+        BundleError: it is no bundle, was altered, is not safe to open, or is not signed with the key.
+        UsageError: it holds several targets or another one, or the key cannot be read.
+    """
+    with opened_any(path, key=key) as found, work_folder() as work:
+        if isinstance(found, MultiBundle):
+            chosen = _choose_target(found, target, path)
+            yield extract_variant(found, chosen, work / chosen)
+            return
+        if target not in {None, found.manifest.target}:
+            raise UsageError(f"'{path}' is for '{found.manifest.target}', not '{target}'", hint="leave --target out")
+        yield found
+
+
+def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
+    """Opens a folder of one target or of several, checked to the byte.
+
+    Raises:
+        BundleError: it is no bundle, was altered, or is not signed with the key.
+    """
+    if (folder / INDEX).is_file() and not (folder / MANIFEST).exists():
+        return open_index(folder, key=key)
+    return open_bundle(folder, key=key)
+
+
+def sign_bundle(folder: Path, key: Path) -> SignedBundle:
+    """Checks a folder of one target or of several, and signs its manifest or index.
+
+    Raises:
+        BundleError: the bundle is not whole, or is an archive.
+        UsageError: the key cannot be read, or is no Ed25519 private key.
+        OutputError: the folder cannot be written.
+    """
+    if folder.is_file():
+        raise BundleError(f"'{folder}' is a file", hint="sign the bundle's folder, then pack it")
+    found = open_any(folder)
+    signature = sign_manifest(folder / (INDEX if isinstance(found, MultiBundle) else MANIFEST), key)
+    return SignedBundle(bundle=folder, sha256=found.sha256, key=signature.key)
+
+
+def _find_root(unpacked: Path) -> Path:
+    """Returns the folder that holds the manifest: the archive's own root, or the one folder in it."""
+    entries = list(unpacked.iterdir())
+    return entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
+
+
+def _choose_target(multi: MultiBundle, target: str | None, path: Path) -> str:
+    names = [variant.target for variant in multi.index.variants]
+    if target is None and len(names) != 1:
+        raise UsageError(f"'{path}' holds several targets", hint=f"choose one: --target {' or '.join(sorted(names))}")
+    return target or names[0]

@@ -1,0 +1,54 @@
+"""`edgekit join`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit._files import work_folder
+from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
+from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
+from edgekit.bundle.opening import sign_bundle
+from edgekit.cli import options
+from edgekit.cli.main import YES
+from edgekit.cli.terminal import show_json, show_line
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(short_help="Put bundles of several targets into one, and what they share once.")
+@click.argument("bundles", nargs=-1, required=True, type=_FILE)
+@click.option("--out", required=True, type=_FILE, metavar="PATH", help="A folder, or an archive: .zip or .tar.")
+@click.option("--key", type=_FILE, metavar="FILE", help="Sign the index with this private key.")
+@options.JSON
+def command(bundles: tuple[Path, ...], out: Path, key: Path | None, as_json: bool) -> int:
+    """Put BUNDLES, or all of a build's folder, into one folder or archive with an index.
+
+    Files that several targets have are stored once. `index.json` says which target to take on which operating system
+    and chip, in which order; `edgekit verify PATH --target NAME` opens one of them. Same bundles, same bytes.
+
+    \b
+    Example:
+      edgekit join bundles --out model.zip
+      edgekit join bundles/model-qnn bundles/model-xnnpack --out model --key release.pem
+
+    Exit code 0: written. 2: a bundle is damaged or does not fit the others, and nothing was written.
+    """
+    found = find_bundles(bundles)
+    kind: Kind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
+    with work_folder() as work:
+        joined = join_bundles(found, out if kind is None else work / "joined")
+        if key is not None:
+            sign_bundle(joined.folder, key)
+        if kind is not None:
+            write_archive(list_files(joined.folder), out, kind)
+    _show(joined, out, as_json=as_json)
+    return YES
+
+
+def _show(joined: MultiBundle, out: Path, *, as_json: bool) -> None:
+    if as_json:
+        show_json({"out": out, "sha256": joined.sha256, "index": joined.index})
+        return
+    for variant in joined.index.variants:
+        show_line(f"{variant.target}: {variant.provider}, {variant.precision}, {variant.model_file}")
+    show_line(f"{out} ({joined.sha256}): {len(joined.index.shared)} files are stored once for several targets")

@@ -1,0 +1,43 @@
+"""`edgekit sign`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit.bundle.opening import sign_bundle
+from edgekit.bundle.sign import make_key
+from edgekit.cli import options
+from edgekit.cli.main import YES
+from edgekit.cli.terminal import show_json, show_line
+from edgekit.errors import UsageError
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(short_help="Sign a bundle, so that tampering with any byte is found.")
+@click.argument("bundle", type=_FILE, required=False)
+@click.option("--key", type=_FILE, metavar="FILE", help="The private key, Ed25519 in PEM.")
+@click.option("--new-key", type=_FILE, metavar="FILE", help="Make a key: FILE is private, FILE.pub goes to others.")
+@options.JSON
+def command(bundle: Path | None, key: Path | None, new_key: Path | None, as_json: bool) -> int:
+    """Check BUNDLE (a folder of one target or of several) and sign its manifest, or make a key to sign with.
+
+    The signature lies in BUNDLE/signature.json. Sign before you pack: an archive keeps the signature.
+
+    \b
+    Example:
+      edgekit sign --new-key release.pem
+      edgekit sign bundles/model-nnapi --key release.pem
+      edgekit verify bundles/model-nnapi --key release.pem.pub
+
+    Exit code 0: signed. 2: the bundle is not whole, the key is wrong, or `cryptography` is not installed.
+    """
+    if new_key is not None and bundle is None and key is None:
+        public = make_key(new_key)
+        show_json({"private": new_key, "public": public}) if as_json else show_line(f"{new_key}, {public}")
+        return YES
+    if bundle is None or key is None or new_key is not None:
+        raise UsageError("give either BUNDLE and --key FILE, or --new-key FILE", hint="edgekit sign --help shows both")
+    signed = sign_bundle(bundle, key)
+    show_json(signed) if as_json else show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}")
+    return YES

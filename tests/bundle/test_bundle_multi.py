@@ -1,0 +1,174 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from bundle_models import make_contents
+
+from edgekit.bundle.archive import KINDS, list_files, write_archive
+from edgekit.bundle.folder import Bundle, write_bundle
+from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.multi import Index, choose_variant, extract_variant, join_bundles, open_index
+from edgekit.bundle.opening import opened_any, opened_bundle, sign_bundle
+from edgekit.bundle.sign import make_key
+from edgekit.errors import BundleError, UsageError
+from edgekit.target import load_target, target_names
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
+    folder = tmp_path_factory.mktemp("multi")
+    contents = make_contents(folder)
+    made = [
+        write_bundle(msgspec.structs.replace(contents, target=load_target(name)), folder / f"tiny-{name}")
+        for name in target_names()
+    ]
+    (made[0].folder / "verify.json").write_text("{}")
+    return made
+
+
+@pytest.fixture
+def folder(bundles: list[Bundle], tmp_path: Path) -> Path:
+    return join_bundles(bundles, tmp_path / "multi").folder
+
+
+def test_every_variant_comes_out_as_it_went_in(bundles: list[Bundle], folder: Path, tmp_path: Path) -> None:
+    multi = open_index(folder)
+    for bundle in bundles:
+        out = extract_variant(multi, bundle.manifest.target, tmp_path / bundle.manifest.target)
+        assert (out.manifest, out.sha256) == (bundle.manifest, bundle.sha256)
+
+
+def test_what_is_shared_is_stored_once(bundles: list[Bundle], folder: Path) -> None:
+    stored = [path.read_bytes() for path in list_files(folder).values()]
+    assert len(stored) == len(set(stored))
+    assert len([data for data in stored if data == (bundles[0].folder / "golden" / "inputs.npz").read_bytes()]) == 1
+    assert (folder / open_index(folder).index.variants[0].model_file).is_file()
+
+
+def test_the_order_of_the_bundles_changes_no_byte(bundles: list[Bundle], folder: Path, tmp_path: Path) -> None:
+    other = join_bundles(bundles[::-1], tmp_path / "other").folder
+    first, second = list_files(folder), list_files(other)
+    assert {name: path.read_bytes() for name, path in first.items()} == {
+        name: path.read_bytes() for name, path in second.items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_variant_is_opened_from_an_archive(bundles: list[Bundle], folder: Path, tmp_path: Path, kind: str) -> None:
+    entries = {f"top/{name}": path for name, path in list_files(folder).items()}
+    write_archive(entries, tmp_path / "archive", "zip" if kind == "zip" else "tar")
+    with opened_bundle(tmp_path / "archive", target="qnn") as bundle:
+        assert bundle.sha256 in {made.sha256 for made in bundles}
+    with pytest.raises(UsageError, match=r"several targets .choose one: --target coreml or"), opened_bundle(folder):
+        pass
+    with pytest.raises(UsageError, match=r"no variant 'qn'.*did you mean 'qnn'"), opened_bundle(folder, target="qn"):
+        pass
+    with pytest.raises(UsageError, match="is for"), opened_bundle(bundles[0].folder, target="other"):
+        pass
+
+
+def test_one_signature_covers_every_variant(folder: Path, tmp_path: Path) -> None:
+    public = make_key(tmp_path / "key")
+    sign_bundle(folder, tmp_path / "key")
+    with opened_any(folder, key=public):
+        pass
+    for name, path in list_files(folder).items():
+        data = path.read_bytes()
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        if name.endswith("verify.json"):
+            continue
+        with pytest.raises(BundleError), opened_any(folder, key=public):
+            pass
+        path.write_bytes(data)
+
+
+def _change_index(**fields: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        raw = json.loads((folder / "index.json").read_bytes())
+        raw["variants"][0].update(fields)
+        (folder / "index.json").write_bytes(encode_json(raw))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(lambda f: (f / "extra").touch(), "holds 'extra'", id="extra"),
+        pytest.param(lambda f: shutil.rmtree(f / "shared"), "lacks the file 'shared/", id="no shared"),
+        pytest.param(lambda f: (f / "variants/qnn/manifest.json").unlink(), "is missing", id="no manifest"),
+        pytest.param(_change_index(folder="../x"), "no safe folder", id="folder climbs"),
+        pytest.param(_change_index(target="../x", folder="variants/../x"), "no safe folder", id="target climbs"),
+        pytest.param(_change_index(target="a/b", folder="variants/a/b"), "no safe folder", id="nested"),
+        pytest.param(_change_index(model_file="variants/x"), "contradicts", id="other model"),
+        pytest.param(_change_index(more=1), "malformed", id="unknown key"),
+        pytest.param(lambda f: (f / "index.json").write_bytes(b"[" * 10_000), "malformed", id="deep"),
+    ],
+)
+def test_a_damaged_folder_is_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(folder)
+    with pytest.raises(BundleError, match=message), opened_any(folder):
+        pass
+
+
+def test_weights_beside_a_model_stay_with_it(bundles: list[Bundle], tmp_path: Path) -> None:
+    parts = []
+    for bundle in bundles[:2]:
+        manifest = bundle.manifest
+        files = {**manifest.files, "tiny.onnx.data": manifest.files["tiny.onnx"]}
+        out = Path(shutil.copytree(bundle.folder, tmp_path / manifest.target))
+        shutil.copy(out / "tiny.onnx", out / "tiny.onnx.data")
+        changed = msgspec.structs.replace(manifest, files=files, forms={"onnx": ("tiny.onnx", "tiny.onnx.data")})
+        (out / "manifest.json").write_bytes(encode_json(changed))
+        parts.append(msgspec.structs.replace(bundle, folder=out, manifest=changed))
+    index = join_bundles(parts, tmp_path / "multi").index
+    assert [variant.model_file for variant in index.variants] == [
+        f"variants/{variant.target}/tiny.onnx" for variant in index.variants
+    ]
+
+
+def test_only_one_bundle_of_a_target_and_model_is_joined(bundles: list[Bundle], tmp_path: Path) -> None:
+    ancestry = msgspec.structs.replace(bundles[0].manifest.ancestry, source="0" * 64)
+    stranger = msgspec.structs.replace(
+        bundles[1], manifest=msgspec.structs.replace(bundles[1].manifest, ancestry=ancestry)
+    )
+    for chosen, message in (
+        ([], "no bundle"),
+        ([bundles[0], bundles[0]], "two bundles are for the target"),
+        ([bundles[0], stranger], "different models"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            join_bundles(chosen, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("providers", "system", "version", "soc", "target", "provider"),
+    [
+        (["QNN", "Nnapi"], "android", "34", "SM8750", "qnn", "QNN"),
+        (["QNN", "Xnnpack", "Nnapi"], "android", "34", "SM8650", "xnnpack", "Xnnpack"),
+        (["Nnapi"], "android", "29", "", "nnapi", "Nnapi"),
+        (["Nnapi", "Xnnpack"], "android", "28", "", "xnnpack", "Xnnpack"),
+        (["CoreML", "Xnnpack"], "ios", "17.2", "", "coreml", "CoreML"),
+        (["CoreML", "Xnnpack"], "ios", "15.9", "", "xnnpack", "Xnnpack"),
+        (["CPU"], "linux", "", "", "xnnpack", "CPU"),
+        ([], "windows", "", "", "xnnpack", "CPU"),
+    ],
+)
+def test_a_runtime_chooses(
+    folder: Path, providers: list[str], system: str, version: str, soc: str, target: str, provider: str
+) -> None:
+    index = open_index(folder).index
+    names = [f"{name}ExecutionProvider" for name in providers]
+    choice = choose_variant(index, providers=names, system=system, version=version, soc=soc)
+    assert choice is not None
+    assert (choice.variant.target, choice.provider) == (target, f"{provider}ExecutionProvider")
+
+
+def test_nothing_fits_an_index_without_a_general_variant(folder: Path) -> None:
+    index: Index = open_index(folder).index
+    only = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target == "qnn"))
+    assert choose_variant(only, providers=["CPUExecutionProvider"], system="android") is None
