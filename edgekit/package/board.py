@@ -16,7 +16,7 @@ _FAR = Path(__file__).parent / "far"
 
 
 def collect_board(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Path
 ) -> Mapping[str, Path | bytes]:
     """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
     entries: dict[str, Path | bytes] = {}

@@ -6,15 +6,17 @@ from typing import Literal
 
 import msgspec
 
-from edgekit._files import copy_into, digest_bytes, digest_file, staged_entries, write_file
+from edgekit._files import copy_into, digest_bytes, digest_file, staged_entries, work_folder, write_file
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.errors import BundleError, OutputError, UsageError
+from edgekit.package.aar import collect_aar
 from edgekit.package.board import collect_board
+from edgekit.package.ort_package import collect_ort_package
 from edgekit.package.variant import Identity, Variant, describe_variants, identify, sort_bundles
 
-Kind = Literal["tar", "zip"]
-Collect = Callable[[Sequence[Bundle], Sequence[Variant], Identity], Mapping[str, Path | bytes]]
+Kind = Literal["aar", "ort-package", "tar", "zip"]
+Collect = Callable[[Sequence[Bundle], Sequence[Variant], Identity, Path], Mapping[str, Path | bytes]]
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +31,13 @@ _BOARD = frozenset(
     {"CPUExecutionProvider", "CoreMLExecutionProvider", "QNNExecutionProvider", "XnnpackExecutionProvider"}
 )
 
+_ANDROID = frozenset(
+    {"CPUExecutionProvider", "NnapiExecutionProvider", "QNNExecutionProvider", "XnnpackExecutionProvider"}
+)
+
 FORMS: dict[Kind, Form] = {
+    "aar": Form(collect=collect_aar, providers=_ANDROID, archive=None),
+    "ort-package": Form(collect=collect_ort_package, providers=frozenset(), archive=None),
     "tar": Form(collect=collect_board, providers=_BOARD, archive="tar"),
     "zip": Form(collect=collect_board, providers=_BOARD, archive="zip"),
 }
@@ -69,19 +77,22 @@ def package_bundles(
     Raises:
         UsageError: a bundle does not fit this kind of package, a name is malformed, or there is none.
         BundleError: a bundle is damaged.
+        MissingExtraError: a compiler that this kind of package needs is not installed.
         OutputError: `out` cannot be written, or is a folder that holds something already.
     """
     form = FORMS[kind]
     bundles, left_out = _choose(paths, kind, form)
     variants = describe_variants(bundles)
-    entries = form.collect(bundles, variants, identify(bundles, name=name, group=group, version=version))
-    digests = {name: _digest(entries[name]) for name in sorted(entries)}
-    if form.archive is not None:
-        write_archive(entries, out, form.archive)
-        sha256 = digest_file(out)
-    else:
-        _write_folder(entries, out)
-        sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
+    identity = identify(bundles, name=name, group=group, version=version)
+    with work_folder() as work:
+        entries = form.collect(bundles, variants, identity, work)
+        digests = {name: _digest(entries[name]) for name in sorted(entries)}
+        if form.archive is not None:
+            write_archive(entries, out, form.archive)
+            sha256 = digest_file(out)
+        else:
+            _write_folder(entries, out)
+            sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
     return PackageReport(kind=kind, out=str(out), sha256=sha256, bundles=variants, left_out=left_out, files=digests)
 
 

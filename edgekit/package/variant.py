@@ -50,6 +50,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...]
     samples: int
     thresholds: Limits
+    versions: dict[str, str]
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,4 +146,5 @@ def _describe(bundle: Bundle, name: str) -> Variant:
             min_top1_agreement=manifest.thresholds.min_top1_agreement,
             granted_samples=manifest.thresholds.granted_samples,
         ),
+        versions=dict(sorted(manifest.versions.items())),
     )

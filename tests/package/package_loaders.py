@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 
 QNN, XNNPACK = "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
+OLDER, PLAIN = "digits_mobilenet-older", "digits_mobilenet-plain"
 
 
 def find_library() -> Path:

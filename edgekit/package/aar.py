@@ -1,0 +1,105 @@
+"""An Android archive in a Maven repository: the bundles as assets, a Java loader, and what it depends on."""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from edgekit._proc import run_process
+from edgekit.bundle.archive import list_files, write_archive
+from edgekit.bundle.folder import Bundle
+from edgekit.errors import BundleError, MissingExtraError
+from edgekit.package.coordinates import list_android_dependencies
+from edgekit.package.tables import render_table
+from edgekit.package.variant import Identity, Variant, list_entries
+
+_JAVA = Path(__file__).parent / "far" / "java"
+_STAND_IN = b"package edgekit.loader;"
+_OLDEST_API = 24
+"""The API level from which Microsoft's onnxruntime-android runs."""
+
+
+def collect_aar(
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, work: Path
+) -> Mapping[str, Path | bytes]:
+    """Returns the files of a Maven repository with one artifact: the archive, its POM, the loader's source.
+
+    The loader's classes get a Java package of their own, so that an app can hold two such archives. They are compiled
+    against declarations of ONNX Runtime's and Android's methods, which gives the same classes as the real libraries.
+
+    Raises:
+        MissingExtraError: there is no Java compiler.
+        BundleError: the loader cannot be compiled with what the manifests say.
+    """
+    package = f"{identity.group}.{re.sub('[^a-z0-9_]', '_', identity.name.lower())}"
+    values = {
+        "identity": identity,
+        "package": package,
+        "assets": package,
+        "minimum_api": max([_OLDEST_API, *(_api_level(bundle) for bundle in bundles)]),
+        "dependencies": list_android_dependencies(variants),
+    }
+    sources = _list_sources(variants, package, values)
+    write_archive(_compile(sources, work), work / "classes.jar", "zip")
+    write_archive(sources, work / "sources.jar", "zip")
+    contents: dict[str, Path | bytes] = {
+        "AndroidManifest.xml": render_table("AndroidManifest.xml.j2", variants, **values),
+        "META-INF/com/android/build/gradle/aar-metadata.properties": b"aarFormatVersion=1.0\naarMetadataVersion=1.0\n",
+        "R.txt": b"",
+        "classes.jar": work / "classes.jar",
+        "proguard.txt": b"-keep class ai.onnxruntime.** { *; }\n",
+    }
+    for bundle, variant in zip(bundles, variants, strict=True):
+        contents.update(list_entries(bundle, variant, f"assets/{package}"))
+    write_archive(contents, work / "library.aar", "zip")
+    place = f"{identity.group.replace('.', '/')}/{identity.name}/{identity.version}/{identity.name}-{identity.version}"
+    return {
+        f"{place}.aar": work / "library.aar",
+        f"{place}.pom": render_table("pom.xml.j2", variants, **values),
+        f"{place}-sources.jar": work / "sources.jar",
+        "README.md": render_table("aar.md.j2", variants, **values),
+    }
+
+
+def _list_sources(variants: Sequence[Variant], package: str, values: Mapping[str, object]) -> dict[str, Path | bytes]:
+    folder = package.replace(".", "/")
+    sources: dict[str, Path | bytes] = {
+        f"{folder}/{name}": path.read_bytes().replace(_STAND_IN, f"package {package};".encode(), 1)
+        for name, path in list_files(_JAVA / "loader").items()
+    }
+    sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", variants, **values)
+    return sources
+
+
+def _compile(sources: Mapping[str, Path | bytes], work: Path) -> dict[str, Path | bytes]:
+    """Compiles for Java 8, which every Android build takes; the same compiler gives the same bytes."""
+    for name, source in sources.items():
+        place = work / "java" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+    (work / "classes").mkdir()
+    argv = [_find_javac(), "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none", "-implicit:none"]
+    argv += ["-sourcepath", str(_JAVA / "stubs"), "-d", str(work / "classes")]
+    done = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
+    if not done.succeeded:
+        raise BundleError(
+            f"javac {done.ending} on the loader: {done.stderr.strip()[-500:]}", hint="report this with the manifest"
+        )
+    return dict(list_files(work / "classes"))
+
+
+def _find_javac() -> str:
+    home = os.environ.get("JAVA_HOME", "")
+    found = shutil.which(str(Path(home) / "bin" / "javac")) if home else None
+    found = found or shutil.which("javac")
+    if found is None:
+        raise MissingExtraError(
+            "an AAR holds compiled Java, and there is no javac here", hint="apt-get install openjdk-17-jdk-headless"
+        )
+    return found
+
+
+def _api_level(bundle: Bundle) -> int:
+    level = bundle.manifest.settings.get("api_level", "")
+    return int(level) if level.isdigit() else _OLDEST_API

@@ -1,0 +1,88 @@
+package edgekit.loader;
+
+import java.util.Collections;
+import java.util.LinkedHashMap;
+import java.util.Map;
+
+/** What the loader must know of a bundle. {@link Bundles}, which is made from the manifests, holds one for each. */
+public final class Bundle {
+  /** A model input or output; the shape is that of one sample. */
+  public static final class Tensor {
+    public final String name;
+    public final String dtype;
+    final long[] shape;
+
+    Tensor(String name, String dtype, long... shape) {
+      this.name = name;
+      this.dtype = dtype;
+      this.shape = shape;
+    }
+
+    public long[] shape() {
+      return shape.clone();
+    }
+
+    int count() {
+      long count = 1;
+      for (long dim : shape) count *= dim;
+      return Math.toIntExact(count);
+    }
+  }
+
+  /** The folder of the bundle below the assets. */
+  public final String name;
+
+  public final String provider;
+  public final String minimumOrt;
+  public final Map<String, String> providerOptions;
+  public final Map<String, String> sessionConfig;
+
+  final String model;
+  final Map<String, String> files;
+  final Tensor[] inputs;
+  final Tensor[] outputs;
+  final int samples;
+  final double minCosine;
+  final double minSqnrDb;
+  final double minTop1Agreement;
+  final double grantedSamples;
+
+  Bundle(
+      String[] names,
+      String[] providerOptions,
+      String[] sessionConfig,
+      String[] files,
+      Tensor[] inputs,
+      Tensor[] outputs,
+      int samples,
+      double... limits) {
+    this.name = names[0];
+    this.provider = names[1];
+    this.minimumOrt = names[2];
+    this.model = names[3];
+    this.providerOptions = pairs(providerOptions);
+    this.sessionConfig = pairs(sessionConfig);
+    this.files = pairs(files);
+    this.inputs = inputs;
+    this.outputs = outputs;
+    this.samples = samples;
+    this.minCosine = limits[0];
+    this.minSqnrDb = limits[1];
+    this.minTop1Agreement = limits[2];
+    this.grantedSamples = limits[3];
+  }
+
+  public Tensor[] inputs() {
+    return inputs.clone();
+  }
+
+  public Tensor[] outputs() {
+    return outputs.clone();
+  }
+
+  private static Map<String, String> pairs(String[] texts) {
+    Map<String, String> map = new LinkedHashMap<>();
+    for (int i = 0; i < texts.length; i += 2) map.put(texts[i], texts[i + 1]);
+    return Collections.unmodifiableMap(map);
+  }
+}

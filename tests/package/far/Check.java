@@ -1,0 +1,88 @@
+package edgekit.loader;
+
+import ai.onnxruntime.OrtSession;
+import java.io.File;
+import java.io.FileInputStream;
+import java.util.Arrays;
+import java.util.List;
+import java.util.Map;
+
+/**
+ * Runs the loader on a desktop: {@code Check BUNDLES WORK open|keys NAME [--cpu] [--plugin LIBRARY]}.
+ *
+ * <p>{@code open} opens a bundle ("-": the first that opens) and tests it; {@code keys} asks if each session key is
+ * passed on, and if the self-test can say no.
+ */
+public final class Check {
+  private Check() {}
+
+  public static void main(String[] arguments) throws Exception {
+    File bundles = new File(arguments[0]);
+    Loader loader = new Loader(name -> new FileInputStream(new File(bundles, name)), new File(arguments[1]));
+    List<String> options = Arrays.asList(arguments);
+    if (options.contains("--cpu")) loader = loader.onCpu();
+    if (options.contains("--plugin")) loader = loader.withPlugin(options.get(options.indexOf("--plugin") + 1));
+    try {
+      if (arguments[2].equals("keys")) checkKeys(loader, find(arguments[3]));
+      else System.exit(open(loader, arguments[3]) ? 0 : 1);
+    } catch (LoaderException error) {
+      System.out.println("not opened: " + error.getMessage());
+      System.exit(1);
+    }
+  }
+
+  private static boolean open(Loader loader, String name) throws Exception {
+    if (!name.equals("-")) {
+      Bundle bundle = find(name);
+      try (OrtSession session = loader.open(bundle)) {
+        return report(bundle, loader.runSelfTest(session, bundle));
+      }
+    }
+    try (Loader.Opened opened = loader.openFirst()) {
+      for (String refusal : opened.refusals) System.out.println("not opened: " + refusal);
+      return report(opened.bundle, loader.runSelfTest(opened.session, opened.bundle));
+    }
+  }
+
+  private static boolean report(Bundle bundle, List<String> failures) {
+    for (String failure : failures) System.out.println(bundle.name + ": " + failure);
+    if (failures.isEmpty()) System.out.println(bundle.name + ": self-test passed with " + bundle.samples + " samples");
+    return failures.isEmpty();
+  }
+
+  private static void checkKeys(Loader loader, Bundle bundle) throws Exception {
+    for (String key : bundle.sessionConfig.keySet()) {
+      String[] entries = flat(bundle.sessionConfig);
+      entries[Arrays.asList(entries).indexOf(key) + 1] = new String(new char[100000]).replace('\0', 'x');
+      try {
+        loader.open(change(bundle, entries, bundle.minSqnrDb)).close();
+      } catch (LoaderException error) {
+        System.out.println("refused: " + key);
+      }
+    }
+    try (OrtSession session = loader.open(bundle)) {
+      System.out.println(loader.runSelfTest(session, change(bundle, flat(bundle.sessionConfig), 199)));
+    }
+    for (Map.Entry<String, String> entry : bundle.providerOptions.entrySet()) {
+      System.out.println("option: " + entry.getKey() + "=" + entry.getValue());
+    }
+  }
+
+  private static Bundle change(Bundle bundle, String[] sessionConfig, double minSqnrDb) {
+    String[] names = {bundle.name, bundle.provider, bundle.minimumOrt, bundle.model};
+    double[] limits = {bundle.minCosine, minSqnrDb, bundle.minTop1Agreement, bundle.grantedSamples};
+    String[] options = flat(bundle.providerOptions), files = flat(bundle.files);
+    return new Bundle(
+        names, options, sessionConfig, files, bundle.inputs, bundle.outputs, bundle.samples, limits);
+  }
+
+  private static String[] flat(Map<String, String> map) {
+    return map.entrySet().stream()
+        .flatMap(entry -> java.util.stream.Stream.of(entry.getKey(), entry.getValue()))
+        .toArray(String[]::new);
+  }
+
+  private static Bundle find(String name) {
+    return Bundles.ALL.stream().filter(bundle -> bundle.name.equals(name)).findFirst().get();
+  }
+}

@@ -1,0 +1,40 @@
+"""Java libraries of Maven Central for the tests: each pinned by its sha256, kept in edgekit's cache."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from package_loaders import run_program
+
+from edgekit._files import digest_file
+from edgekit.devices.cache import cache_folder
+
+ORT = (
+    "com.microsoft.onnxruntime:onnxruntime:1.29.0",
+    "5933bbc0c6c4d89afc04bf7c11011de23a947509c1352e5bf5936e62a84e4d10",
+)
+"""The newest Java package for desktops; ONNX Runtime 1.31 has none."""
+ANDROID = ("com.google.android:android:4.1.1.4", "84072541cbb711eff89f7277100ff854929a446dba7ceb1b195c340e0b4fd3cb")
+GET = "org.apache.maven.plugins:maven-dependency-plugin:3.6.1:get"
+
+
+def fetch_jar(artifact: tuple[str, str]) -> Path:
+    """The jar of an artifact; a jar with another digest than the pinned one is an error."""
+    coordinates, sha256 = artifact
+    group, name, version = coordinates.split(":")
+    jar = maven_repository() / group.replace(".", "/") / name / version / f"{name}-{version}.jar"
+    if not jar.exists():
+        code, shown = run_maven(GET, "-Dtransitive=false", f"-Dartifact={coordinates}")
+        assert code == 0, shown[-2000:]
+    assert digest_file(jar) == sha256
+    return jar
+
+
+def run_maven(*arguments: str) -> tuple[int, str]:
+    if shutil.which("mvn") is None:
+        pytest.skip("needs mvn: apt-get install maven")
+    return run_program(["mvn", "-B", "-q", f"-Dmaven.repo.local={maven_repository()}", *arguments])
+
+
+def maven_repository() -> Path:
+    return cache_folder() / "maven"

@@ -1,0 +1,111 @@
+"""ONNX Runtime's own model package, opened by ONNX Runtime's own C API."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from package_loaders import PLAIN, QNN, XNNPACK, find_library, find_qnn, require_program, run_program
+
+from edgekit.bundle.archive import list_files, unpack_archive
+from edgekit.bundle.folder import open_bundle
+from edgekit.package.package import PackageReport, package_bundles
+
+HERE = Path(__file__).parent
+NAME = "digits_mobilenet"
+
+
+@pytest.fixture(scope="module")
+def package(bundles: Path, everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ort") / "package"
+    package_bundles((bundles / QNN, bundles / XNNPACK, everything / PLAIN), "ort-package", out)
+    shutil.copytree(everything / PLAIN / "golden", out.parent / "golden")
+    return out
+
+
+@pytest.fixture(scope="module")
+def program(package: Path, bundles: Path, everything: Path) -> Path:
+    """`far/open_package.cc`, which calls the model package API of the library in the wheel."""
+    require_program("g++", "g++")
+    folder = package.parent
+    package_bundles((bundles / QNN, bundles / XNNPACK, everything / PLAIN), "tar", folder / "board.tar")
+    unpack_archive(folder / "board.tar", folder / "board")
+    out, source = folder / "open_package", HERE / "far" / "open_package.cc"
+    code, shown = run_program(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
+    assert code == 0, shown
+    return out
+
+
+def test_onnxruntime_chooses_the_cpu_variant_and_runs_a_shared_model(program: Path, package: Path) -> None:
+    code, shown = run_program([program, find_library(), package, NAME])
+    assert code == 0, shown
+    assert shown.splitlines() == [f"chosen: {PLAIN}", "self-test passed"]
+    info = _component(package)[PLAIN]["executor_info"]["ort"]
+    assert info["model_file"].startswith("sha256:")
+
+
+def test_onnxruntime_chooses_the_npu_variant_with_its_options(program: Path, package: Path) -> None:
+    code, shown = run_program([program, find_library(), package, NAME, "QNNExecutionProvider", find_qnn()])
+    assert code == 0, shown
+    assert f"chosen: {QNN}" in shown
+    assert "self-test passed" in shown
+
+
+def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, bundles: Path, everything: Path) -> None:
+    variants = _component(package)
+    assert variants.keys() == {QNN, XNNPACK, PLAIN}
+    for name, variant in variants.items():
+        manifest = open_bundle((everything if name == PLAIN else bundles) / name).manifest
+        assert variant["ep"] == manifest.provider
+        assert variant["executor_info"]["ort"]["session_options"] == manifest.session_config
+        assert variant["executor_info"]["ort"].get("provider_options", {}) == manifest.provider_options
+    assert variants[QNN]["compatibility_string"].startswith("v2:")
+
+
+def test_onnxruntime_refuses_a_session_key_that_cannot_be(program: Path, package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package.parent / "golden", tmp_path / "golden")
+    shutil.copytree(package, tmp_path / "package")
+    file = tmp_path / "package" / NAME / "component.json"
+    component = json.loads(file.read_bytes())
+    for key in component["variants"][PLAIN]["executor_info"]["ort"]["session_options"]:
+        component["variants"][PLAIN]["executor_info"]["ort"]["session_options"][key] = "x" * 100_000
+    file.write_text(json.dumps(component))
+    code, shown = run_program([program, find_library(), tmp_path / "package", NAME])
+    assert code == 1
+    assert "longer than maximum length" in shown
+
+
+def test_shared_files_lie_once_under_the_digest_that_onnxruntime_computes(package: Path) -> None:
+    assets = sorted((package / "shared_assets").iterdir())
+    assert len(assets) >= 3
+    for asset in assets:
+        lines = [
+            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in list_files(asset).items()
+        ]
+        assert asset.name == f"sha256-{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+    for name, variant in _component(package).items():
+        for file, entry in variant["additional_metadata"]["files"].items():
+            place = _resolve(package, name, entry)
+            assert hashlib.sha256(place.read_bytes()).hexdigest() == entry["sha256"], file
+
+
+def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, everything: Path, tmp_path: Path) -> None:
+    given = (bundles / QNN, bundles / XNNPACK, everything / PLAIN)
+    report: PackageReport = package_bundles(given, "ort-package", tmp_path / "again")
+    files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in list_files(package).items()}
+    assert report.files == files
+
+
+def _component(package: Path) -> dict[str, Any]:
+    variants: dict[str, Any] = json.loads((package / NAME / "component.json").read_bytes())["variants"]
+    return variants
+
+
+def _resolve(package: Path, variant: str, entry: Mapping[str, str]) -> Path:
+    head, _, tail = entry["path"].partition("/")
+    if head.startswith("sha256:"):
+        return package / "shared_assets" / head.replace(":", "-") / tail
+    return package / NAME / variant / entry["path"]
