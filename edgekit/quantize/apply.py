@@ -8,6 +8,7 @@ import onnx
 from edgekit.errors import DataError, ModelError
 from edgekit.model import Model, save_proto
 from edgekit.quantize.build import build_qdq
+from edgekit.quantize.compact import compact_qdq
 from edgekit.quantize.graph import Graph, read_graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
 
@@ -40,6 +41,7 @@ def quantize_model(model: Model, plan: QuantPlan, out: Path) -> QuantizedModel:
     units.refuse_float_weights()
     if not units.quantized:
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
+    compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
     written = save_proto(quantized, out)
     return QuantizedModel(

@@ -70,10 +70,14 @@ def random_samples(model: Model, count: int = 12, seed: int = 1) -> Samples:
     return make_samples([{spec.name: draw(spec.shape) for spec in model.inputs} for _ in range(count)])
 
 
-def initializer(model: Model, name: str) -> Array:
-    """The value of an initializer of a model's main graph."""
-    proto = onnx.load(str(model.path))
-    return next(numpy_helper.to_array(tensor) for tensor in proto.graph.initializer if tensor.name == name)
+def dequantized_constants(model: Model, name: str) -> list[Array]:
+    """The constants of the DQ node that makes a tensor, or that makes the weight of the layer with that output."""
+    graph = onnx.load(str(model.path)).graph
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    makers = {output: node for node in graph.node for output in node.output}
+    node = makers[name]
+    node = node if node.op_type == "DequantizeLinear" else makers[node.input[1]]
+    return [stored[each] for each in node.input if each in stored]
 
 
 def op_types(model: Model) -> list[str]:

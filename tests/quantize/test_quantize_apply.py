@@ -8,7 +8,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from quantize_models import CONV_NET, CONV_SHAPES, initializer, make_model, make_samples, op_types, random_samples
+from quantize_models import (
+    CONV_NET,
+    CONV_SHAPES,
+    dequantized_constants,
+    make_model,
+    make_samples,
+    op_types,
+    random_samples,
+)
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit._proc import run_process
@@ -54,14 +62,25 @@ def test_weights_are_per_channel_only_where_the_target_says(
     net: Model, calibration: Calibration, tmp_path: Path
 ) -> None:
     quantized = quantize(net, calibration, "nnapi", tmp_path).model
-    assert initializer(quantized, "w1_scale").shape == (8,)
-    assert initializer(quantized, "w4_scale").shape == ()
-    assert initializer(quantized, "w1_quantized").dtype == np.int8
-    assert not initializer(quantized, "w1_zero_point").any()
+    weight, scale, zero = dequantized_constants(quantized, "r1")
+    assert (weight.dtype, scale.shape, zero.any()) == (np.int8, (8,), False)
+    assert dequantized_constants(quantized, "z")[1].shape == ()
 
 
 def test_softmax_output_is_exactly_1_over_256(net: Model, calibration: Calibration, tmp_path: Path) -> None:
-    assert initializer(quantize(net, calibration, "nnapi", tmp_path).model, "y_scale") == np.float32(1 / 256)
+    scale, _ = dequantized_constants(quantize(net, calibration, "nnapi", tmp_path).model, "y")
+    assert scale == np.float32(1 / 256)
+
+
+def test_names_are_short_and_those_of_the_user_are_kept(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    graph = onnx.load(str(quantize(net, calibration, "qnn", tmp_path).model.path)).graph
+    assert {"r1", "c2", "s", "p", "z"} <= {name for node in graph.node for name in node.output}
+    quantizers = [node for node in graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    assert all(len(name) < 5 for node in quantizers for name in (node.name, *node.output))
+    assert len({tensor.name for tensor in graph.initializer}) == len(graph.initializer)
+    biases = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT32}
+    zeros = {(biases[node.input[2]], node.input[2]) for node in quantizers if node.input[0] in biases}
+    assert len({length for length, _ in zeros}) == len(zeros) > 0
 
 
 def test_same_input_gives_same_bytes(net: Model, calibration: Calibration, tmp_path: Path) -> None:
@@ -127,7 +146,8 @@ def test_weights_in_constant_nodes_are_quantized(tmp_path: Path) -> None:
     onnx.save(proto, str(model.path))
     model = load_model(model.path)
     calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    assert initializer(quantize(model, calibration, "nnapi", tmp_path).model, "w1_quantized").dtype == np.int8
+    weight, *_ = dequantized_constants(quantize(model, calibration, "nnapi", tmp_path).model, "r1")
+    assert weight.dtype == np.int8
 
 
 def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: Path) -> None:
