@@ -63,7 +63,9 @@ def test_weights_are_per_channel_only_where_the_target_says(
 ) -> None:
     quantized = quantize(net, calibration, "nnapi", tmp_path).model
     weight, scale, zero = dequantized_constants(quantized, "r1")
-    assert (weight.dtype, scale.shape, zero.any()) == (np.int8, (8,), False)
+    assert weight.dtype == np.int8
+    assert scale.shape == (8,)
+    assert not zero.any()
     assert dequantized_constants(quantized, "z")[1].shape == ()
 
 
@@ -78,9 +80,9 @@ def test_names_are_short_and_those_of_the_user_are_kept(net: Model, calibration:
     quantizers = [node for node in graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
     assert all(len(name) < 5 for node in quantizers for name in (node.name, *node.output))
     assert len({tensor.name for tensor in graph.initializer}) == len(graph.initializer)
-    biases = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT32}
+    biases = {t.name: tuple(t.dims) for t in graph.initializer if t.data_type == onnx.TensorProto.INT32}
     zeros = {(biases[node.input[2]], node.input[2]) for node in quantizers if node.input[0] in biases}
-    assert len({length for length, _ in zeros}) == len(zeros) > 0
+    assert len({shape for shape, _ in zeros}) == len(zeros) > 0
 
 
 def test_same_input_gives_same_bytes(net: Model, calibration: Calibration, tmp_path: Path) -> None:
