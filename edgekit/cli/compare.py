@@ -3,15 +3,19 @@
 from pathlib import Path
 
 import click
+import msgspec
 
 from edgekit.cli import options
+from edgekit.cli.limits import DROP, METRIC
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
 from edgekit.data_check import check_samples
+from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.model import load_model
+from edgekit.recipe import load_metric
 from edgekit.samples import limit_samples, load_samples
-from edgekit.verify.models import compare_models
+from edgekit.verify.models import add_task, compare_models
 
 
 @click.command(short_help="Say how far one model lies from another, and in which layer it begins.")
@@ -22,6 +26,9 @@ from edgekit.verify.models import compare_models
 @options.SAMPLES
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Say no below this signal-to-noise ratio.")
+@METRIC
+@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
+@DROP
 @options.CUSTOM_OPS
 @options.JSON
 @options.verbosity
@@ -33,6 +40,9 @@ def command(
     samples: int | None,
     layers: bool,
     min_sqnr: float | None,
+    metric: str | None,
+    labels: Path | None,
+    max_metric_drop: float | None,
     custom_ops: tuple[Path, ...],
     as_json: bool,
     volume: int,
@@ -43,14 +53,21 @@ def command(
     Example:
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20
 
-    Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr.
+    Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; or the metric fell too far.
     """
+    if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
+        raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
     first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = limit_samples(given, samples)
     check_samples(chosen)
     with showing_progress(volume) as progress:
         progress(f"compare on {chosen.count} samples")
-        report = compare_models(first, load_model(b, custom_ops=custom_ops), chosen, layers=layers)
+        second = load_model(b, custom_ops=custom_ops)
+        report = compare_models(first, second, chosen, layers=layers)
+        if metric is not None and labels is not None:
+            task = load_metric(metric)
+            task = task if max_metric_drop is None else msgspec.structs.replace(task, max_drop=max_metric_drop)
+            report = add_task(report, first, second, chosen, task, labels=(labels, given))
     show_json(report) if as_json else show_comparison(report)
     return YES if report.reaches(min_sqnr) else NO

@@ -26,6 +26,7 @@ COMMANDS = {
     "prepare": "Fix shapes and clean the graph, as a provider will see it.",
     "quantize": "Make a static INT8 model for a target.",
     "runner": "Build the program that runs a model on a phone or a board.",
+    "runs": "List, show or compare the verifications in a history.",
     "sign": "Sign a bundle, so that tampering with any byte is found.",
     "targets": "List the targets, or show one.",
     "verify": "Run a bundle on devices and compare with the float model.",

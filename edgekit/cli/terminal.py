@@ -77,6 +77,8 @@ def show_devices(statuses: Sequence[DeviceStatus]) -> None:
 def show_comparison(report: ModelComparison) -> None:
     """Prints how far two models lie apart, and where that begins."""
     print_table(text.table_outputs(report))
+    for line in text.list_task(report.task, report.task_limit):
+        click.echo(line)
     if report.layers:
         print_table(text.table_layers(report))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")

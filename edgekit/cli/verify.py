@@ -1,9 +1,8 @@
 """`edgekit verify`."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -12,6 +11,7 @@ from edgekit._files import write_file
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.opening import opened_any, opened_bundle
 from edgekit.cli import options
+from edgekit.cli.limits import Limits, taking_limits
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_line, show_verify, showing_progress
 from edgekit.errors import UsageError
@@ -20,10 +20,13 @@ from edgekit.progress import Progress
 from edgekit.recipe import Data
 from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit
+from edgekit.report.markdown import render_markdown
+from edgekit.verify.history import find_last_good, hold_against, record_report
 from edgekit.verify.on_devices import verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.verify import read_report
 
+_T = TypeVar("_T", bound=msgspec.Struct)
 _FILE = click.Path(path_type=Path)
 
 
@@ -40,19 +43,16 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     recheck: Path | None
     key: Path | None
     target: str | None
-    min_cosine: float | None
-    min_sqnr_db: float | None
-    min_top1_agreement: float | None
+    baseline: Path | None
+    history: Path | None
 
 
-def _limit(option: str, name: str, low: float, high: float, help_text: str) -> options.Option[Any]:
-    def refuse_nan(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-        if value is not None and math.isnan(value):
-            raise click.BadParameter("'nan' is no number")
-        return value
+class _Places(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the result goes beside the terminal."""
 
-    kind = click.FloatRange(low, high)
-    return click.option(option, name, type=kind, callback=refuse_nan, metavar="X", help=help_text)
+    junit: Path | None
+    html: Path | None
+    markdown: Path | None
 
 
 @click.command(short_help="Run a bundle on devices and compare with the float model.")
@@ -67,44 +67,60 @@ def _limit(option: str, name: str, low: float, high: float, help_text: str) -> o
 @click.option("--key", type=_FILE, metavar="FILE", help="Refuse what this public key's owner did not sign.")
 @click.option("--target", metavar="NAME", help="Which variant of a bundle of several targets.")
 @click.option("--files-only", is_flag=True, help="Check the files and the signature; nothing runs.")
-@_limit("--min-cosine", "min_cosine", -1, 1, "Least cosine of an output.")
-@_limit("--min-sqnr", "min_sqnr_db", -200, 200, "Least signal-to-noise ratio in dB.")
-@_limit("--min-top1", "min_top1_agreement", 0, 1, "Least share of samples (of integers: of elements) that agree.")
+@taking_limits
+@click.option("--baseline", type=_FILE, metavar="FILE", help="The verify.json of a run to hold this one against.")
+@click.option(
+    "--history", type=_FILE, metavar="FILE", help="Hold against the last good run in this file; add this one."
+)
 @click.option("--junit", type=_FILE, metavar="FILE", help="Write the result as JUnit XML too.")
 @click.option("--html", type=_FILE, metavar="FILE", help="Write the result as an HTML page too.")
+@click.option("--markdown", type=_FILE, metavar="FILE", help="Write the result as Markdown too, for a pull request.")
 @options.JSON
 @options.verbosity
-def command(junit: Path | None, html: Path | None, files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
+def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     """Run BUNDLE (a folder, .zip or .tar) on devices and compare with the float model.
 
-    A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. --min-...
-    count for this judgement only; --data and --recheck leave verify.json alone, and nothing is written into an archive.
+    A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. The
+    limits here count for this judgement only; --data and --recheck leave verify.json alone, and nothing is written into
+    an archive.
 
     \b
     Example:
       edgekit verify bundles/model-qnn --on qnn-htp-sim --junit verify.xml
-      edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx
+      edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx --metric top1
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
       edgekit verify model.zip --target nnapi --key release.pem.pub --files-only
 
     Exit code 0: at least one device ran and each that ran passed. 1: not so. 2: the usage or an input is wrong.
     """
-    question = _Question(**asked)
-    _check_options(question)
+    question, limits, places = _pick(_Question, asked), _pick(Limits, asked), _pick(_Places, asked)
+    _check_options(question, limits)
     if files_only:
         return _check_files(question, as_json=as_json)
-    _check_places(question.bundle, {"--junit": junit, "--html": html})
+    _check_places(question, places)
     with showing_progress(volume) as progress:
-        report = _judge(_answer(question, progress), question)
-    if junit is not None:
-        write_file(junit, render_junit(report))
-    if html is not None:
-        write_file(html, render_verify(report).encode())
+        report = _judge(_answer(question, limits, progress), question, limits)
+    if question.history is not None:
+        record_report(question.history, report)
+    _write(report, places)
     show_json(report) if as_json else show_verify(report)
     return YES if report.passed else NO
 
 
-def _check_options(question: _Question) -> None:
+def _pick(kind: type[_T], asked: Mapping[str, Any]) -> _T:
+    return kind(**{name: asked[name] for name in kind.__struct_fields__})
+
+
+def _write(report: VerifyReport, places: _Places) -> None:
+    if places.junit is not None:
+        write_file(places.junit, render_junit(report))
+    if places.html is not None:
+        write_file(places.html, render_verify(report).encode())
+    if places.markdown is not None:
+        write_file(places.markdown, render_markdown((report,)).encode())
+
+
+def _check_options(question: _Question, limits: Limits) -> None:
     if (question.bundle is None) == (question.recheck is None):
         raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
     of_data = {
@@ -120,6 +136,11 @@ def _check_options(question: _Question) -> None:
         _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
     elif question.reference is None:
         raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
+    ratio = limits.max_latency_ratio is not None or limits.max_memory_ratio is not None
+    if ratio and question.baseline is None and question.history is None:
+        raise UsageError("a ratio needs a run to hold this one against", hint="give --baseline FILE or --history FILE")
+    if question.baseline is not None and question.history is not None:
+        raise UsageError("--baseline and --history both name a run to hold this one against", hint="give one of them")
 
 
 def _refuse(given: Mapping[str, object], reason: str) -> None:
@@ -128,18 +149,20 @@ def _refuse(given: Mapping[str, object], reason: str) -> None:
             raise UsageError(f"{option} means nothing here", hint=reason)
 
 
-def _check_places(bundle: Path | None, places: Mapping[str, Path | None]) -> None:
+def _check_places(question: _Question, places: _Places) -> None:
     """Refuses a report inside the bundle: a bundle with a file that its manifest does not list cannot be opened."""
-    for option, place in places.items():
+    chosen = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
+    for option, place in {**chosen, "--history": question.history}.items():
+        bundle = question.bundle
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
             raise UsageError(f"{option} '{place}' lies in the bundle", hint="write it beside the bundle")
 
 
-def _answer(question: _Question, progress: Progress) -> VerifyReport:
+def _answer(question: _Question, limits: Limits, progress: Progress) -> VerifyReport:
     if question.recheck is not None:
         return read_report(question.recheck)
     with opened_bundle(question.bundle or Path(), key=question.key, target=question.target) as bundle:
-        return _run(bundle, question, progress)
+        return _run(bundle, question, limits, progress)
 
 
 def _check_files(question: _Question, *, as_json: bool) -> int:
@@ -153,27 +176,22 @@ def _check_files(question: _Question, *, as_json: bool) -> int:
     return YES
 
 
-def _run(bundle: Bundle, question: _Question, progress: Progress) -> VerifyReport:
+def _run(bundle: Bundle, question: _Question, limits: Limits, progress: Progress) -> VerifyReport:
+    task = limits.find_task(bundle.manifest.thresholds.task)
     if question.data is None or question.reference is None:
-        return verify_on(bundle, question.names, progress)
+        return verify_on(bundle, question.names, progress, task=task)
     preprocess = load_preprocess(question.preprocess) if question.preprocess else None
     data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
-    samples = question.samples
-    return verify_with(bundle, question.reference, data, question.names, samples=samples, progress=progress)
+    return verify_with(
+        bundle, question.reference, data, question.names, samples=question.samples, task=task, progress=progress
+    )
 
 
-def _judge(report: VerifyReport, question: _Question) -> VerifyReport:
-    """Returns the report under the limits that were given; those that were not are as they were.
-
-    A share of samples that the user names grants no sample more, as a target's does.
-    """
-    given = {
-        "min_cosine": question.min_cosine,
-        "min_sqnr_db": question.min_sqnr_db,
-        "min_top1_agreement": question.min_top1_agreement,
-        "granted_samples": None if question.min_top1_agreement is None else 0,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if not chosen or not report.runs:
-        return report
-    return recheck_report(report, msgspec.structs.replace(report.runs[0].thresholds, **chosen))
+def _judge(report: VerifyReport, question: _Question, limits: Limits) -> VerifyReport:
+    """Returns the report under the limits that were given; those that were not are as they were."""
+    if report.runs:
+        report = recheck_report(report, limits.apply(report.runs[0].thresholds))
+    if question.baseline is not None:
+        return hold_against(report, read_report(question.baseline), str(question.baseline))
+    before = None if question.history is None else find_last_good(question.history, report)
+    return report if before is None else hold_against(report, before.report, f"run {before.id}")

@@ -17,9 +17,10 @@ from edgekit.inspect import OnnxReport
 from edgekit.observe import Disagreement, NotObserved, Observed
 from edgekit.plain import to_plain
 from edgekit.report.summary import BuildReport, BundleSummary
-from edgekit.target import Target
+from edgekit.target import Target, TaskLimit
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import RunReport, VerifyReport
+from edgekit.verify.scores import TaskReport, describe_difference, format_score, judge_task
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
 
@@ -60,6 +61,8 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
     yield from report.failures
     for run in report.runs:
+        if run.task is not None:
+            yield from (f"{run.device}: {line}" for line in list_task(run.task, None))
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: {note}" for note in run.notes)
     for skip in report.skipped:
@@ -183,6 +186,15 @@ def table_verify(report: VerifyReport) -> Table:
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
     return table
+
+
+def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]:
+    """Yields a metric of the task on both sides with the difference and its interval, and where it missed a limit."""
+    if task is None:
+        return
+    got = f"{format_score(task, task.reference)} on the float model, {format_score(task, task.got)} here"
+    yield f"{task.name} on {task.samples} labelled samples: {got}, {describe_difference(task)} points at 95 %"
+    yield from judge_task(task, limit)
 
 
 def table_targets(targets: Sequence[Target]) -> Table:

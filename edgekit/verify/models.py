@@ -2,29 +2,36 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.labels import read_task_labels
 from edgekit.model import Model
-from edgekit.samples import Samples
+from edgekit.samples import Samples, spread_indices
+from edgekit.target import TaskLimit
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.layers import LayerReport, compare_layers, find_first_bad
 from edgekit.verify.report import OutputReport
+from edgekit.verify.scores import TaskReport, judge_task
+from edgekit.verify.tasks import find_metric, measure_task
 from edgekit.verify.trace import adapt_sample
 
 
 class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How far model `b` lies from model `a`; `layers` is empty unless asked for."""
+    """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for."""
 
     a: str
     b: str
     samples: int
     outputs: tuple[OutputReport, ...]
     layers: tuple[LayerReport, ...]
+    task: TaskReport | None = None
+    task_limit: TaskLimit | None = None
 
     @property
     def first_bad_layer(self) -> str | None:
@@ -33,7 +40,9 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
         return None if layer is None else layer.name
 
     def reaches(self, min_sqnr_db: float | None) -> bool:
-        """Returns True if every output could be compared, is finite, and has at least this signal-to-noise ratio."""
+        """Returns True if the outputs are comparable, finite and not below this ratio, and the metric is good."""
+        if judge_task(self.task, self.task_limit):
+            return False
         least = -math.inf if min_sqnr_db is None else min_sqnr_db
         return bool(self.outputs) and not any(
             output.mismatch or output.non_finite or (output.sqnr_db is not None and output.sqnr_db < least)
@@ -60,6 +69,23 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
         outputs=compare_outputs(wanted, _run_model(b, samples, dtypes)),
         layers=compare_layers(a, b, samples) if layers else (),
     )
+
+
+def add_task(
+    report: ModelComparison, a: Model, b: Model, samples: Samples, limit: TaskLimit, *, labels: tuple[Path, Samples]
+) -> ModelComparison:
+    """Returns the comparison with a metric of the task; `labels` is their file and the samples that it labels.
+
+    Raises:
+        UsageError: there is no such metric.
+        DataError: the labels or the outputs of `a` are nothing that the metric reads.
+        MissingExtraError: the metric needs a package that is not installed.
+    """
+    path, every = labels
+    known = read_task_labels(path, find_metric(limit).labels, every)
+    chosen = [known[index] for index in spread_indices(every.count, samples.count)]
+    task = measure_task(limit, _run_model(a, samples, {}), _run_model(b, samples, {}), chosen)
+    return msgspec.structs.replace(report, task=task, task_limit=limit)
 
 
 def _run_model(model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]]) -> Samples:

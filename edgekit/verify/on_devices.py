@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgekit._files import work_folder
+import msgspec
+
+from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import Bundle, read_target
-from edgekit.bundle.golden import make_golden
+from edgekit.bundle.golden import INPUTS, Golden, make_golden
 from edgekit.data_check import check_samples
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
@@ -34,7 +36,9 @@ def verify_on(
     """
     known = read_known(bundle)
     report = verify_bundle(bundle, find_devices(bundle, read_target(bundle), names), task=task, progress=progress)
-    report = keep_attribution(report, known)
+    report = msgspec.structs.replace(
+        keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.golden)
+    )
     write_report(bundle, report)
     return report
 
@@ -77,7 +81,8 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known)
-        return verify_bundle(bundle, devices, golden=golden, task=task, progress=progress)
+        report = verify_bundle(bundle, devices, golden=golden, task=task, progress=progress)
+        return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, golden))
 
 
 def find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[Device]:
@@ -88,3 +93,17 @@ def find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[D
     """
     chosen = names or [planned.device for planned in bundle.manifest.verification]
     return [find_device(name, target) for name in chosen]
+
+
+def _describe_ancestry(bundle: Bundle, golden: Golden) -> dict[str, str]:
+    """Returns the digests of what a verification rests on, by the word that a user has for it."""
+    ancestry = bundle.manifest.ancestry
+    made_from = {"calibration data": ancestry.data, "quantized model": ancestry.quantized}
+    return {
+        "model": ancestry.source,
+        "data": digest_file(golden.folder / INPUTS),
+        "bundle": bundle.sha256,
+        **{name: digest for name, digest in made_from.items() if digest is not None},
+        "edgekit": bundle.manifest.versions.get("edgekit", "unknown"),
+        "onnxruntime": bundle.manifest.versions.get("onnxruntime", "unknown"),
+    }

@@ -157,7 +157,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be
     worth its while; a skipped device proves nothing. `taken_macs` is the predicted share of that work. The sizes are
     those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's manifest.
-    `attributed_device` is the device of the run that the attribution explains.
+    `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
+    data, `regressions` what is worse than in the last good run of the same model and target.
     """
 
     bundle: str
@@ -174,6 +175,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     source_size_bytes: int = 0
     max_size_bytes: int | None = None
     max_size_share: float | None = None
+    ancestry: dict[str, str] = {}
+    regressions: tuple[str, ...] = ()
 
     @property
     def advice(self) -> str | None:
@@ -204,7 +207,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         if most is not None and self.size_bytes > most * self.source_size_bytes:
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
-        return tuple(found)
+        return (*found, *self.regressions)
 
     @property
     def evidence(self) -> Evidence | None:

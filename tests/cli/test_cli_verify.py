@@ -169,3 +169,56 @@ def test_what_is_wrong_is_one_line(
     assert message in _refuse([word.replace("BUNDLE", str(built)) for word in arguments], capsys)
     assert list(tmp_path.iterdir()) == []
     open_bundle(built)
+
+
+def test_a_metric_is_shown_on_both_sides_and_gates(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [str(bundle), "--on", "emulated", *WITH_DATA, "--labels", str(LABELS), "--metric", "top1"]
+    task = _verify(asked, capsys)["runs"][0]["task"]
+    assert (task["samples"], task["unit"], len(task["interval"])) == (8, "share", 2)
+    assert "points worse" in " ".join(_verify([*asked, "--max-metric-drop", "0.5"], capsys, 1)["runs"][0]["failures"])
+    limit = tmp_path / "metric.toml"
+    limit.write_text('name = "top3"\nmax_drop = 50.0\ngate = "estimate"\n')
+    assert _verify([*asked[:-1], str(limit)], capsys)["runs"][0]["task"]["name"] == "top3"
+
+
+def test_markdown_says_the_verdict(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "summary.md"
+    _verify([str(bundle), "--on", "emulated", "--markdown", str(page)], capsys)
+    assert page.read_text().startswith("### \N{WHITE HEAVY CHECK MARK} digits\\_mobilenet-nnapi: pass\n")
+    _verify([str(bundle), "--on", "emulated", "--min-sqnr", "90", "--markdown", str(page)], capsys, code=1)
+    assert "below 90 dB" in page.read_text()
+    assert "| **fail** |" in page.read_text()
+
+
+def test_the_history_is_kept_listed_shown_and_compared(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = ["--history", str(tmp_path / "h.sqlite")]
+    for _ in range(2):
+        _verify([str(bundle), "--on", "emulated", *history], capsys)
+    assert run_command(["runs", "list", *history, "--json"]) == 0
+    assert [run["id"] for run in json.loads(capsys.readouterr().out)["runs"]] == [1, 2]
+    assert run_command(["runs", "show", "2", *history]) == 0
+    assert "digits_mobilenet-nnapi: pass" in capsys.readouterr().out
+    assert run_command(["runs", "diff", "1", "2", *history]) == 0
+    assert "nothing became worse" in capsys.readouterr().out
+    assert run_command(["runs", "show", "3", *history]) == 2
+    assert "has no run 3" in capsys.readouterr().err
+
+
+def test_a_ratio_needs_a_reference_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give --baseline FILE or --history" in _refuse([str(bundle), "--max-latency-ratio", "1.2"], capsys)
+    assert "cannot read 'none.json'" in _refuse([str(bundle), "--on", "emulated", "--baseline", "none.json"], capsys)
+
+
+def test_compare_takes_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["compare", str(MODEL), str(MODEL), "--data", str(EVALUATION), "--samples", "40"]
+    assert run_command([*asked, "--metric", "top1", "--labels", str(LABELS), "--json"]) == 0
+    task = json.loads(capsys.readouterr().out)["task"]
+    assert (task["samples"], task["reference"] == task["got"]) == (40, True)
+    strict = ["--metric", "top1", "--labels", str(LABELS), "--max-metric-drop", "0.5"]
+    assert run_command([*asked, *strict]) == 1
+    assert "samples would tell" in capsys.readouterr().out
+    assert run_command([*asked, "--metric", "top1"]) == 2

@@ -11,16 +11,19 @@ from onnx import TensorProto, helper
 from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
-from edgekit.bundle.golden import make_golden
+from edgekit.bundle.golden import make_golden, read_labels
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.host import Host
 from edgekit.errors import BundleError, DataError
 from edgekit.evidence import Evidence
+from edgekit.labels import Boxes
 from edgekit.model import load_model
 from edgekit.plain import to_json
+from edgekit.target import TaskLimit
 from edgekit.tensors import Tensors
-from edgekit.verify.report import VerifyReport, recheck_report
-from edgekit.verify.verify import read_report, verify_bundle, write_report
+from edgekit.verify.attribute import keep_attribution, share_loss
+from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report
+from edgekit.verify.verify import read_known, read_report, verify_bundle, write_report
 
 
 @pytest.fixture
@@ -221,3 +224,92 @@ def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
     assert run.latency_ms is not None
     assert run.latency_ms.drift is not None
     assert any("slower from first to last" in note for note in run.notes) is warned
+
+
+def test_a_gate_on_the_bound_needs_enough_samples(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    strict = msgspec.structs.replace(bundle.manifest.thresholds, gate="bound")
+    (line,) = recheck_report(report, strict).runs[0].failures
+    assert "has top-1 agreement 1, and with 6 samples it could be 0.6097, below 0.9" in line
+    many = msgspec.structs.replace(report.runs[0].outputs[0], samples=64, top1_interval=(0.943, 1.0))
+    run = msgspec.structs.replace(report.runs[0], outputs=(many,), thresholds=strict)
+    assert run.passed
+    loud = msgspec.structs.replace(many, sqnr_db=14.0, sqnr_interval_db=(11.0, 17.0))
+    assert "it could be 11 dB" in msgspec.structs.replace(run, outputs=(loud,)).failures[0]
+
+
+def test_the_size_is_limited(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    limits = bundle.manifest.thresholds
+    assert report.size_bytes == report.source_size_bytes > 0
+    small = recheck_report(report, msgspec.structs.replace(limits, max_size_bytes=100))
+    assert "more than 100" in small.failures[0]
+    half = recheck_report(report, msgspec.structs.replace(limits, max_size_share=0.5))
+    assert "100% of the float model's size, more than 50%" in half.failures[0]
+    assert recheck_report(report, msgspec.structs.replace(limits, max_size_share=1.0)).passed
+
+
+def test_a_metric_is_measured_on_both_sides_and_judged(bundle: Bundle) -> None:
+    limit = TaskLimit(name="top1", max_drop=0.5)
+    report = verify_bundle(bundle, [InProcess(), InProcess(lie=change_all(lambda y: y[:, ::-1]))], task=limit)
+    good, bad = (run.task for run in report.runs)
+    assert good is not None
+    assert bad is not None
+    assert (good.samples, good.difference) == (6, 0.0)
+    strict = recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=limit))
+    assert "metric 'top1' is 0.00 points worse" in strict.runs[0].failures[0]
+    fair = msgspec.structs.replace(limit, gate="estimate")
+    fairly = recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=fair))
+    assert fairly.runs[0].passed
+    assert not fairly.runs[1].passed
+
+
+def test_a_metric_without_labels_is_no_pass(tmp_path: Path) -> None:
+    report = verify_bundle(make_bundle(tmp_path), [InProcess()], task=TaskLimit(name="top1"))
+    limits = msgspec.structs.replace(report.runs[0].thresholds, task=TaskLimit(name="top1"))
+    assert "metric 'top1' was not measured: it needs labels" in recheck_report(report, limits).runs[0].failures[0]
+
+
+def test_labels_that_are_texts_go_into_the_bundle(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    for labels in (["a", "b", "", "d", "e", "f"], [Boxes(boxes=((0, 0, 1, 1),), classes=(1,))] * 6):
+        golden = make_golden(contents.source, make_samples(), tmp_path / labels[0].__class__.__name__, labels=labels)
+        folder = tmp_path / f"{labels[0].__class__.__name__}-bundle"
+        bundle = write_bundle(msgspec.structs.replace(contents, golden=golden), folder)
+        assert read_labels(open_bundle(bundle.folder).golden) == labels
+
+
+def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
+    steps = (
+        AttributionStep(step="prepare", sqnr_db=120.0, top1_agreement=1.0, accuracy=1.0),
+        AttributionStep(step="quantize", sqnr_db=30.0, top1_agreement=0.9, accuracy=0.8),
+        AttributionStep(step="provider", sqnr_db=28.0, top1_agreement=0.9, accuracy=0.8),
+    )
+    first = verify_bundle(bundle, [InProcess()])
+    first = msgspec.structs.replace(first, attribution=steps, attributed_device="emulated", first_bad_layer="mul")
+    write_report(bundle, first)
+    known = read_known(bundle)
+    again = verify_bundle(bundle, [InProcess(lie=change_all(lambda y: y * 1.01))])
+    kept = keep_attribution(again, known)
+    assert [step.step for step in kept.attribution] == ["prepare", "quantize", "provider"]
+    assert kept.attribution[-1].sqnr_db == pytest.approx(40.0, abs=0.1)
+    assert sum(step.noise_share or 0.0 for step in kept.attribution) == pytest.approx(1.0)
+    assert kept.first_bad_layer == "mul"
+    phone = InProcess(name="adb:1", evidence=Evidence.DEVICE, lie=change_all(lambda y: y * 1.1))
+    added = keep_attribution(verify_bundle(bundle, [phone]), known).attribution
+    assert [step.step for step in added] == ["prepare", "quantize", "provider", "device"]
+    assert added[-1].noise_share is not None
+    assert added[-1].noise_share > 0.8
+    assert read_known(msgspec.structs.replace(bundle, folder=bundle.folder.parent)) is None
+
+
+def test_losses_sum_to_the_whole() -> None:
+    steps = [
+        AttributionStep(step="prepare", sqnr_db=120.0, top1_agreement=1.0, accuracy=0.90),
+        AttributionStep(step="quantize", sqnr_db=25.0, top1_agreement=0.95, accuracy=0.85),
+        AttributionStep(step="device", sqnr_db=20.0, top1_agreement=0.90, accuracy=0.87),
+    ]
+    shared = share_loss(steps, 0.91)
+    assert sum(step.noise_share or 0.0 for step in shared) == pytest.approx(1.0)
+    assert sum(step.top1_loss or 0.0 for step in shared) == pytest.approx(0.1)
+    assert sum(step.accuracy_loss or 0.0 for step in shared) == pytest.approx(0.04)

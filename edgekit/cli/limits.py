@@ -1,0 +1,94 @@
+"""The limits that a judgement may be given, beside those of the target."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from edgekit.cli.options import Option
+from edgekit.recipe import load_metric
+from edgekit.target import TaskLimit, Thresholds
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits by the names that they have in `Thresholds`; None where the option was not given.
+
+    `metric` names a metric of the task; `max_metric_drop` and `min_metric_share` are its limits.
+    """
+
+    min_cosine: float | None
+    min_sqnr_db: float | None
+    min_top1_agreement: float | None
+    gate: str | None
+    max_cpu_nodes: int | None
+    max_latency_ratio: float | None
+    max_memory_ratio: float | None
+    max_size_bytes: int | None
+    metric: str | None
+    max_metric_drop: float | None
+    min_metric_share: float | None
+
+    def find_task(self, bundled: TaskLimit | None) -> TaskLimit | None:
+        """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given."""
+        task = bundled if self.metric is None else load_metric(self.metric)
+        if task is None:
+            return None
+        given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share}
+        return msgspec.structs.replace(task, **{name: value for name, value in given.items() if value is not None})
+
+    def apply(self, thresholds: Thresholds) -> Thresholds:
+        """Returns the thresholds with the limits that were given; a share that the user names grants no sample more."""
+        given = {
+            name: getattr(self, name) for name in Thresholds.__struct_fields__ if getattr(self, name, None) is not None
+        }
+        if self.min_top1_agreement is not None:
+            given["granted_samples"] = 0
+        return msgspec.structs.replace(thresholds, task=self.find_task(thresholds.task), **given)
+
+
+def taking_limits(function: _F) -> _F:
+    """Adds the options of `Limits`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def limit(option: str, name: str, kind: click.FloatRange, help_text: str) -> Option[Any]:
+    """Returns an option that takes a number, and refuses NaN."""
+
+    def refuse_nan(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+        if value is not None and math.isnan(value):
+            raise click.BadParameter("'nan' is no number")
+        return value
+
+    return click.option(option, name, type=kind, callback=refuse_nan, metavar="X", help=help_text)
+
+
+METRIC = click.option(
+    "--metric", metavar="NAME", help="A metric that needs labels: top1, miou, wer, ..., module:function, or a .toml."
+)
+DROP = limit("--max-metric-drop", "max_metric_drop", click.FloatRange(min=0), "Most points below the float model.")
+_OPTIONS: tuple[Option[Any], ...] = (
+    limit("--min-cosine", "min_cosine", click.FloatRange(-1, 1), "Least cosine of an output."),
+    limit("--min-sqnr", "min_sqnr_db", click.FloatRange(-200, 200), "Least signal-to-noise ratio in dB."),
+    limit(
+        "--min-top1",
+        "min_top1_agreement",
+        click.FloatRange(0, 1),
+        "Least share of samples (of integers: of elements) that agree.",
+    ),
+    click.option("--gate", type=click.Choice(["estimate", "bound"]), help="Judge the figures, or their intervals."),
+    click.option("--max-cpu-nodes", type=click.IntRange(min=0), metavar="N", help="Most nodes left to the CPU."),
+    limit(
+        "--max-latency-ratio", "max_latency_ratio", click.FloatRange(min=0), "Most times the reference run's latency."
+    ),
+    limit("--max-memory-ratio", "max_memory_ratio", click.FloatRange(min=0), "Most times the reference run's memory."),
+    click.option("--max-size", "max_size_bytes", type=click.IntRange(min=0), metavar="BYTES", help="Largest model."),
+    METRIC,
+    DROP,
+    limit("--min-metric-share", "min_metric_share", click.FloatRange(0, 1), "Least share of the float model's metric."),
+)

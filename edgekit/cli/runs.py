@@ -1,0 +1,69 @@
+"""`edgekit runs`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit.cli import options
+from edgekit.cli.main import NO, YES
+from edgekit.cli.terminal import show_json, show_line, show_verify
+from edgekit.verify.history import diff_runs, list_runs, read_run
+
+HISTORY = click.option(
+    "--history", required=True, type=click.Path(path_type=Path), metavar="FILE", help="What verify --history wrote."
+)
+
+
+@click.group(name="runs", short_help="List, show or compare the verifications in a history.")
+def command() -> None:
+    """List, show or compare the verifications that `edgekit verify --history FILE` recorded.
+
+    \b
+    Example:
+      edgekit runs diff 3 4 --history verify.sqlite
+    """
+
+
+@command.command(name="list")
+@HISTORY
+@click.option("--bundle", metavar="NAME", help="Only those of this bundle.")
+@options.JSON
+def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
+    """List the verifications, oldest first."""
+    runs = list_runs(history, bundle=bundle)
+    if as_json:
+        names = ("id", "time", "bundle", "target", "passed")
+        show_json({"runs": [{name: getattr(run, name) for name in names} for run in runs]})
+    for run in () if as_json else runs:
+        show_line(f"{run.id}  {run.time}  {run.bundle}  {'pass' if run.passed else 'fail'}")
+    return YES
+
+
+@command.command(name="show")
+@click.argument("number", type=int)
+@HISTORY
+@options.JSON
+def show_command(number: int, history: Path, as_json: bool) -> int:
+    """Show one verification. Exit code 1: it did not pass."""
+    run = read_run(history, number)
+    show_json(run) if as_json else show_verify(run.report)
+    return YES if run.passed else NO
+
+
+@command.command(name="diff")
+@click.argument("before", type=int)
+@click.argument("now", type=int)
+@HISTORY
+@options.JSON
+def diff_command(before: int, now: int, history: Path, as_json: bool) -> int:
+    """Say what was different about two verifications. Exit code 1: something became worse."""
+    found = diff_runs(read_run(history, before), read_run(history, now))
+    if as_json:
+        show_json(found)
+        return NO if found.regressions else YES
+    for change in found.changes:
+        show_line(f"changed: {change}")
+    for line in found.regressions:
+        show_line(f"worse: {line}")
+    show_line("nothing became worse" if not found.regressions else f"{len(found.regressions)} figures became worse")
+    return NO if found.regressions else YES

@@ -1,0 +1,59 @@
+"""A verification as Markdown, for the summary of a pull request."""
+
+from collections.abc import Iterator, Sequence
+
+from edgekit.report.text import list_verify_remarks
+from edgekit.verify.report import OutputReport, RunReport, VerifyReport
+from edgekit.verify.scores import describe_difference, format_score
+
+_MOST_REMARKS = 30
+
+
+def render_markdown(reports: Sequence[VerifyReport]) -> str:
+    """Returns verifications as GitHub's Markdown: a line a verdict, a table of outputs, and what failed and why."""
+    return "\n".join(line for report in reports for line in _describe(report)) + "\n"
+
+
+def _describe(report: VerifyReport) -> Iterator[str]:
+    verdict = "pass" if report.passed else "fail" if report.runs else "nothing ran"
+    yield f"### {'✅' if report.passed else '❌'} {_clean(report.bundle)}: {verdict}"
+    yield ""
+    if report.runs:
+        yield "| device | evidence | output | cosine | SQNR dB | top-1 | result |"
+        yield "|---|---|---|--:|--:|--:|---|"
+        for run in report.runs:
+            for output in run.outputs:
+                yield _describe_output(run, output)
+            if not run.outputs:
+                yield f"| {_clean(run.device)} | {run.evidence.value} | - | - | - | - | fail |"
+        yield ""
+    for run in report.runs:
+        if run.task is not None:
+            values = f"float {format_score(run.task, run.task.reference)}, here {format_score(run.task, run.task.got)}"
+            yield f"- {_clean(run.device)}: {_clean(run.task.name)} {values}, {describe_difference(run.task)} points"
+    remarks = list(list_verify_remarks(report))
+    yield from (f"- {_clean(remark)}" for remark in remarks[:_MOST_REMARKS])
+    if len(remarks) > _MOST_REMARKS:
+        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    if report.advice:
+        yield f"- {_clean(report.advice)}"
+    yield ""
+
+
+def _describe_output(run: RunReport, output: OutputReport) -> str:
+    top1 = output.top1_agreement if output.top1_agreement is not None else output.exact_match
+    figures = (_number(output.cosine, "{:.5f}"), _number(output.sqnr_db, "{:.1f}"), _number(top1, "{:.1%}"))
+    verdict = "pass" if run.passed else "**fail**"
+    cells = (_clean(run.device), run.evidence.value, _clean(output.name), *figures, verdict)
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _clean(text: str) -> str:
+    """Returns a line in which no letter means anything to Markdown or HTML."""
+    line = " ".join(text.split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_{}[]()#!|~" else letter for letter in line if letter.isprintable())

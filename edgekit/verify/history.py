@@ -1,0 +1,263 @@
+"""What earlier verifications found, in a SQLite file: the last good run, and what became worse since."""
+
+import contextlib
+import sqlite3
+from collections.abc import Generator, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from edgekit.errors import DataError, OutputError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.plain import to_json
+from edgekit.verify.report import Cost, OutputReport, RunReport, VerifyReport
+
+_SCHEMA_VERSION = 1
+_TABLE = """
+CREATE TABLE IF NOT EXISTS runs (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  time TEXT NOT NULL,
+  bundle TEXT NOT NULL,
+  target TEXT NOT NULL,
+  passed INTEGER NOT NULL,
+  report TEXT NOT NULL
+)
+"""
+_SQNR_SLACK_DB = 1.0
+"""How far below an earlier signal-to-noise ratio without an interval the next may lie."""
+
+
+class PastRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A verification that was recorded: `time` is UTC, `report` what was found."""
+
+    id: int
+    time: str
+    bundle: str
+    target: str
+    passed: bool
+    report: VerifyReport
+
+
+class RunsDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """Two recorded verifications: what was different about them, and what became worse from the first to the second."""
+
+    before: int
+    now: int
+    changes: tuple[str, ...]
+    regressions: tuple[str, ...]
+
+
+def record_report(path: Path, report: VerifyReport) -> int:
+    """Adds a report to a history file, which is made where there is none, and returns its number.
+
+    Raises:
+        DataError: the file is no history.
+        OutputError: the file cannot be written.
+    """
+    row = (
+        datetime.now(UTC).isoformat(timespec="seconds"), report.bundle, report.target, report.passed, to_json(report)
+    )  # fmt: skip
+    if not path.parent.is_dir():
+        raise OutputError(f"there is no folder '{path.parent}'", hint="make it first")
+    with _open(path) as connection:
+        connection.execute(_TABLE)
+        connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        cursor = connection.execute(
+            "INSERT INTO runs (time, bundle, target, passed, report) VALUES (?, ?, ?, ?, ?)", row
+        )
+        return int(cursor.lastrowid or 0)
+
+
+def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
+    """Returns the recorded verifications, oldest first; of one bundle where it is named.
+
+    Raises:
+        DataError: there is no such file, or it is no history.
+    """
+    _require(path)
+    with _open(path) as connection:
+        rows = connection.execute(
+            "SELECT id, time, bundle, target, passed, report FROM runs WHERE ? IS NULL OR bundle = ? ORDER BY id",
+            (bundle, bundle),
+        ).fetchall()
+    return tuple(_read_row(row, path) for row in rows)
+
+
+def read_run(path: Path, number: int) -> PastRun:
+    """Returns one recorded verification.
+
+    Raises:
+        UsageError: there is none of that number.
+        DataError: there is no such file, or it is no history.
+    """
+    _require(path)
+    with _open(path) as connection:
+        row = connection.execute(
+            "SELECT id, time, bundle, target, passed, report FROM runs WHERE id = ?", (number,)
+        ).fetchone()
+    if row is None:
+        raise UsageError(f"'{path}' has no run {number}", hint=f"edgekit runs list --history {path}")
+    return _read_row(row, path)
+
+
+def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
+    """Returns the last verification of the same bundle name and target that passed, None where there is none.
+
+    Raises:
+        DataError: the file is no history.
+    """
+    if not path.exists():
+        return None
+    with _open(path) as connection:
+        connection.execute(_TABLE)
+        row = connection.execute(
+            "SELECT id, time, bundle, target, passed, report FROM runs"
+            " WHERE bundle = ? AND target = ? AND passed = 1 ORDER BY id DESC LIMIT 1",
+            (report.bundle, report.target),
+        ).fetchone()
+    return None if row is None else _read_row(row, path)
+
+
+def hold_against(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
+    """Returns the report with what is worse than in an earlier one, and with that as the reference of its costs."""
+    earlier = {run.device: run for run in before.runs}
+    runs = tuple(_add_cost(run, earlier.get(run.device), source) for run in report.runs)
+    lines = find_regressions(before, report)
+    if lines:
+        changes = "; ".join(find_changes(before, report)) or "nothing that edgekit knows of"
+        lines = tuple(f"worse than {source}: {line} (changed since: {changes})" for line in lines)
+    return msgspec.structs.replace(report, runs=runs, regressions=lines)
+
+
+def diff_runs(before: PastRun, now: PastRun) -> RunsDiff:
+    """Returns what was different about two verifications, and what became worse."""
+    return RunsDiff(
+        before=before.id,
+        now=now.id,
+        changes=tuple(find_changes(before.report, now.report)),
+        regressions=find_regressions(before.report, now.report),
+    )
+
+
+def find_changes(before: VerifyReport, now: VerifyReport) -> Iterator[str]:
+    """Yields what is different about two verifications: model, data, versions of runtime and driver, thresholds."""
+    for name in sorted(before.ancestry.keys() | now.ancestry.keys()):
+        old, new = before.ancestry.get(name, "unknown"), now.ancestry.get(name, "unknown")
+        if old != new:
+            yield f"{name} {old[:12]} -> {new[:12]}"
+    earlier = {run.device: run for run in before.runs}
+    for run in now.runs:
+        other = earlier.get(run.device)
+        if other is None:
+            yield f"device {run.device} is new"
+            continue
+        for name in sorted(other.versions.keys() | run.versions.keys()):
+            old, new = other.versions.get(name, "none"), run.versions.get(name, "none")
+            if old != new:
+                yield f"{name} on {run.device} {old} -> {new}"
+        if other.samples != run.samples:
+            yield f"samples on {run.device} {other.samples} -> {run.samples}"
+        for name in run.thresholds.__struct_fields__:
+            old_limit, new_limit = getattr(other.thresholds, name), getattr(run.thresholds, name)
+            if old_limit != new_limit:
+                yield f"threshold {name} on {run.device} {old_limit} -> {new_limit}"
+
+
+def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]:
+    """Returns what is worse than before, one line each: beyond the earlier interval of 95 %, so that chance is no loss.
+
+    A device, an output or a metric that is gone is worse; so is a provider that takes fewer nodes. Latency and memory
+    have their own limits (`max_latency_ratio`, `max_memory_ratio`).
+    """
+    later = {run.device: run for run in now.runs}
+    lines: list[str] = []
+    for run in before.runs:
+        other = later.get(run.device)
+        if other is None:
+            continue
+        outputs = {output.name: output for output in other.outputs}
+        for output in run.outputs:
+            lines += _compare_output(run.device, output, outputs.get(output.name))
+        lines += _compare_run(run, other)
+    return tuple(lines)
+
+
+def _compare_output(device: str, before: OutputReport, now: OutputReport | None) -> Iterator[str]:
+    name = f"output '{before.name}' on {device}"
+    if now is None:
+        yield f"{name} is gone"
+        return
+    for label, old, interval, new, slack, unit in (
+        ("SQNR", before.sqnr_db, before.sqnr_interval_db, now.sqnr_db, _SQNR_SLACK_DB, " dB"),
+        ("top-1 agreement", before.top1_agreement, before.top1_interval, now.top1_agreement, 0.0, ""),
+        ("exact match", before.exact_match, None, now.exact_match, 0.0, ""),
+    ):
+        if old is None:
+            continue
+        least = old - slack if interval is None else min(interval[0], old - slack)
+        if new is None or new < least - 1e-9:
+            found = "was not measured" if new is None else f"fell to {new:.4g}{unit}"
+            yield f"{name}: {label} {found} from {old:.4g}{unit}"
+
+
+def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
+    if before.task is not None and before.task.got is not None:
+        got = None if now.task is None or now.task.name != before.task.name else now.task.got
+        sign = 1.0 if before.task.higher_is_better else -1.0
+        interval = before.task.interval
+        slack = 0.0 if interval is None else (interval[1] - interval[0]) / 2
+        if got is None:
+            yield f"metric '{before.task.name}' on {before.device} was not measured"
+        elif sign * (before.task.got - got) > slack + 1e-9:
+            yield f"metric '{before.task.name}' on {before.device} went to {got:.4g} from {before.task.got:.4g}"
+    taken, left = before.provider_nodes.get(before.provider), now.provider_nodes.get(before.provider, 0)
+    if taken and now.evidence is not Evidence.EMULATED and left < taken:
+        yield f"{before.provider} on {before.device} takes {left} nodes, before {taken}"
+
+
+def _add_cost(run: RunReport, before: RunReport | None, source: str) -> RunReport:
+    if before is None or before.failure is not None:
+        return run
+    latency = None if before.latency_ms is None else before.latency_ms.median
+    cost = Cost(source=source, latency_ms=latency, peak_rss_bytes=before.peak_rss_bytes)
+    return msgspec.structs.replace(run, reference_cost=cost)
+
+
+def _read_row(row: Sequence[object], path: Path) -> PastRun:
+    number, time, bundle, target, passed, text = row
+    try:
+        report = msgspec.json.decode(str(text), type=VerifyReport)
+        return PastRun(
+            id=int(str(number)),
+            time=str(time),
+            bundle=str(bundle),
+            target=str(target),
+            passed=bool(passed),
+            report=report,
+        )
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise DataError(f"run {number} of '{path}' is malformed: {error}", hint="use another history file") from error
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"there is no history '{path}'", hint="edgekit verify BUNDLE --history FILE makes it")
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Generator[sqlite3.Connection]:
+    """Opens a history; what the block does is kept whole or not at all.
+
+    SQLite writes its own file, with a journal of its own: this is the one writer beside `_files`.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:
+            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+            if version > _SCHEMA_VERSION:
+                raise DataError(f"'{path}' is a history of a newer edgekit", hint="update edgekit")
+            yield connection
+    except sqlite3.OperationalError as error:
+        raise OutputError(f"cannot use the history '{path}': {error}", hint="choose a place you may write") from error
+    except sqlite3.DatabaseError as error:
+        raise DataError(f"'{path}' is no history: {error}", hint="give a file that --history made") from error

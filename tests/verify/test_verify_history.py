@@ -1,0 +1,118 @@
+"""Earlier runs: what is worse than the last good one is a failure that says what changed."""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bundle_models import make_bundle
+from verify_devices import InProcess
+
+from edgekit.bench.latency import Latency
+from edgekit.bundle.folder import Bundle
+from edgekit.errors import EdgekitError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.tensors import Tensors
+from edgekit.verify.history import diff_runs, find_last_good, hold_against, list_runs, read_run, record_report
+from edgekit.verify.report import VerifyReport, recheck_report
+from edgekit.verify.verify import verify_bundle
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return make_bundle(tmp_path, labels=(0, 1, 2, 3, 4, 0))
+
+
+def shake(rows: list[Tensors], size: float = 0.1) -> list[Tensors]:
+    rng = np.random.default_rng(0)
+    return [{"y": row["y"] + rng.normal(scale=size, size=row["y"].shape).astype(np.float32)} for row in rows]
+
+
+def test_runs_are_recorded_and_come_back(bundle: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    report = verify_bundle(bundle, [InProcess()])
+    bad = verify_bundle(bundle, [InProcess(failure="died")])
+    assert [record_report(file, item) for item in (report, bad)] == [1, 2]
+    assert [(run.id, run.passed) for run in list_runs(file)] == [(1, True), (2, False)]
+    assert read_run(file, 1).report == report
+    last = find_last_good(file, bad)
+    assert last is not None
+    assert last.id == 1
+    other = msgspec.structs.replace(report, target="qnn", bundle="tiny-qnn")
+    assert find_last_good(file, other) is None
+    assert list_runs(file, bundle="other") == ()
+
+
+def test_what_became_worse_fails_and_says_what_changed(bundle: Bundle) -> None:
+    good = msgspec.structs.replace(verify_bundle(bundle, [InProcess()]), ancestry={"model": "a" * 64, "data": "b" * 64})
+    worse = verify_bundle(bundle, [InProcess(lie=shake)])
+    worse = msgspec.structs.replace(worse, ancestry={"model": "c" * 64, "data": "b" * 64})
+    run = worse.runs[0]
+    limits = msgspec.structs.replace(run.thresholds, min_cosine=0.5)
+    worse = msgspec.structs.replace(
+        worse,
+        runs=(msgspec.structs.replace(run, versions={"onnxruntime": "1.32.0", "driver": "2"}, thresholds=limits),),
+    )
+    assert worse.passed
+    held = hold_against(worse, good, "run 7")
+    assert not held.passed
+    assert "worse than run 7: output 'y' on emulated: SQNR fell to" in held.failures[0]
+    for change in ("model aaaaaaaaaaaa -> cccccccccccc", "driver on emulated none -> 2", "threshold min_cosine"):
+        assert change in held.failures[0]
+    assert "onnxruntime on emulated 1.31.1 -> 1.32.0" in held.failures[0]
+    assert "data" not in held.failures[0]
+
+
+def test_the_same_and_what_chance_explains_is_no_regression(bundle: Bundle) -> None:
+    first, again = (verify_bundle(bundle, [InProcess(lie=lambda rows: shake(rows, 0.01))]) for _ in range(2))
+    assert hold_against(again, first, "run 1").passed
+    assert hold_against(first, verify_bundle(bundle, [InProcess(lie=shake)]), "run 1").passed
+
+
+def test_fewer_nodes_on_the_provider_are_worse(bundle: Bundle) -> None:
+    before, now = (verify_bundle(bundle, [InProcess(nodes=nodes)]) for nodes in (5, 3))
+    assert "NnapiExecutionProvider on emulated takes 3 nodes, before 5" in hold_against(now, before, "r").failures[0]
+
+
+def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:
+    before = verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE)])
+    slow = msgspec.structs.replace(before.runs[0], latency_ms=Latency(median=1.5, p95=2.0), peak_rss_bytes=3)
+    now = hold_against(msgspec.structs.replace(before, runs=(slow,)), before, "base.json")
+    assert now.passed
+    limits = msgspec.structs.replace(slow.thresholds, max_latency_ratio=1.2, max_memory_ratio=2.0)
+    lines = recheck_report(now, limits).runs[0].failures
+    assert lines == (
+        "latency is 1.50 times that of base.json, more than 1.2 times",
+        "peak memory is 3.00 times that of base.json, more than 2 times",
+    )
+    assert recheck_report(now, msgspec.structs.replace(limits, max_latency_ratio=1.6, max_memory_ratio=3.0)).passed
+
+
+def test_two_runs_are_compared(bundle: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    reports: list[VerifyReport] = [verify_bundle(bundle, [InProcess()]), verify_bundle(bundle, [InProcess(lie=shake)])]
+    for report in reports:
+        record_report(file, report)
+    found = diff_runs(read_run(file, 1), read_run(file, 2))
+    assert (found.before, found.now, len(found.regressions)) == (1, 2, 1)
+    assert diff_runs(read_run(file, 2), read_run(file, 1)).regressions == ()
+
+
+def test_what_is_no_history_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    (tmp_path / "text").write_text("this is no database, but it is long enough to look at" * 40)
+    for place in (tmp_path / "text", tmp_path / "none" / "h.sqlite", tmp_path):
+        with pytest.raises(EdgekitError):
+            record_report(place, report)
+    with pytest.raises(EdgekitError, match="there is no history"):
+        list_runs(tmp_path / "none")
+    record_report(tmp_path / "h.sqlite", report)
+    with pytest.raises(UsageError, match="has no run 9"):
+        read_run(tmp_path / "h.sqlite", 9)
+    connection = sqlite3.connect(tmp_path / "h.sqlite")
+    connection.execute("UPDATE runs SET report = '{'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(EdgekitError, match="malformed"):
+        read_run(tmp_path / "h.sqlite", 1)

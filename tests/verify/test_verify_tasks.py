@@ -1,0 +1,227 @@
+"""Metrics of the task against figures worked out by hand, and their limits, which must say no."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from verify_devices import from_list
+
+from edgekit.errors import DataError, EdgekitError, UsageError
+from edgekit.labels import FOLDERS, Boxes, Label, read_task_labels
+from edgekit.samples import Samples
+from edgekit.target import TaskLimit
+from edgekit.tensors import Tensors
+from edgekit.verify.scores import TaskReport, describe_difference, judge_task
+from edgekit.verify.tasks import METRICS, measure_task
+
+
+def measure(
+    name: str, reference: Sequence[Tensors], got: Sequence[Tensors], labels: Sequence[Label], **options: Any
+) -> TaskReport:
+    return measure_task(TaskLimit(name=name, **options), from_list(reference), from_list(got), labels)
+
+
+def score(name: str, outputs: Sequence[Tensors], labels: Sequence[Label], **options: Any) -> float:
+    return measure(name, outputs, outputs, labels, **options).reference
+
+
+def ranked(*classes: int) -> list[Tensors]:
+    return [{"y": np.eye(10, dtype=np.float32)[[best]] - np.arange(10) * 1e-3} for best in classes]
+
+
+def spoken(*texts: str) -> list[Tensors]:
+    return [{"t": np.array([text], dtype=object)} for text in texts]
+
+
+def test_a_label_among_the_best_is_a_hit() -> None:
+    assert score("top1", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 0.5
+    assert score("top3", ranked(3, 4, 5, 6), [3, 4, 0, 1]) == 1.0
+    assert score("top5", ranked(9), [8]) == 0.0
+
+
+def test_a_constant_output_hits_one_class_only() -> None:
+    flat: list[Tensors] = [{"y": np.zeros((1, 10), np.float32)} for _ in range(10)]
+    assert score("top1", flat, list(range(10))) == 0.1
+    assert score("top5", flat, list(range(10))) == 0.1
+
+
+def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:
+    texts, labels = spoken("kitten", "same"), ["sitting", "same"]
+    assert score("exact-match", texts, labels) == 0.5
+    assert score("edit-distance", texts, labels) == pytest.approx(3 / 11)
+
+
+def test_errors_of_words_and_letters() -> None:
+    pytest.importorskip("jiwer", reason="pip install 'edgekit[metrics]'")
+    texts, labels = spoken("the cat sat", "a dog"), ["the cat sat down", "a dog"]
+    assert score("wer", texts, labels) == pytest.approx(1 / 6)
+    assert score("cer", texts, labels) == pytest.approx(5 / 21)
+
+
+def test_ctc_joins_repeats_and_drops_blanks() -> None:
+    path = [0, 1, 1, 0, 1, 2, 2, 0]
+    output: list[Tensors] = [{"y": np.eye(3, dtype=np.float32)[path][:, np.newaxis]}]
+    assert score("exact-match", output, ["aab"], decoder="ctc-greedy", alphabet="ab") == 1.0
+    assert score("exact-match", output, ["aab"], decoder="ctc-greedy", alphabet="_ab") == 1.0
+    last: list[Tensors] = [{"y": np.eye(3, dtype=np.float32)[[2, 0, 0, 2, 0, 1]]}]
+    assert score("exact-match", last, ["aab"], decoder="ctc-greedy", alphabet="ab", blank=-1) == 1.0
+    ids: list[Tensors] = [{"y": np.array([2, 0, 1], np.int64)}]
+    assert score("exact-match", ids, ["cab"], decoder="indices", alphabet="abc") == 1.0
+
+
+def test_masks_overlap_by_class_over_all_samples() -> None:
+    label = np.array([[0, 0], [1, 255]], np.uint8)
+    found = np.zeros((1, 2, 2, 2), np.float32)
+    found[0, 1, 0] = 1.0
+    found[0, 1, 1] = 1.0
+    assert score("miou", [{"y": found}], [label]) == pytest.approx((0 / 2 + 1 / 3) / 2)
+    assert score("miou", [{"y": np.array([[[0, 0], [1, 1]]], np.int64)}], [label]) == 1.0
+
+
+def test_the_area_under_the_curve() -> None:
+    pytest.importorskip("sklearn", reason="pip install 'edgekit[metrics]'")
+    outputs: list[Tensors] = [{"p": np.array([[1 - p, p]], np.float32)} for p in (0.1, 0.4, 0.35, 0.8)]
+    assert score("auc", outputs, [0, 0, 1, 1]) == pytest.approx(0.75)
+    with pytest.raises(DataError, match="both kinds"):
+        score("auc", outputs, [1, 1, 1, 1])
+
+
+def test_mean_average_precision() -> None:
+    pytest.importorskip("pycocotools", reason="pip install 'edgekit[metrics]'")
+    box = (10.0, 10.0, 50.0, 50.0)
+    labels = [Boxes(boxes=(box,), classes=(1,)), Boxes(boxes=(box,), classes=(1,))]
+    right = {"boxes": np.array([box]), "scores": np.array([0.9]), "classes": np.array([1.0])}
+    wrong = {**right, "boxes": np.array([box]) + 100.0}
+    assert score("map", [right, right], labels) == pytest.approx(1.0)
+    assert score("map", [right, wrong], labels) == pytest.approx(51 / 101, abs=0.01)
+    assert score("map", [wrong, wrong], labels) == 0.0
+    report = measure("map", [right] * 40, [right] * 20 + [wrong] * 20, labels * 20, max_drop=5)
+    assert report.interval is not None
+    assert report.interval[0] < -0.5 < report.interval[1] < -0.3
+    assert judge_task(report, TaskLimit(name="map", max_drop=5.0))
+    renamed = [{"b": value["boxes"], "s": value["scores"], "c": value["classes"]} for value in (right, right)]
+    assert score("map", renamed, labels, output="b,s,c") == pytest.approx(1.0)
+    with pytest.raises(DataError, match="map needs three outputs"):
+        score("map", renamed, labels)
+
+
+def test_images_against_references() -> None:
+    label = np.full((4, 4), 100, np.uint8)
+    report = measure("psnr", [{"y": np.full((1, 1, 4, 4), 101.0)}], [{"y": np.full((1, 1, 4, 4), 110.0)}], [label])
+    assert report.reference == pytest.approx(20 * np.log10(255))
+    assert report.difference == pytest.approx(-20.0)
+    assert (report.unit, describe_difference(report)) == ("dB", "-20.00")
+
+
+def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_metric.py").write_text(
+        "def near(outputs, label):\n    return abs(float(outputs['y'].argmax()) - label), 2.0\n"
+        "def broken(outputs, label):\n    return 'much'\n"
+    )
+    assert score("own_metric:near", ranked(3, 5), [4, 5]) == 0.25
+    with pytest.raises(DataError, match="gave 'much'"):
+        score("own_metric:broken", ranked(3), [4])
+    with pytest.raises(UsageError, match="cannot load metric 'own_metric:none'"):
+        score("own_metric:none", ranked(3), [4])
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(UsageError, match="there is no metric 'top2'"):
+        score("top2", ranked(1), [1])
+    with pytest.raises(DataError, match="label 10 is no class"):
+        score("top1", ranked(1), [10])
+    with pytest.raises(DataError, match="there is no output 'z'"):
+        score("top1", ranked(1), [1], output="z")
+    with pytest.raises(UsageError, match="there is no decoder 'beam'"):
+        score("wer", spoken("a"), ["a"], decoder="beam")
+    assert set(METRICS) >= {"top1", "top5", "map", "miou", "exact-match", "edit-distance", "auc", "wer", "cer", "psnr"}
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        pytest.param(ranked(1, 2), id="too few"),
+        pytest.param([*ranked(1, 2), {}], id="no output"),
+        pytest.param([*ranked(1, 2), {"y": np.full((1, 10), np.nan, np.float32)}], id="NaN"),
+    ],
+)
+def test_a_sample_that_does_not_come_back_is_no_measurement(got: list[Tensors]) -> None:
+    report = measure("top1", ranked(1, 2, 3), got, [1, 2, 3], max_drop=50.0)
+    assert (report.got, report.difference) == (None, None)
+    assert "was not measured on every sample" in judge_task(report, TaskLimit(name="top1", max_drop=50.0))[0]
+
+
+LIMIT = TaskLimit(name="top1", max_drop=0.5)
+
+
+def agree(samples: int, wrong: int = 0) -> TaskReport:
+    labels = [index % 10 for index in range(samples)]
+    got = ranked(*[(label + 1) % 10 if index < wrong else label for index, label in enumerate(labels)])
+    return measure("top1", ranked(*labels), got, labels)
+
+
+def test_a_hundred_samples_do_not_pass_by_luck() -> None:
+    (line,) = judge_task(agree(100), LIMIT)
+    assert "is 0.00 points worse than the float model, and with 100 samples it could be 1.92, more than 0.5" in line
+    assert "samples would tell" in line
+    assert judge_task(agree(100), msgspec.structs.replace(LIMIT, gate="estimate")) == ()
+    assert judge_task(agree(600), LIMIT) == ()
+
+
+def test_a_drop_beyond_the_limit_is_a_no_however_it_is_judged() -> None:
+    for gate in ("bound", "estimate"):
+        limit = msgspec.structs.replace(LIMIT, gate=gate)
+        assert "is 1.00 points worse than the float model, more than 0.5" in judge_task(agree(600, 6), limit)[0]
+
+
+def test_a_share_of_the_float_model() -> None:
+    limit = TaskLimit(name="top1", min_share=0.98)
+    assert judge_task(agree(600, 1), limit) == ()
+    assert "could be 97.7%" in judge_task(agree(600, 8), limit)[0]
+    assert "is 97.0% of the float model's, less than 98.0%" in judge_task(agree(600, 18), limit)[0]
+
+
+def test_a_least_value_and_what_is_missing() -> None:
+    assert judge_task(agree(600, 60), TaskLimit(name="top1", at_least=0.95)) == ("metric 'top1' is 90.0%, below 0.95",)
+    assert "was not measured: it needs labels" in judge_task(None, LIMIT)[0]
+    assert "was not measured" in judge_task(agree(600), TaskLimit(name="top5", max_drop=0.5))[0]
+
+
+def test_more_errors_are_worse() -> None:
+    labels = [f"word{index} same" for index in range(60)]
+    got = [label if index % 2 else "same" for index, label in enumerate(labels)]
+    report = measure("edit-distance", spoken(*labels), spoken(*got), labels)
+    assert report.interval is not None
+    assert report.interval[0] > 0
+    assert "points worse" in judge_task(report, TaskLimit(name="edit-distance", max_drop=5.0))[0]
+    assert judge_task(report, TaskLimit(name="edit-distance", max_drop=90.0)) == ()
+    few = measure("edit-distance", spoken(*labels[:9]), spoken(*labels[:9]), labels[:9])
+    assert "too few samples (9)" in judge_task(few, TaskLimit(name="edit-distance", max_drop=5.0))[0]
+
+
+def test_labels_of_every_form_are_read(tmp_path: Path) -> None:
+    samples = Samples(source="s", count=2, read=lambda: iter(()), class_names=("dog", "cat"))
+    (tmp_path / "l.txt").write_text("ein Wort\nzwei Worte\n")
+    np.save(tmp_path / "l.npy", np.zeros((2, 4, 4), np.uint8))
+    (tmp_path / "l.json").write_text(
+        json.dumps([{"boxes": [[0, 0, 1, 1]], "classes": [3]}, {"boxes": [], "classes": []}])
+    )
+    assert read_task_labels(tmp_path / "l.txt", "text", samples)[1] == "zwei Worte"
+    assert np.asarray(read_task_labels(tmp_path / "l.npy", "array", samples)[1]).shape == (4, 4)
+    assert read_task_labels(tmp_path / "l.json", "boxes", samples)[0] == Boxes(boxes=((0, 0, 1, 1),), classes=(3,))
+    assert read_task_labels(FOLDERS, "class", samples) == (1, 0)
+    assert [len(read_task_labels(tmp_path / f"l.{kind}", "any", samples)) for kind in ("txt", "npy", "json")] == [2] * 3
+
+
+@pytest.mark.parametrize(("name", "kind"), [("l.json", "boxes"), ("l.npy", "array"), ("none.txt", "text")])
+def test_labels_that_are_none_are_refused(tmp_path: Path, name: str, kind: Any) -> None:
+    (tmp_path / "l.json").write_text('[{"boxes": [[0, 0]], "classes": [1]}]')
+    (tmp_path / "l.npy").write_bytes(b"nothing")
+    samples = Samples(source="s", count=1, read=lambda: iter(()))
+    with pytest.raises(EdgekitError, match=name):
+        read_task_labels(tmp_path / name, kind, samples)
