@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "Write the files that a runtime loads: ORT format, full or runtime style.",
     "demo": "Build and verify four bundles of the demo model.",
     "devices": "List, install or test what can run a bundle here.",
+    "diff": "Say what is different between two versions of a bundle, or of a model.",
     "doctor": "Say what this machine has, what it lacks, and how to get it.",
     "inspect": "Print what a model contains.",
     "join": "Put bundles of several targets into one, and what they share once.",

@@ -11,12 +11,14 @@ from rich.console import Console, RenderableType
 from edgekit.conversion import ConvertReport
 from edgekit.convert.equality import Equality
 from edgekit.convert.ort_report import OrtFileReport
+from edgekit.delta import Delta
 from edgekit.devices.device import DeviceStatus
 from edgekit.inspect import OnnxReport
 from edgekit.plain import to_json
 from edgekit.progress import Progress
-from edgekit.report import text
+from edgekit.report import changes, text
 from edgekit.report.summary import BuildReport
+from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
 from edgekit.target import Target
 from edgekit.verify.models import ModelComparison
@@ -133,6 +135,19 @@ def describe_equality(found: Equality) -> str:
 def show_contents(report: OnnxReport | OrtFileReport) -> None:
     """Prints what a model contains."""
     print_table(text.table_contents(report))
+
+
+def show_sizes(report: SizeReport) -> None:
+    """Prints where the bytes of a bundle or model are."""
+    _print(changes.table_files(report))
+    if report.layers:
+        _print(changes.table_layer_sizes(report))
+
+
+def show_delta(delta: Delta) -> None:
+    """Prints what is different between two versions, a line each."""
+    for line in changes.list_changes(delta):
+        click.echo(line)
 
 
 @contextlib.contextmanager
