@@ -139,15 +139,14 @@ def show_contents(report: OnnxReport | OrtFileReport) -> None:
 
 def show_sizes(report: SizeReport) -> None:
     """Prints where the bytes of a bundle or model are."""
-    _print(changes.table_files(report))
+    print_table(changes.table_files(report))
     if report.layers:
-        _print(changes.table_layer_sizes(report))
+        print_table(changes.table_layer_sizes(report))
 
 
 def show_delta(delta: Delta) -> None:
     """Prints what is different between two versions, a line each."""
-    for line in changes.list_changes(delta):
-        click.echo(line)
+    show_lines(changes.list_changes(delta))
 
 
 @contextlib.contextmanager

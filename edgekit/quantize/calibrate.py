@@ -17,7 +17,16 @@ from edgekit.quantize.histogram import HistogramGrower
 from edgekit.quantize.judge import judge_points
 from edgekit.quantize.moments import save_moments
 from edgekit.quantize.observe import Observation, observe_graph, picked_values
-from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PLAIN_METHODS, RANGE_METHODS, Seen, TensorRange, read_by
+from edgekit.quantize.ranges import (
+    AUTO_METHODS,
+    METHODS,
+    PLAIN_METHODS,
+    RANGE_METHODS,
+    Seen,
+    TensorRange,
+    read_by,
+    snap_range,
+)
 from edgekit.quantize.tally import Tally
 from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.tensors import Array, Tensors
@@ -154,7 +163,7 @@ def _all_ranges(
         }
         for name in reversed(list(aliases)):
             chosen[name] = chosen[aliases[name]]
-        ranges[method] = {name: chosen[name] for name in float_activations(graph) if name in chosen}
+        ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
     return ranges
 
 
