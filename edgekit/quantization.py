@@ -13,52 +13,19 @@ from edgekit.labels import read_labels
 from edgekit.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize import Calibration, Candidate, FloatNode, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.diagnose import rank_plan
 from edgekit.quantize.predict import Prediction, predict_drop
 from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.report.summary import LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
 from edgekit.search import Goal, Searched, search_quantization
 from edgekit.steps import peak_rss_bytes
 from edgekit.target import Precision, Target
 
 MAX_PLAN_BYTES = 1 << 26
-
-
-class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan of a search: what left 8 bits, the drop to expect, and the share of work the target takes."""
-
-    step: str
-    drop_estimate: float | None
-    sqnr_db: float
-    taken_macs: float
-
-
-class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
-
-    `predicted` is what it will cost. `trials` are those of a search, in order; `max_drop` is its goal in points, and
-    then `met` says whether the chosen one reaches it.
-    """
-
-    model: str
-    out: Path
-    target: str
-    precision: Precision
-    samples: int
-    data_warnings: tuple[str, ...]
-    size_before: int
-    size_after: int
-    quantized_nodes: int
-    float_nodes: tuple[FloatNode, ...]
-    predicted: Prediction
-    steps: tuple[Candidate, ...]
-    trials: tuple[TrialReport, ...]
-    max_drop: float | None
-    met: bool
-    seconds: float
-    peak_rss_bytes: int
 
 
 class _Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,38 +57,47 @@ class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return _Wanted(methods=PLAIN_METHODS, fitting=plan.rounding != "nearest")
 
 
+class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to quantize: by a method of `plan_quantization`, or by the plan in a file.
+
+    `state` is the file that a search goes on from. With `layers` each activation is also quantized alone.
+    """
+
+    method: str = "auto"
+    plan: Path | None = None
+    state: Path | None = None
+    layers: bool = False
+
+
 def quantize_for(
     model: Path,
     data: Data,
     out: Path,
     recipe: Recipe,
-    *,
-    method: str = "auto",
-    plan: Path | None = None,
-    state: Path | None = None,
+    options: QuantizeOptions | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Writes the QDQ form of a model for the one target of the recipe.
 
-    `method` is that of `plan_quantization`; `plan` is the file of a plan to apply instead. With `max_drop` in the
-    recipe, plans are searched for until one meets it, and `state` is the file that a search goes on from. `data.labels`
-    holds the class of each sample, for the true drop.
+    With `max_drop` in the recipe, plans are searched for until one meets it. `data.labels` holds the class of each
+    sample, for the true drop.
 
     Raises:
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
     """
-    start, progress = time.monotonic(), progress or say_nothing
-    given = None if plan is None else read_plan(plan)
+    start, progress, how = time.monotonic(), progress or say_nothing, options or QuantizeOptions()
+    given = None if how.plan is None else read_plan(how.plan)
     with work_folder() as work, replacing_file(out) as temporary:
-        wanted = _Wanted.of_method(method) if given is None else _Wanted.of_plan(given)
+        wanted = _Wanted.of_method(how.method) if given is None else _Wanted.of_plan(given)
+        wanted = msgspec.structs.replace(wanted, fitting=wanted.fitting or how.layers)
         ready = _make_ready(model, data, recipe, wanted, work, progress)
         searched: Searched | None = None
         if given is not None:
             chosen = _adopt(given, ready)
         elif recipe.max_drop is None:
-            chosen = plan_quantization(ready.prepared, ready.calibration, ready.target, ready.precision, method=method)
+            chosen = _plan(ready, how.method)
         else:
-            searched = _search(ready, recipe.max_drop / 100, work, state, progress)
+            searched = _search(ready, recipe.max_drop / 100, work, how.state, progress)
             chosen = searched.chosen.plan
         progress("quantize")
         quantized = quantize_model(ready.prepared, chosen, temporary)
@@ -130,11 +106,15 @@ def quantize_for(
             predicted = predict_drop(ready.prepared, quantized.model, ready.samples, ready.labels)
         else:
             predicted = searched.chosen.prediction
-    return _report(ready, chosen, quantized, predicted, searched, recipe.max_drop, out, start)
+        if how.layers:
+            progress("quantize each activation alone")
+        layers = tuple(_describe_layers(ready, chosen)) if how.layers else ()
+    report = _report(ready, chosen, quantized, predicted, searched, recipe.max_drop, out, start)
+    return msgspec.structs.replace(report, layers=layers)
 
 
 def plan_for(
-    model: Path, data: Data, recipe: Recipe, *, method: str = "auto", progress: Progress | None = None
+    model: Path, data: Data, recipe: Recipe, method: str = "auto", progress: Progress | None = None
 ) -> QuantPlan:
     """Returns what quantizing a model for the one target of the recipe would do, without writing a model.
 
@@ -143,37 +123,27 @@ def plan_for(
     """
     with work_folder() as work:
         ready = _make_ready(model, data, recipe, _Wanted.of_method(method), work, progress or say_nothing)
-        plan = plan_quantization(ready.prepared, ready.calibration, ready.target, ready.precision, method=method)
+        plan = _plan(ready, method)
     return msgspec.structs.replace(plan, statistics="")
 
 
-def describe_quantization(report: QuantizeReport) -> Iterator[str]:
-    """Yields what was made and what it costs, what was tried, and what looks wrong with the samples."""
-    size = f"{report.size_before / 1e3:.0f} to {report.size_after / 1e3:.0f} kB"
-    kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
-    yield f"{report.out}: {kept}; {size}"
-    yield f"expected: {describe_prediction(report.predicted)}"
-    if report.max_drop is not None:
-        yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}:"
-    for trial in report.trials:
-        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
-        work = f"{100 * trial.taken_macs:.1f} % of the work on the target"
-        yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
-    for tried in report.steps:
-        yield f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples"
-    yield from (f"warning: {warning}" for warning in report.data_warnings)
-
-
-def describe_prediction(predicted: Prediction) -> str:
-    """Returns a prediction in one line."""
-    ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
-    if predicted.drop_estimate is None or predicted.drop_interval is None or predicted.top1_agreement is None:
-        return f"{ratio}; {predicted.source}"
-    low, high = (100 * end for end in predicted.drop_interval)
-    return (
-        f"{ratio}, {100 * predicted.top1_agreement:.1f} % the same first class, accuracy down by"
-        f" {100 * predicted.drop_estimate:.2f} points ({low:.2f} to {high:.2f}; from {predicted.source})"
-    )
+def _describe_layers(ready: _Ready, plan: QuantPlan) -> Iterator[LayerReport]:
+    seen = ready.calibration.ranges["minmax"]
+    plan = msgspec.structs.replace(plan, statistics=ready.calibration.statistics)
+    ranked = {error.name: error for error in rank_plan(ready.prepared, plan)}
+    for name in (name for name in plan.ranges if name in ranked):
+        wide = plan.wide.get(name)
+        planned = wide or plan.ranges[name]
+        yield LayerReport(
+            tensor=name,
+            op=ranked[name].op,
+            bits=16 if wide is not None or plan.activation == "uint16" else 8,
+            low=planned.low,
+            high=planned.high,
+            seen_low=seen[name].low,
+            seen_high=seen[name].high,
+            sqnr_db=ranked[name].sqnr_db,
+        )
 
 
 def read_plan(path: Path) -> QuantPlan:
@@ -227,6 +197,10 @@ def _adopt(plan: QuantPlan, ready: _Ready) -> QuantPlan:
     return msgspec.structs.replace(plan, statistics=ready.calibration.statistics)
 
 
+def _plan(ready: _Ready, method: str) -> QuantPlan:
+    return plan_quantization(ready.prepared, ready.calibration, ready.target, ready.precision, method=method)
+
+
 def _search(ready: _Ready, max_drop: float, work: Path, state: Path | None, progress: Progress) -> Searched:
     goal = Goal(max_drop=max_drop, samples=ready.samples, labels=ready.labels)
     return search_quantization(
@@ -264,6 +238,7 @@ def _report(
         ),
         max_drop=max_drop,
         met=searched is None or searched.met,
+        layers=(),
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=peak_rss_bytes(),
     )

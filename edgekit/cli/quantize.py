@@ -4,14 +4,18 @@ from pathlib import Path
 
 import click
 
+from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_lines, showing_progress
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
-from edgekit.quantization import describe_quantization, plan_for, quantize_for
+from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import Data, PrecisionChoice, Recipe
+from edgekit.report.html import render_quantization
+from edgekit.report.quantization_text import describe_quantization
+from edgekit.report.summary import QuantizeReport
 
 
 @click.command(short_help="Make a static INT8 model for a target.")
@@ -29,6 +33,7 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
 @click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="A page with a chart of every layer.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The QDQ model.")
 @options.JSON
 @options.verbosity
@@ -47,6 +52,7 @@ def command(
     state: Path | None,
     plan_only: bool,
     plan: Path | None,
+    html: Path | None,
     out: Path | None,
     as_json: bool,
     volume: int,
@@ -68,13 +74,20 @@ def command(
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
     if max_drop is not None and (method != "auto" or plan or plan_only):
         raise UsageError("--max-drop plans by itself", hint="leave out --method, --plan and --plan-only")
+    if out is None and not plan_only:
+        raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
+    how = QuantizeOptions(method=method, plan=plan, state=state, layers=html is not None)
     with showing_progress(volume) as progress:
-        if plan_only:
-            show_json(plan_for(model, source, recipe, method=method, progress=progress))
+        if out is None or plan_only:
+            show_json(plan_for(model, source, recipe, method, progress))
             return YES
-        if out is None:
-            raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
-        report = quantize_for(model, source, out, recipe, method=method, plan=plan, state=state, progress=progress)
+        report = quantize_for(model, source, out, recipe, how, progress)
+    return _show(report, html, as_json=as_json)
+
+
+def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:
+    if html is not None:
+        write_file(html, render_quantization(report).encode())
     if as_json:
         show_json(report)
     else:

@@ -12,7 +12,7 @@ from edgekit.quantize.build import build_qdq
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph, read_graph
 from edgekit.quantize.held_out import read_held_out
-from edgekit.quantize.judge import judge_candidate, judge_points, open_graph, powers_of, ratio_db
+from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points, open_graph, powers_of, ratio_db
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.surgery import SWITCHES, strip_weights, swap_weights, switch_activations
 
@@ -71,6 +71,20 @@ def diagnose_quantization(model: Model, calibration: Calibration, plan: QuantPla
         a16w8_db=judge_candidate(build_qdq(graph, wide, model.path.name), points, statistics),
         tensors=rank_activations(graph, qdq, statistics),
     )
+
+
+def rank_plan(model: Model, plan: QuantPlan) -> tuple[TensorError, ...]:
+    """Returns each activation that a plan quantizes with what it alone does to the outputs, the most harmful first.
+
+    None where too few samples were there to hold some out.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    graph, statistics = read_graph(model), Path(plan.statistics)
+    if not has_held_out(statistics) or not judge_points(graph):
+        return ()
+    return rank_activations(graph, build_qdq(graph, plan, model.path.name), statistics)
 
 
 def rank_activations(graph: Graph, qdq: onnx.ModelProto, statistics: Path, samples: int = 6) -> tuple[TensorError, ...]:

@@ -6,7 +6,9 @@ import jinja2
 
 from edgekit.evidence import Evidence
 from edgekit.report.drawing import draw_blocks
-from edgekit.report.summary import BuildReport, CheckSummary
+from edgekit.report.layer_chart import BAR_WIDTH, CHART_HEIGHT, draw_layers
+from edgekit.report.quantization_text import describe_prediction
+from edgekit.report.summary import BuildReport, CheckSummary, QuantizeReport
 from edgekit.report.text import (
     describe_advice,
     describe_agreement,
@@ -45,6 +47,7 @@ _FILTERS: dict[str, Any] = {
     "advice": describe_advice,
     "fates": describe_fates,
     "blocks": draw_blocks,
+    "prediction": describe_prediction,
 }
 _TEMPLATES.filters.update(_FILTERS)
 
@@ -59,6 +62,14 @@ def render_verify(report: VerifyReport) -> str:
     remarks = list(list_verify_remarks(report))
     return _TEMPLATES.get_template("verify.html.j2").render(
         report=report, remarks=remarks, evidence_kinds=list(Evidence)
+    )
+
+
+def render_quantization(report: QuantizeReport) -> str:
+    """Returns a quantization as an HTML page: what it costs, what was tried, and a chart of its layers."""
+    bars = list(draw_layers(report.layers))
+    return _TEMPLATES.get_template("quantize.html.j2").render(
+        report=report, bars=bars, bar_width=BAR_WIDTH, chart_height=CHART_HEIGHT
     )
 
 

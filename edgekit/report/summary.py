@@ -8,6 +8,8 @@ from edgekit.check.ort_opinion import OrtOpinions
 from edgekit.check.recommend import Recommendation
 from edgekit.check.report import CheckReport
 from edgekit.observe import NotObserved, Observed
+from edgekit.quantize import Candidate, FloatNode
+from edgekit.quantize.predict import Prediction
 from edgekit.target import Form, Precision
 from edgekit.verify.report import VerifyReport
 
@@ -91,3 +93,62 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
         """True if a target's verdict is "no", or the vendor's own code made no session."""
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return refused or any(report.verdict == "no" for report in self.targets.values())
+
+
+class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan of a search: what left 8 bits, the drop to expect, and the share of work the target takes."""
+
+    step: str
+    drop_estimate: float | None
+    sqnr_db: float
+    taken_macs: float
+
+
+class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """An activation of a quantized model: what makes it, its bits, its range as planned and as seen.
+
+    `sqnr_db` is that of the outputs when it alone is quantized, None where that was not measured.
+    """
+
+    tensor: str
+    op: str
+    bits: int
+    low: float
+    high: float
+    seen_low: float
+    seen_high: float
+    sqnr_db: float | None
+
+    @property
+    def clips(self) -> bool:
+        """True if values that were seen lie outside the range by more than a hundredth of it."""
+        margin = (self.high - self.low) / 100
+        return self.seen_low < self.low - margin or self.seen_high > self.high + margin
+
+
+class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
+
+    `predicted` is what it will cost. `trials` are those of a search, in order; `max_drop` is its goal in points, and
+    then `met` says whether the chosen one reaches it. `layers` are the quantized activations, in graph order, where
+    they were asked for.
+    """
+
+    model: str
+    out: Path
+    target: str
+    precision: Precision
+    samples: int
+    data_warnings: tuple[str, ...]
+    size_before: int
+    size_after: int
+    quantized_nodes: int
+    float_nodes: tuple[FloatNode, ...]
+    predicted: Prediction
+    steps: tuple[Candidate, ...]
+    trials: tuple[TrialReport, ...]
+    max_drop: float | None
+    met: bool
+    layers: tuple[LayerReport, ...]
+    seconds: float
+    peak_rss_bytes: int

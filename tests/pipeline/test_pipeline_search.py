@@ -9,10 +9,11 @@ import pytest
 from demo_paths import CALIBRATION, MODEL
 
 from edgekit.errors import DataError, UsageError
-from edgekit.quantization import plan_for, quantize_for
+from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import QuantPlan
 from edgekit.quantize.predict import Prediction
 from edgekit.recipe import Data, Recipe
+from edgekit.report.html import render_quantization
 from edgekit.search import Trial, choose_trial
 
 DATA = Data(source=str(CALIBRATION))
@@ -44,7 +45,7 @@ def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
 
 def test_a_search_stops_at_the_first_plan_that_is_good_enough(tmp_path: Path) -> None:
     recipe = msgspec.structs.replace(RECIPE, max_drop=5.0)
-    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=tmp_path / "state.json")
+    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=tmp_path / "state.json"))
     assert (report.met, [entry.step for entry in report.trials]) == (True, ["all"])
     assert report.predicted.drop_estimate is not None
     assert report.predicted.drop_estimate <= 0.05
@@ -52,25 +53,25 @@ def test_a_search_stops_at_the_first_plan_that_is_good_enough(tmp_path: Path) ->
 
 def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(tmp_path: Path) -> None:
     recipe, state = msgspec.structs.replace(RECIPE, max_drop=5.0), tmp_path / "state.json"
-    quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=state)
+    quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=state))
     stored = json.loads(state.read_text())
     stored["trials"][0]["prediction"]["drop_estimate"] = 0.0123
     state.write_text(json.dumps(stored))
-    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=state)
+    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=state))
     assert report.trials[0].drop_estimate == 0.0123
     other = msgspec.structs.replace(recipe, targets=("xnnpack",))
     with pytest.raises(UsageError, match=r"state\.json' is of a search for another"):
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, state=state)
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, QuantizeOptions(state=state))
     state.write_text("{}")
     with pytest.raises(UsageError, match=r"state\.json' is no state of a search"):
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, state=state)
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=state))
 
 
 def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(tmp_path: Path) -> None:
     planned = plan_for(MODEL, DATA, RECIPE)
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(planned))
     quantize_for(MODEL, DATA, tmp_path / "one.onnx", RECIPE)
-    quantize_for(MODEL, DATA, tmp_path / "two.onnx", RECIPE, plan=tmp_path / "plan.json")
+    quantize_for(MODEL, DATA, tmp_path / "two.onnx", RECIPE, QuantizeOptions(plan=tmp_path / "plan.json"))
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "two.onnx").read_bytes()
 
 
@@ -78,13 +79,13 @@ def test_a_plan_of_other_samples_or_another_target_is_refused(plan: QuantPlan, t
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     with pytest.raises(DataError, match="made with other samples"):
         fewer = msgspec.structs.replace(RECIPE, samples=16)
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", fewer, plan=tmp_path / "plan.json")
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", fewer, QuantizeOptions(plan=tmp_path / "plan.json"))
     with pytest.raises(UsageError, match="the plan is for target 'nnapi'"):
         other = msgspec.structs.replace(RECIPE, targets=("xnnpack",))
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, plan=tmp_path / "plan.json")
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, QuantizeOptions(plan=tmp_path / "plan.json"))
     (tmp_path / "plan.json").write_text('{"model_sha256": 3}')
     with pytest.raises(UsageError, match=r"plan\.json' is no plan"):
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", RECIPE, plan=tmp_path / "plan.json")
+        quantize_for(MODEL, DATA, tmp_path / "q.onnx", RECIPE, QuantizeOptions(plan=tmp_path / "plan.json"))
     assert not (tmp_path / "q.onnx").exists()
 
 
@@ -94,7 +95,20 @@ def test_labels_give_the_true_drop(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("0\n" * count)
     data = Data(source=str(CALIBRATION), labels=tmp_path / "labels.txt")
     recipe = Recipe(targets=("nnapi",))
-    report = quantize_for(MODEL, data, tmp_path / "q.onnx", recipe, method="minmax")
+    report = quantize_for(MODEL, data, tmp_path / "q.onnx", recipe, QuantizeOptions(method="minmax"))
     assert report.predicted.source == "labels"
     with pytest.raises(UsageError, match="--labels with --samples"):
-        quantize_for(MODEL, data, tmp_path / "q.onnx", RECIPE, method="minmax")
+        quantize_for(MODEL, data, tmp_path / "q.onnx", RECIPE)
+
+
+def test_a_page_shows_each_layer_and_which_one_hurts(tmp_path: Path) -> None:
+    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", RECIPE, QuantizeOptions(method="minmax", layers=True))
+    assert len(report.layers) > 20
+    assert all(layer.sqnr_db is not None and layer.bits == 8 for layer in report.layers)
+    assert not any(layer.clips for layer in report.layers)
+    page = render_quantization(report)
+    assert page.count("<rect ") == len(report.layers)
+    worst = min(report.layers, key=lambda layer: layer.sqnr_db or 0)
+    assert page.index("<table", page.index("<svg")) < page.index(f"<code>{worst.tensor}</code>")
+    hostile = msgspec.structs.replace(report, layers=(msgspec.structs.replace(worst, tensor="<script>alert(1)"),))
+    assert "<script" not in render_quantization(hostile)

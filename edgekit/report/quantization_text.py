@@ -1,0 +1,35 @@
+"""A quantization in lines for a terminal."""
+
+from collections.abc import Iterator
+
+from edgekit.quantize.predict import Prediction
+from edgekit.report.summary import QuantizeReport
+
+
+def describe_quantization(report: QuantizeReport) -> Iterator[str]:
+    """Yields what was made and what it costs, what was tried, and what looks wrong with the samples."""
+    size = f"{report.size_before / 1e3:.0f} to {report.size_after / 1e3:.0f} kB"
+    kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
+    yield f"{report.out}: {kept}; {size}"
+    yield f"expected: {describe_prediction(report.predicted)}"
+    if report.max_drop is not None:
+        yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}:"
+    for trial in report.trials:
+        drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
+        work = f"{100 * trial.taken_macs:.1f} % of the work on the target"
+        yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
+    for tried in report.steps:
+        yield f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples"
+    yield from (f"warning: {warning}" for warning in report.data_warnings)
+
+
+def describe_prediction(predicted: Prediction) -> str:
+    """Returns a prediction in one line."""
+    ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
+    if predicted.drop_estimate is None or predicted.drop_interval is None or predicted.top1_agreement is None:
+        return f"{ratio}; {predicted.source}"
+    low, high = (100 * end for end in predicted.drop_interval)
+    return (
+        f"{ratio}, {100 * predicted.top1_agreement:.1f} % the same first class, accuracy down by"
+        f" {100 * predicted.drop_estimate:.2f} points ({low:.2f} to {high:.2f}; from {predicted.source})"
+    )
