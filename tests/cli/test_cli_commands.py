@@ -188,7 +188,7 @@ def test_a_recipe_gives_the_options_and_the_command_line_wins(
     report = _json([*arguments, "--out", str(tmp_path / "out")], capsys)
     assert [bundle["target"] for bundle in report["bundles"]] == ["nnapi"]
     assert report["calibration_samples"] == 6
-    assert report["bundles"][0]["check"]["settings"] == {"api_level": "31"}
+    assert report["bundles"][0]["check"]["settings"] == {"api_level": "31", "layout": "NHWC", "cpu": "on"}
 
 
 def test_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
