@@ -21,6 +21,7 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 
 bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
 	$(BIN)/python tools/bench/build_zoo.py
+	$(BIN)/python tools/bench/runner_figures.py
 
 fuzz: .venv/dev.stamp  ## hostile files, for longer than in the tests
 	$(BIN)/pytest --hypothesis-profile=fuzz -m fuzz

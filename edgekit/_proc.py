@@ -144,6 +144,9 @@ class _Timed(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return self._descriptor
+
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         left = self._deadline - time.monotonic()
         if left <= 0 or not select.select([self._descriptor], [], [], left)[0]:
@@ -152,14 +155,14 @@ class _Timed(io.RawIOBase):
 
 
 def _read_until(child: subprocess.Popen[bytes], deadline: float, take: Callable[[io.BufferedReader], None]) -> bool:
-    """Lets `take` read, and returns True if it came to the end of the output."""
+    """Lets `take` read, and returns True if it came to the end of the output; what may still come is not awaited."""
     if child.stdout is None:
         return True
     with child.stdout as pipe:
         timed: Any = _Timed(pipe.fileno(), deadline)
         stream = io.BufferedReader(timed, _CHUNK_BYTES)
         take(stream)
-        return not stream.peek(1)
+        return bool(select.select([pipe], [], [], 0)[0]) and not stream.peek(1)
 
 
 def _write_all(pipe: IO[bytes], feed: Iterable[bytes], wrong: list[BaseException]) -> None:

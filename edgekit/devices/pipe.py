@@ -4,6 +4,7 @@ Nothing but the files of the job is ever stored on the other side. What comes ba
 what is wrong with it ends the run: the first line that is wrong is the failure, with the device and the step.
 """
 
+import select
 from collections.abc import Iterator, Sequence
 from functools import partial
 from io import BufferedReader
@@ -29,11 +30,15 @@ from edgekit.errors import DeviceError
 
 
 class _Answer(msgspec.Struct, kw_only=True):
-    """What has come back so far; `run` stays None until the last line is there."""
+    """What has come back so far; `run` stays None until the last line is there.
+
+    `cut` says that what is wrong came last: it may be no more than the end of a program that died.
+    """
 
     count: int = 0
     run: FarRun | None = None
     wrong: str = ""
+    cut: bool = False
 
 
 def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Path, *, runner: Runner) -> DeviceRun:
@@ -83,10 +88,16 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
             answer.count += 1
     except DeviceError as error:
         answer.wrong = error.message
+        answer.cut = _has_ended(stream)
 
 
 def _peek(stream: BufferedReader) -> bytes:
     return stream.peek(1)[:1]
+
+
+def _has_ended(stream: BufferedReader) -> bool:
+    """Returns True if nothing will come any more, without waiting for what may come."""
+    return bool(select.select([stream.fileno()], [], [], 0)[0]) and not _peek(stream)
 
 
 def _read_line(stream: BufferedReader) -> bytes:
@@ -98,7 +109,7 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) ->
     far = answer.run
     if finished.timed_out:
         return f"ran out of time ({job.timeout_s:g} s)"
-    if answer.wrong:
+    if answer.wrong and (finished.succeeded or not answer.cut):
         return answer.wrong
     if far is not None and far.status == "refused":
         return describe_refusal(far)

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,26 +30,22 @@ _BUILD_TIMEOUT_S = 600.0
 
 
 class Abi(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of machine: `machine` is what `uname -m` says there, and `packages` is what Debian builds it with."""
+    """A kind of machine: `machine` is what `uname -m` says there, `compiler` makes programs for it on another."""
 
     name: str
     machine: str
     android: bool
     compiler: str = ""
-    packages: str = ""
+
+    @property
+    def is_host(self) -> bool:
+        """True for the kind of this machine."""
+        return self.name == host_abi()
 
 
 ABIS: dict[str, Abi] = {
-    "linux-x64": Abi(
-        name="linux-x64", machine="x86_64", android=False, compiler="x86_64-linux-gnu-g++", packages="g++"
-    ),
-    "linux-arm64": Abi(
-        name="linux-arm64",
-        machine="aarch64",
-        android=False,
-        compiler="aarch64-linux-gnu-g++",
-        packages="g++-aarch64-linux-gnu",
-    ),
+    "linux-x64": Abi(name="linux-x64", machine="x86_64", android=False, compiler="x86_64-linux-gnu-g++"),
+    "linux-arm64": Abi(name="linux-arm64", machine="aarch64", android=False, compiler="aarch64-linux-gnu-g++"),
     "arm64-v8a": Abi(name="arm64-v8a", machine="aarch64", android=True),
     "x86_64": Abi(name="x86_64", machine="x86_64", android=True),
 }
@@ -103,7 +99,8 @@ def find_missing_runner(abi: str) -> Missing | None:
         return Missing(reason="the aarch64 onnxruntime is not installed", command="edgekit devices install arm64")
     absent = [tool for tool in _needed_tools(ABIS[abi]) if shutil.which(tool) is None]
     if absent:
-        packages = f"apt-get install cmake make {ABIS[abi].packages}".rstrip()
+        package = "g++" if ABIS[abi].is_host else "g++-aarch64-linux-gnu"
+        packages = f"apt-get install cmake make {package}"
         return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {command}")
     return Missing(reason=f"the runner for {abi} is not built", command=command)
 
@@ -125,11 +122,11 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
         return found
     flags = _android_flags(known, ndk, library) if known.android else _linux_flags(known)
     with staged_folder(_place(known)) as staging, work_folder() as work:
-        progress(f"compiling the runner for {abi}")
-        _compile(flags, work)
-        shutil.copy(work / PROGRAM, staging / PROGRAM)
         if library is not None:
             _take_library(known, library, staging / LIBRARY, work)
+        progress(f"compiling the runner for {abi}")
+        _compile(flags, work / "build")
+        shutil.copy(work / "build" / PROGRAM, staging / PROGRAM)
     built = find_runner(abi)
     if built is None:
         missing = find_missing_runner(abi)
@@ -177,19 +174,18 @@ def _find_wheel_library(abi: str) -> Path | None:
     return next(iter(sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so*"))), None)
 
 
-def _needed_tools(abi: Abi) -> Iterator[str]:
-    yield "cmake"
-    if abi.compiler:
-        yield "make"
-        yield abi.compiler
+def _needed_tools(abi: Abi) -> tuple[str, ...]:
+    return ("cmake", "make", "c++" if abi.is_host else abi.compiler)
 
 
 def _linux_flags(abi: Abi) -> list[str]:
     missing = find_missing_runner(abi.name)
     if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner"):
         raise DeviceError(missing.reason, hint=missing.command)
-    system = [] if abi.name == host_abi() else ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}"]
-    return [f"-DCMAKE_CXX_COMPILER={abi.compiler}", *system]
+    if abi.is_host:
+        return ["-DEDGEKIT_STRICT=ON"]
+    cross = ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}"]
+    return ["-DEDGEKIT_STRICT=ON", f"-DCMAKE_CXX_COMPILER={abi.compiler}", *cross]
 
 
 def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str]:

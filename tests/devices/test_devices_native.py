@@ -1,18 +1,26 @@
 """edgekit's runner: built with warnings as errors, run on this machine and in the Arm root, equal to Python's bits."""
 
+import itertools
 import json
+import re
 import subprocess
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, qdq_conv, text_model
+from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
 
 from edgekit._proc import run_process
+from edgekit.devices.child import Runner, describe_job
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
+from edgekit.devices.link import LocalLink
+from edgekit.devices.pipe import run_over
 from edgekit.devices.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
 from edgekit.errors import UsageError
+from edgekit.evidence import Evidence
+from edgekit.samples import Samples
 from edgekit.target import load_target
 from edgekit.tensors import DTYPES, Tensors
 
@@ -171,6 +179,20 @@ def test_the_runner_ends_when_nobody_reads(tmp_path: Path) -> None:
         child.stdin.flush()
         child.stdout.close()
         assert child.wait(20) == 3
+
+
+def test_a_runner_that_is_killed_in_the_middle_is_a_failure(tmp_path: Path, work: Path) -> None:
+    native = require_runner(host_abi())
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
+    (row,) = noise_samples(1)
+    samples = Samples(source="many", count=1 << 20, read=lambda: iter(itertools.repeat(row, 1 << 20)))
+    job = msgspec.structs.replace(job, samples=samples, budget_s=60.0)
+    link = LocalLink(name="near", folder=work / "sets", inside=str(work / "sets"))
+    far = msgspec.structs.replace(describe_job(job), runtime=str(native.library))
+    program = ["timeout", "--foreground", "-s", "KILL", "1", str(native.program), "--pipe"]
+    run = run_over(link, program, job, far, work, runner=Runner(device="near", evidence=Evidence.DEVICE))
+    assert re.fullmatch(r"'near' at sample \d+ of 1048576: the program .*(137|SIGKILL).*", str(run.failure))
+    assert run.outputs.count > 0
 
 
 def test_a_copy_runs_with_the_library_beside_it(tmp_path: Path) -> None:

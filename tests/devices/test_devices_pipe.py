@@ -1,5 +1,6 @@
 """A job through a link: the same tensors as in a folder, and whatever the far side does wrong is a failure in words."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -125,6 +126,13 @@ def test_a_hang_is_ended_within_its_time(tmp_path: Path, work: Path, answer: byt
     start = time.monotonic()
     assert "ran out of time (1 s)" in str(lie(tmp_path, work, answer, "time.sleep(60)", timeout_s=1))
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("answer", [HEAD.replace(b'"y"', b'"z"'), GOOD + b"hello\n", RUN + b"x"])
+def test_what_is_wrong_is_said_at_once(tmp_path: Path, work: Path, answer: bytes) -> None:
+    start = time.monotonic()
+    assert re.search("malformed|wrote more", str(lie(tmp_path, work, answer, "time.sleep(60)", timeout_s=60)))
+    assert time.monotonic() - start < 30
 
 
 def test_a_child_that_left_the_session_does_not_hold_the_run(tmp_path: Path, work: Path) -> None:

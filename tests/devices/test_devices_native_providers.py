@@ -1,0 +1,105 @@
+"""The runner with a plug-in provider, contexts, and the way to an Android build."""
+
+import zipfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from devices_models import make_job, qdq_conv
+from test_devices_native import require_runner
+
+from edgekit.convert.convert import convert_model
+from edgekit.devices.child import Runner, describe_job
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.find import find_device
+from edgekit.devices.link import LocalLink, list_model_files
+from edgekit.devices.pipe import run_over
+from edgekit.devices.qnn_sim import PROVIDER, provider_options
+from edgekit.devices.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
+from edgekit.errors import BundleError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.model import load_model
+from edgekit.target import load_target
+
+
+def run_plugin(job: Job, work: Path) -> DeviceRun:
+    """Runs a job with the runner of this machine and Qualcomm's provider library."""
+    library = pytest.importorskip("onnxruntime_qnn", reason="pip install 'edgekit[qnn]'").get_library_path()
+    native = require_runner(host_abi())
+    link = LocalLink(name="near", folder=work / "sets", inside=str(work / "sets"))
+    folder = link.push(list_model_files(job.model))
+    far = msgspec.structs.replace(
+        describe_job(job, provider=PROVIDER),
+        model=f"{folder}/{job.model.name}",
+        runtime=str(native.library),
+        library=str(library),
+        provider_options=provider_options(job.target.session.provider_options),
+    )
+    runner = Runner(device="near", evidence=Evidence.SIMULATOR)
+    return run_over(link, [str(native.program), "--pipe"], job, far, work, runner=runner)
+
+
+@pytest.mark.parametrize("form", ["onnx", "context"])
+def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, form: str) -> None:
+    path = qdq_conv(tmp_path / "f.onnx", np.uint8)
+    job = make_job(path, "qnn")
+    if find_device("qnn-htp-sim", job.target).find_missing() is not None:
+        pytest.skip("needs onnxruntime-qnn: pip install 'edgekit[qnn]'")
+    if form == "context":
+        converted = convert_model(load_model(path), load_target("qnn"), tmp_path / "out")
+        assert len(converted.files["context"]) == 2
+        job = msgspec.structs.replace(job, model=tmp_path / "out" / converted.files["context"][0])
+    (work / "a").mkdir()
+    (work / "b").mkdir()
+    want = find_device("qnn-htp-sim", job.target).run_job(job, work / "a")
+    got = run_plugin(job, work / "b")
+    assert (got.failure, want.failure) == (None, None)
+    assert got.placement == want.placement
+    assert {node.provider for node in got.placement} == {PROVIDER}
+    for mine, other in zip(got.outputs, want.outputs, strict=True):
+        assert mine["y"].tobytes() == other["y"].tobytes()
+
+
+def test_the_files_of_a_context_are_named_by_its_nodes(tmp_path: Path) -> None:
+    beside = onnx.helper.make_node(
+        "EPContext", ["x"], ["y"], domain="com.microsoft", embed_mode=0, ep_cache_context="c.bin", main_context=1
+    )
+    inside = onnx.helper.make_node("EPContext", ["y"], ["z"], domain="com.microsoft", embed_mode=1, main_context=1)
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xz"]
+    graph = onnx.helper.make_graph([beside, inside], "g", values[:1], values[1:])
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), str(tmp_path / "m.onnx"))
+    assert list(list_model_files(tmp_path / "m.onnx")) == ["m.onnx", "c.bin"]
+
+
+@pytest.fixture
+def ndk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for an NDK: its toolchain file leads to this machine's cross compiler; the cache is empty."""
+    require_runner("linux-arm64")
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    toolchain = tmp_path / "ndk/build/cmake/android.toolchain.cmake"
+    toolchain.parent.mkdir(parents=True)
+    toolchain.write_text("set(CMAKE_SYSTEM_NAME Linux)\nset(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)\n")
+    return tmp_path / "ndk"
+
+
+def write_aar(path: Path, name: str = "jni/arm64-v8a/libonnxruntime.so") -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, b"a library")
+    return path
+
+
+def test_an_android_runner_takes_its_library_from_the_archive(tmp_path: Path, ndk: Path) -> None:
+    assert find_missing_runner("arm64-v8a") is not None
+    built = build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "ort.aar"))
+    assert built.library.read_bytes() == b"a library"
+    assert built.program.read_bytes()[18] == 183  # ELF's number of 64-bit Arm
+    assert set(built.files) == {PROGRAM, LIBRARY}
+    assert find_missing_runner("arm64-v8a") is None
+    with pytest.raises(UsageError, match="for arm64-v8a"):
+        build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "b.aar", "jni/x86/a.so"))
+    with pytest.raises(BundleError, match="absolute or climbs"):
+        build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "c.aar", "../a.so"))
+    assert find_missing_runner("arm64-v8a") is None
