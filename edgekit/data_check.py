@@ -48,6 +48,15 @@ def check_samples(samples: Samples) -> SampleFacts:
     return SampleFacts(sha256=digest.hexdigest(), count=len(contents), warnings=warnings)
 
 
+def digest_samples(samples: Samples) -> str:
+    """Returns the sha256 of the content of samples: names, types, shapes and every bit, in their order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for name in sorted(sample):
+            digest.update(_content(name, sample[name]))
+    return digest.hexdigest()
+
+
 def warn_if_few(facts: SampleFacts) -> tuple[str, ...]:
     """Returns the warnings of samples to calibrate with: those they have, and one if they are few."""
     few = f"{facts.count} samples are few to calibrate with: about 100 make ranges and the judge's choice steady"

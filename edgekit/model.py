@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import onnx
@@ -62,6 +62,7 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
         if not library.is_file():
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
+    _check_text(path, proto)
     external = tuple(sorted(set(_external_files(proto))))
     for name in external:
         _check_external(path, name)
@@ -167,6 +168,20 @@ def _parse(path: Path) -> onnx.ModelProto:
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
     return proto
+
+
+def _check_text(path: Path, proto: onnx.ModelProto) -> None:
+    """Refuses names that are no text: protobuf hands them out as bytes, which fit nowhere."""
+    for graph in iterate_graphs(proto.graph):
+        names: list[Any] = [value.name for value in (*graph.input, *graph.output, *graph.value_info)]
+        names += [tensor.name for tensor in graph.initializer]
+        for node in graph.node:
+            names += (node.name, node.op_type, node.domain, *node.input, *node.output)
+        strange = next((name for name in names if not isinstance(name, str)), None)
+        if strange is not None:
+            raise ModelError(
+                f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again"
+            )
 
 
 def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:

@@ -4,8 +4,10 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_devices, show_json, show_line, showing_progress
-from edgekit.devices.find import install_device, list_devices
+from edgekit.cli.terminal import show_devices, show_json, show_line, show_self_test, showing_progress
+from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.plain import plain_target
+from edgekit.devices.self_test import try_device
 from edgekit.target import load_target
 
 
@@ -49,8 +51,14 @@ def install_command(name: str, volume: int) -> int:
 @command.command(name="test")
 @click.argument("name")
 @options.JSON
-def test_command(name: str, as_json: bool) -> int:
-    """Say whether the device NAME can run here; exit code 1 if not."""
-    statuses = [status for status in list_devices() if status.name == name.partition(":")[0]]
-    show_json({"devices": statuses}) if as_json else show_devices(statuses)
-    return YES if statuses and all(status.available for status in statuses) else NO
+@options.verbosity
+def test_command(name: str, as_json: bool, volume: int) -> int:
+    """Try the device NAME with a model whose outputs are known, and with two on which it must say no.
+
+    Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.
+    """
+    device = find_device(name, plain_target(name.partition(":")[0]))
+    with showing_progress(volume) as progress:
+        test = try_device(device, progress)
+    show_json(test) if as_json else show_self_test(test)
+    return YES if test.passed else NO

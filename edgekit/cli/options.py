@@ -35,6 +35,10 @@ CUSTOM_OPS = click.option(
     metavar="LIB.so",
     help="A library with custom operators; it is loaded and its code runs.",
 )
+ON = click.option("--on", "names", multiple=True, metavar="DEVICE", help="A device; may be given several times.")
+ON_FILE = click.option(
+    "--on-file", type=click.Path(path_type=Path), metavar="FILE", help="The devices that a devices.toml lists."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 

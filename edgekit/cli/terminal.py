@@ -8,15 +8,18 @@ from pathlib import Path
 import click
 from rich.console import Console, RenderableType
 
+from edgekit.bench.report import BenchReport
 from edgekit.conversion import ConvertReport
 from edgekit.convert.equality import Equality
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.delta import Delta
 from edgekit.devices.device import DeviceStatus
+from edgekit.devices.self_test import SelfTest
 from edgekit.inspect import OnnxReport
 from edgekit.plain import to_json
 from edgekit.progress import Progress
 from edgekit.report import changes, text
+from edgekit.report.bench_text import list_bench_remarks, table_bench
 from edgekit.report.summary import BuildReport
 from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
@@ -55,9 +58,27 @@ def show_build(report: BuildReport) -> None:
 def show_verify(report: VerifyReport) -> None:
     """Prints a verification: the table, each failure, each device that was skipped."""
     print_table(text.table_verify(report))
+    if report.comparison:
+        print_table(text.table_lab(report))
     for remark in text.list_verify_remarks(report):
         click.echo(f"- {remark}")
     click.echo(f"{report.bundle}: {'pass' if report.passed else 'fail'}")
+
+
+def show_bench(report: BenchReport) -> None:
+    """Prints times: the table, each comparison, and what the times are worth."""
+    if report.runs or report.skipped:
+        print_table(table_bench(report))
+    for remark in list_bench_remarks(report):
+        click.echo(f"- {remark}")
+
+
+def show_self_test(test: SelfTest) -> None:
+    """Prints what was tried on a device."""
+    print_table(text.table_self_test(test))
+    if test.skipped is not None:
+        click.echo(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
+    click.echo(f"{test.device}: {'pass' if test.passed else 'fail'}")
 
 
 def show_targets(targets: Sequence[Target]) -> None:

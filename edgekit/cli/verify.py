@@ -35,6 +35,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
     bundle: Path | None
     names: tuple[str, ...]
+    on_file: Path | None
     data: str | None
     preprocess: Path | None
     labels: Path | None
@@ -57,7 +58,8 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 
 @click.command(short_help="Run a bundle on devices and compare with the float model.")
 @click.argument("bundle", type=_FILE, required=False)
-@click.option("--on", "names", multiple=True, metavar="DEVICE", help="A device; else those that the target names.")
+@options.ON
+@options.ON_FILE
 @click.option("--data", metavar="DATA", help="Verify with these samples, not the golden ones; needs --reference.")
 @options.PREPROCESS
 @click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
@@ -82,11 +84,13 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
 
     A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. The
     limits here count for this judgement only; --data and --recheck leave verify.json alone, and nothing is written into
-    an archive.
+    an archive. Without --on and --on-file it runs on the devices that the target names; several run at once and
+    are compared.
 
     \b
     Example:
       edgekit verify bundles/model-qnn --on qnn-htp-sim --junit verify.xml
+      edgekit verify bundles/model-xnnpack --on adb:R5CT1234 --on-file devices.toml --html lab.html
       edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx --metric top1
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
       edgekit verify model.zip --target nnapi --key release.pem.pub --files-only
@@ -130,7 +134,8 @@ def _check_options(question: _Question, limits: Limits) -> None:
         "--samples": question.samples,
     }
     if question.recheck is not None:
-        of_bundle = {"--on": question.names or None, "--key": question.key, "--target": question.target}
+        of_device = {"--on": question.names or None, "--on-file": question.on_file}
+        of_bundle = {**of_device, "--key": question.key, "--target": question.target}
         _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
     elif question.data is None:
         _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
@@ -179,11 +184,18 @@ def _check_files(question: _Question, *, as_json: bool) -> int:
 def _run(bundle: Bundle, question: _Question, limits: Limits, progress: Progress) -> VerifyReport:
     task = limits.find_task(bundle.manifest.thresholds.task)
     if question.data is None or question.reference is None:
-        return verify_on(bundle, question.names, progress, task=task)
+        return verify_on(bundle, question.names, progress, on_file=question.on_file, task=task)
     preprocess = load_preprocess(question.preprocess) if question.preprocess else None
     data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
     return verify_with(
-        bundle, question.reference, data, question.names, samples=question.samples, task=task, progress=progress
+        bundle,
+        question.reference,
+        data,
+        question.names,
+        on_file=question.on_file,
+        samples=question.samples,
+        task=task,
+        progress=progress,
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -103,6 +104,19 @@ def install_arm64(progress: Progress) -> None:
         shutil.copy(str(shutil.which(_QEMU)), root / "qemu")
         progress("trying it")
         _run_step("the emulated import of onnxruntime", _emulate_python(root, CPUS[0], ["-c", _IMPORT]))
+
+
+def find_arm64_versions() -> dict[str, str]:
+    """Returns the versions of the pinned ONNX Runtime, of the Debian root, and of the qemu that was copied into it."""
+    pinned = re.search(r"^onnxruntime==(\S+)", _REQUIREMENTS.read_text(), re.MULTILINE)
+    root = arm64_root()
+    release = root / "etc" / "debian_version"
+    said = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
+    return {
+        "onnxruntime": pinned.group(1) if pinned else "",
+        "debian": release.read_text().strip() if release.is_file() else "",
+        "qemu": said[2] if len(said) > 2 else "",
+    }
 
 
 def arm64_root() -> Path:

@@ -4,6 +4,7 @@ import msgspec
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.devices.device import Device, Job
+from edgekit.devices.labelled import address_of, kind_of
 from edgekit.samples import Samples
 from edgekit.target import Verification
 
@@ -12,7 +13,7 @@ def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
     """Returns what the target's plan says for this device or its kind, else everything an app would load."""
     manifest = bundle.manifest
     planned = {verification.device: verification for verification in manifest.verification}
-    plan = planned.get(device.name) or planned.get(device.name.partition(":")[0])
+    plan = planned.get(address_of(device)) or planned.get(kind_of(device))
     plan = plan or Verification(device=device.name, form=manifest.form, samples=samples)
     return msgspec.structs.replace(plan, samples=min(plan.samples, samples))
 

@@ -18,6 +18,7 @@ FAR = Path(__file__).parent / "far"
 ORT_RUNNER = FAR / "ort_runner.py"
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
+_MOST_VERSIONS = 32
 
 _NOTHING = FarRun(
     status="running",
@@ -127,7 +128,7 @@ def judge_run(
         load_ms=far.load_ms,
         latency_ms=far.latency_ms[: outputs.count * repeat],
         peak_rss_bytes=far.peak_rss_bytes,
-        versions=far.versions,
+        versions={printable(key): printable(value) for key, value in list(far.versions.items())[:_MOST_VERSIONS]},
         notes=describe_stop(outputs.count, job) if far.status == "stopped" else (),
         stopped_early=far.status == "stopped",
         failure=failure,
@@ -150,7 +151,15 @@ def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
             PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=far.placed_whole)
             for node in graph.node
         )
-    return tuple(PlacedNode(name=node.name, op=node.op, domain=node.domain, provider=node.provider) for node in nodes)
+    return tuple(
+        PlacedNode(
+            name=printable(node.name, MAX_LOG),
+            op=printable(node.op),
+            domain=printable(node.domain),
+            provider=printable(node.provider),
+        )
+        for node in nodes
+    )
 
 
 def _failure(far: FarRun, finished: Finished) -> str:
@@ -184,6 +193,11 @@ def last_words(stderr: str) -> str:
     """Returns the last line that a program wrote, after a colon; empty where it wrote none."""
     lines = [line for text in stderr.splitlines() if (line := _clean_line(text))]
     return f": {lines[-1][-300:]}" if lines else ""
+
+
+def printable(text: str, most: int = 200) -> str:
+    """Returns the beginning of what a device said, with a question mark for what could steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
 def _clean_line(text: str) -> str:

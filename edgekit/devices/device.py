@@ -91,13 +91,17 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, empty where it can."""
+    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, empty where it can.
+
+    `versions` names what runs models in it, ONNX Runtime first, as far as it is here.
+    """
 
     name: str
     evidence: Evidence
     available: bool
     reason: str
     command: str
+    versions: dict[str, str] = {}
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,8 +32,8 @@ MAX_RESULT_BYTES = 1 << 26
 _RUN = "run.json"
 _CHUNK_BYTES = 1 << 20
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class FarJob(msgspec.Struct, frozen=True, kw_only=True):

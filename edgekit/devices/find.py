@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 
-from edgekit.devices.arm64 import CPUS, Arm64, install_arm64
+from edgekit._ort import VERSION
+from edgekit.devices.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.coreml import PROVIDER as COREML
-from edgekit.devices.coreml import CoreMl
+from edgekit.devices.coreml import UNITS, CoreMl
 from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulated import Emulated
 from edgekit.devices.host import Host
 from edgekit.devices.native import Arm64Native, HostNative
-from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator
+from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.qnn_sim import PROVIDER as QNN
 from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
-from edgekit.devices.xnnpack_wasm import XnnpackWasm, install_xnnpack_wasm
+from edgekit.devices.xnnpack_wasm import XnnpackWasm, find_wasm_versions, install_xnnpack_wasm
 from edgekit.errors import UsageError, suggest_name
 from edgekit.progress import Progress
 from edgekit.target import Target
@@ -28,6 +29,7 @@ _DEVICES: dict[str, Device] = {
     "arm64:native": Arm64Native(),
     "emulated": Emulated(),
     "coreml": CoreMl(),
+    **{f"coreml:{units}": CoreMl(units=units) for units in UNITS},
 }
 
 _PROVIDERS = {"qnn-htp-sim": QNN, "xnnpack-wasm": XNNPACK, "coreml": COREML}
@@ -37,6 +39,14 @@ _INSTALLERS: dict[str, Callable[[Progress], None]] = {
     "xnnpack-wasm": install_xnnpack_wasm,
     "arm64": install_arm64,
 }
+
+
+_VERSIONS: dict[str, Callable[[], dict[str, str]]] = {
+    "qnn-htp-sim": find_qnn_versions,
+    "xnnpack-wasm": find_wasm_versions,
+    "arm64": find_arm64_versions,
+}
+"""What runs models in a device; in those that are not named here it is the ONNX Runtime of this Python."""
 
 
 def device_names() -> tuple[str, ...]:
@@ -110,4 +120,9 @@ def _describe_status(name: str) -> DeviceStatus:
         available=missing is None,
         reason="" if missing is None else missing.reason,
         command="" if missing is None or missing.command is None else missing.command,
+        versions={} if missing is not None else _VERSIONS.get(name, _own_version)(),
     )
+
+
+def _own_version() -> dict[str, str]:
+    return {"onnxruntime": VERSION}

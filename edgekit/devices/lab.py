@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
+from edgekit.devices.labelled import address_of, kind_of
 
 _T = TypeVar("_T")
 
@@ -30,7 +31,7 @@ def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: b
     """
     lanes: dict[str, list[int]] = {}
     for index, device in enumerate(devices):
-        lanes.setdefault(device.name if is_remote(device) else str(index), []).append(index)
+        lanes.setdefault(address_of(device) if is_remote(device) else str(index), []).append(index)
     results: dict[int, _T] = {}
 
     def work(lane: Sequence[int]) -> None:
@@ -55,7 +56,7 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
 def is_remote(device: Device) -> bool:
     """Returns True for a device with a processor of its own."""
-    return device.name.partition(":")[0] in _REMOTE
+    return kind_of(device) in _REMOTE
 
 
 def count_slots(cores: int, free_bytes: int | None) -> int:

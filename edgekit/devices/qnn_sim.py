@@ -3,11 +3,13 @@
 import importlib.util
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import onnx
 
+from edgekit._ort import VERSION
 from edgekit.devices.child import Runner, describe_job, refuse_run, require_device, run_python
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.exchange import FarJob
@@ -80,6 +82,11 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
         return _run_with_cpu(runner, job, far, work)
+
+
+def find_qnn_versions() -> dict[str, str]:
+    """Returns the versions of ONNX Runtime and of the provider's wheel, which holds Qualcomm's libraries."""
+    return {"onnxruntime": VERSION, "onnxruntime-qnn": version("onnxruntime-qnn")}
 
 
 def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:

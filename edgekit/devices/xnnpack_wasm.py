@@ -20,6 +20,7 @@ from edgekit.model import iterate_graphs, load_model, read_proto
 from edgekit.progress import Progress
 
 PROVIDER = "XnnpackExecutionProvider"
+WEB_VERSION = "1.16.3"
 MAX_OPSET = 19
 MAX_ML_OPSET = 4
 MAX_IR_VERSION = 9
@@ -120,6 +121,13 @@ def install_xnnpack_wasm(progress: Progress) -> None:
             raise DeviceError(message, hint="check the connection to the npm registry")
         if not (staging / _WASM).is_file() or digest_file(staging / _WASM) != _WASM_SHA256:
             raise DeviceError("the installed onnxruntime-web is not 1.16.3 as published", hint="check the npm registry")
+
+
+def find_wasm_versions() -> dict[str, str]:
+    """Returns the versions of the package that is pinned, of the ONNX Runtime in it, and of Node."""
+    (node, *_) = find_node()
+    said = run_process([node, "--version"], timeout_s=20).stdout.strip().removeprefix("v")
+    return {"onnxruntime": WEB_VERSION, "onnxruntime-web": WEB_VERSION, "node": said}
 
 
 def find_node() -> tuple[str, ...]:

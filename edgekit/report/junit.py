@@ -40,6 +40,10 @@ def _describe_run(run: RunReport) -> ET.Element:
     shown = _element("system-out")
     shown.text = _clean("\n".join([*facts, *map(_describe_output, run.outputs), *run.notes]))
     case.append(shown)
+    if run.log:
+        said = _element("system-err")
+        said.text = _clean(run.log)
+        case.append(said)
     return case
 
 

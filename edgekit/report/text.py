@@ -13,6 +13,7 @@ from edgekit.check.recommend import Recommendation
 from edgekit.check.report import Advice, CheckReport
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
+from edgekit.devices.self_test import SelfTest
 from edgekit.inspect import OnnxReport
 from edgekit.observe import Disagreement, NotObserved, Observed
 from edgekit.plain import to_plain
@@ -27,7 +28,7 @@ _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
 
 def table_build(report: BuildReport) -> Table:
     """Returns a build as a table: a row a target."""
-    table = _table("target", "precision", "nodes taken", "size", "agreement", "evidence", "result")
+    table = make_table("target", "precision", "nodes taken", "size", "agreement", "evidence", "result")
     for bundle in report.bundles:
         table.add_row(
             bundle.target,
@@ -81,7 +82,7 @@ def describe_check(report: CheckReport) -> str:
 
 def table_check(report: CheckReport) -> Table:
     """Returns a check as a table: a row a node that is not taken, of the user's model where it is known, and why."""
-    table = _table("node", "op", "MACs", "why not")
+    table = make_table("node", "op", "MACs", "why not")
     named = {name for node in report.model_nodes for name in node.became}
     for node in report.model_nodes:
         if not node.taken:
@@ -170,7 +171,7 @@ def describe_work(report: CheckReport) -> str:
 
 def table_verify(report: VerifyReport) -> Table:
     """Returns a verification as a table: a row an output of each run."""
-    table = _table("device", "evidence", "output", "cosine", "SQNR", "top-1", "ms", "result")
+    table = make_table("device", "evidence", "output", "cosine", "SQNR", "top-1", "ms", "result")
     for run in report.runs:
         for output in run.outputs:
             table.add_row(
@@ -197,9 +198,29 @@ def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]
     yield from judge_task(task, limit)
 
 
+def table_lab(report: VerifyReport) -> Table:
+    """Returns the devices of a verification side by side: a row a device."""
+    table = make_table("device", "SQNR", "top-1", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
+    for figures in report.comparison:
+        latency = figures.latency_ms
+        table.add_row(
+            figures.device,
+            _number(figures.sqnr_db, "{:.1f} dB"),
+            _number(figures.top1_agreement, "{:.1%}"),
+            _number(figures.accuracy, "{:.1%}"),
+            _number(latency.median if latency else None, "{:.2f} ms"),
+            _number(latency.p95 if latency else None, "{:.2f} ms"),
+            _number(latency.p99 if latency else None, "{:.2f} ms"),
+            f"{figures.nodes_taken}/{figures.nodes}",
+            format_bytes(figures.peak_rss_bytes),
+            f"as {figures.same_as}" if figures.same_as else "own",
+        )
+    return table
+
+
 def table_targets(targets: Sequence[Target]) -> Table:
     """Returns targets as a table: a row a target."""
-    table = _table("target", "what it is", "precision", "verified here by")
+    table = make_table("target", "what it is", "precision", "verified here by")
     for target in targets:
         devices = ", ".join(planned.device for planned in target.verification)
         table.add_row(target.name, target.title, target.precision, devices)
@@ -208,7 +229,7 @@ def table_targets(targets: Sequence[Target]) -> Table:
 
 def table_parameters(target: Target) -> Table:
     """Returns the parameters of a target as a table: a row a parameter."""
-    table = _table("--set", "value", "allowed", "what it is")
+    table = make_table("--set", "value", "allowed", "what it is")
     for name, parameter in target.parameters.items():
         allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
         table.add_row(name, target.settings[name], allowed, parameter.description)
@@ -217,18 +238,26 @@ def table_parameters(target: Target) -> Table:
 
 def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
     """Returns devices as a table: a row a device."""
-    table = _table("device", "evidence", "here", "what to do")
+    table = make_table("device", "evidence", "here", "ONNX Runtime", "what it is, or what to do")
     for status in statuses:
         here = Text("ready", _GOOD) if status.available else Text("missing", _UNKNOWN)
-        table.add_row(
-            status.name, status.evidence.value, here, "; ".join(filter(None, (status.reason, status.command)))
-        )
+        versions = [f"{name} {version}" for name, version in status.versions.items() if name != "onnxruntime"]
+        about = "; ".join(filter(None, (status.reason, status.command, ", ".join(versions))))
+        table.add_row(status.name, status.evidence.value, here, status.versions.get("onnxruntime", "-"), about)
+    return table
+
+
+def table_self_test(test: SelfTest) -> Table:
+    """Returns what was tried on a device as a table: a row a check."""
+    table = make_table("check", "result", "what was seen")
+    for check in test.checks:
+        table.add_row(check.name, _verdict(passed=check.passed), check.detail)
     return table
 
 
 def table_contents(report: OnnxReport | OrtFileReport) -> Table:
     """Returns the contents of a model as a table: a row a fact."""
-    table = _table("", "")
+    table = make_table("", "")
     table.show_header = False
     for name, value in to_plain(report).items():
         shown = "yes" if value is True else "no" if value is False else value
@@ -246,7 +275,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
 
 def table_outputs(report: ModelComparison) -> Table:
     """Returns a comparison of two models as a table: a row an output."""
-    table = _table("output", "cosine", "SQNR", "max error", "top-1", "remark")
+    table = make_table("output", "cosine", "SQNR", "max error", "top-1", "remark")
     for output in report.outputs:
         remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
         table.add_row(
@@ -262,7 +291,7 @@ def table_outputs(report: ModelComparison) -> Table:
 
 def table_layers(report: ModelComparison) -> Table:
     """Returns the layers of a comparison as a table: the error so far, and the layer's own on correct inputs."""
-    table = _table("layer", "op", "SQNR so far", "own SQNR", "max error")
+    table = make_table("layer", "op", "SQNR so far", "own SQNR", "max error")
     for layer in report.layers:
         own = _number(layer.own_sqnr_db, "{:.1f} dB")
         table.add_row(layer.name, layer.op, _number(layer.sqnr_db, "{:.1f} dB"), own, _number(layer.max_abs, "{:.4g}"))
@@ -332,7 +361,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
+    """Returns an empty table in the house's form."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")

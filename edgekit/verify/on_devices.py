@@ -10,7 +10,7 @@ from edgekit.bundle.folder import Bundle, read_target
 from edgekit.bundle.golden import INPUTS, Golden, make_golden
 from edgekit.data_check import check_samples
 from edgekit.devices.device import Device
-from edgekit.devices.find import find_device
+from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError
 from edgekit.labels import read_task_labels
 from edgekit.model import load_model
@@ -25,9 +25,16 @@ from edgekit.verify.verify import read_known, verify_bundle, write_report
 
 
 def verify_on(
-    bundle: Bundle, names: Sequence[str], progress: Progress | None = None, *, task: TaskLimit | None = None
+    bundle: Bundle,
+    names: Sequence[str],
+    progress: Progress | None = None,
+    *,
+    on_file: Path | None = None,
+    task: TaskLimit | None = None,
 ) -> VerifyReport:
-    """Verifies a bundle on devices by name (none: those of its target) and writes `verify.json` into it.
+    """Verifies a bundle on devices by name and those that a file lists, and writes `verify.json` into it.
+
+    Where neither is given the devices are those of its target.
 
     What the build knew of the loss stays in it: the models that it was measured with are gone.
 
@@ -35,7 +42,8 @@ def verify_on(
         UsageError: there is no such device, or it runs another provider.
     """
     known = read_known(bundle)
-    report = verify_bundle(bundle, find_devices(bundle, read_target(bundle), names), task=task, progress=progress)
+    devices = find_devices(bundle, read_target(bundle), names, on_file)
+    report = verify_bundle(bundle, devices, task=task, progress=progress)
     report = msgspec.structs.replace(
         keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.golden)
     )
@@ -49,6 +57,7 @@ def verify_with(
     data: Data,
     names: Sequence[str],
     *,
+    on_file: Path | None = None,
     samples: int | None = None,
     task: TaskLimit | None = None,
     progress: Progress | None = None,
@@ -69,7 +78,7 @@ def verify_with(
             f" that of the bundle's source is {wanted}",
             hint="give the float model that edgekit build was given",
         )
-    devices = find_devices(bundle, read_target(bundle), names)
+    devices = find_devices(bundle, read_target(bundle), names, on_file)
     every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
     metric = task or bundle.manifest.thresholds.task
     kind = "class" if metric is None else find_metric(metric).labels
@@ -85,14 +94,14 @@ def verify_with(
         return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, golden))
 
 
-def find_devices(bundle: Bundle, target: Target, names: Sequence[str]) -> list[Device]:
-    """Returns the devices of these names, or those that the bundle's target names.
+def find_devices(bundle: Bundle, target: Target, names: Sequence[str], on_file: Path | None = None) -> list[Device]:
+    """Returns the devices of these names and of a file, or those that the bundle's target names.
 
     Raises:
-        UsageError: there is no such device, or it runs another provider.
+        UsageError: there is no such device, it runs another provider, or the file is malformed.
     """
-    chosen = names or [planned.device for planned in bundle.manifest.verification]
-    return [find_device(name, target) for name in chosen]
+    planned = [planned.device for planned in bundle.manifest.verification]
+    return choose_devices(DeviceChoice(names=tuple(names), file=on_file), lambda _: target, default=planned)
 
 
 def _describe_ancestry(bundle: Bundle, golden: Golden) -> dict[str, str]:

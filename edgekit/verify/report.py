@@ -87,7 +87,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `log` the
     last words of its program then, and `notes` what it did otherwise than an app on the target. `task` is a metric that
     needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
-    none: then they are not judged.
+    none: then they are not judged. `outputs_sha256` is of everything that came back, "" where not all of it did.
     """
 
     device: str
@@ -109,6 +109,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     task: TaskReport | None = None
     reference_cost: Cost | None = None
     log: str = ""
+    outputs_sha256: str = ""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -151,6 +152,25 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_loss: float | None = None
 
 
+class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One device beside others: its worst output, its accuracy, its times, and what its provider took.
+
+    `same_as` names the first device before it that gave the same outputs to the bit.
+    """
+
+    device: str
+    evidence: Evidence
+    passed: bool
+    sqnr_db: float | None
+    top1_agreement: float | None
+    accuracy: float | None
+    latency_ms: Latency | None
+    nodes_taken: int
+    nodes: int
+    peak_rss_bytes: int
+    same_as: str | None
+
+
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
@@ -177,6 +197,15 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     max_size_share: float | None = None
     ancestry: dict[str, str] = {}
     regressions: tuple[str, ...] = ()
+
+    @property
+    def comparison(self) -> tuple[DeviceFigures, ...]:
+        """The devices that ran, side by side; empty where there is only one."""
+        first: dict[str, str] = {}
+        for run in self.runs:
+            first.setdefault(run.outputs_sha256, run.device)
+        figures = tuple(_describe_device(run, first) for run in self.runs)
+        return figures if len(figures) > 1 else ()
 
     @property
     def advice(self) -> str | None:
@@ -214,6 +243,25 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         """The best evidence among the runs that passed, None if no run passed."""
         order = list(Evidence)
         return min((run.evidence for run in self.runs if run.passed), key=order.index, default=None)
+
+
+def _describe_device(run: RunReport, first: Mapping[str, str]) -> DeviceFigures:
+    sqnr = [output.sqnr_db for output in run.outputs if output.sqnr_db is not None]
+    top1 = [output.top1_agreement for output in run.outputs if output.top1_agreement is not None]
+    origin = first[run.outputs_sha256] if run.outputs_sha256 else run.device
+    return DeviceFigures(
+        device=run.device,
+        evidence=run.evidence,
+        passed=run.passed,
+        sqnr_db=min(sqnr, default=None),
+        top1_agreement=min(top1, default=None),
+        accuracy=None if run.accuracy is None else run.accuracy.got,
+        latency_ms=run.latency_ms,
+        nodes_taken=run.provider_nodes.get(run.provider, 0),
+        nodes=sum(run.provider_nodes.values()),
+        peak_rss_bytes=run.peak_rss_bytes,
+        same_as=None if origin == run.device else origin,
+    )
 
 
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:

@@ -10,6 +10,7 @@ from edgekit.bench.latency import describe_drift, summarize_latency
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.bundle.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.bundle.snapshot import snapshot_bundle
+from edgekit.data_check import digest_samples
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun
 from edgekit.devices.lab import run_each
@@ -182,6 +183,7 @@ def _describe_run(bundle: Bundle, plan: Verification, run: DeviceRun, outputs: t
         failure=run.failure,
         notes=(*run.notes, *_describe_drift(run)),
         log=run.log,
+        outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
 
 
@@ -203,6 +205,13 @@ def _describe_absent(bundle: Bundle, device: Device, plan: Verification, error: 
         thresholds=bundle.manifest.thresholds,
         failure=str(error),
     )
+
+
+def _digest_outputs(run: DeviceRun) -> str:
+    try:
+        return digest_samples(run.outputs)
+    except EdgekitError:
+        return ""
 
 
 def _describe_drift(run: DeviceRun) -> tuple[str, ...]:

@@ -1,0 +1,137 @@
+"""Timing a subject on devices, and saying what the times are worth."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgekit._files import work_folder
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough
+from edgekit.bench.latency import describe_drift, find_drift, median_interval
+from edgekit.bench.report import BenchReport, BenchRun, SkippedBench
+from edgekit.bench.subject import Subject, open_subject
+from edgekit.bench.thermal import describe_change
+from edgekit.bench.turns import compare_on
+from edgekit.devices.device import Device
+from edgekit.devices.lab import run_each
+from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.errors import EdgekitError
+from edgekit.evidence import Evidence
+from edgekit.progress import Progress, say_nothing
+
+_ENOUGH_FOR_P99 = 100
+
+
+def bench_on(
+    path: Path,
+    choice: DeviceChoice,
+    effort: Effort,
+    *,
+    against: Path | None = None,
+    target: str | None = None,
+    data: str | None = None,
+    progress: Progress | None = None,
+) -> BenchReport:
+    """Returns the times of a bundle or a model on devices, or with `against` how that one compares with it.
+
+    Raises:
+        EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
+    """
+    with work_folder() as work:
+        subject = open_subject(path, work / "a", target=target, data=data)
+        other = None if against is None else open_subject(against, work / "b", target=target, data=data)
+        devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
+        return bench_subject(subject, devices, effort, against=other, progress=progress)
+
+
+def bench_subject(
+    subject: Subject,
+    devices: Sequence[Device],
+    effort: Effort,
+    *,
+    against: Subject | None = None,
+    progress: Progress | None = None,
+) -> BenchReport:
+    """Returns the times of a subject on each device, or with `against` how that one compares with it.
+
+    Devices of this machine run one at a time, others side by side. A device that fails is a finding.
+    """
+    missing = {index: lack for index, device in enumerate(devices) if (lack := device.find_missing()) is not None}
+    present = [device for index, device in enumerate(devices) if index not in missing]
+    skipped = tuple(
+        SkippedBench(device=devices[index].name, reason=lack.reason, command=lack.command)
+        for index, lack in missing.items()
+    )
+    tell = progress or say_nothing
+    report = BenchReport(subject=subject.name, skipped=skipped, notes=subject.notes)
+    if against is None:
+        runs = run_each(present, partial(_bench_device, subject, effort, tell), timed=True)
+        return msgspec.structs.replace(report, runs=runs)
+    compared = run_each(present, lambda device: compare_on(subject, against, device, effort, tell), timed=True)
+    return msgspec.structs.replace(report, against=against.name, comparisons=compared)
+
+
+def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: Device) -> BenchRun:
+    progress(f"time {subject.name} on {device.name}")
+    run = BenchRun(device=device.name, evidence=device.evidence, provider=CPU_PROVIDER, threads=effort.threads)
+    try:
+        job = msgspec.structs.replace(subject.job_for(device), threads=effort.threads)
+        run = msgspec.structs.replace(run, provider=job.target.provider)
+        return _describe(run, run_enough(device, job, effort))
+    except EdgekitError as error:
+        return msgspec.structs.replace(run, failure=error.message)
+
+
+def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
+    series, last = np.asarray(join_times(blocks), dtype=np.float64), blocks[-1].run
+    counts = Counter(node.provider for node in last.placement)
+    p90, p95, p99 = (float(value) for value in np.percentile(series, [90.0, 95.0, 99.0]))
+    median = float(np.median(series))
+    run = msgspec.structs.replace(
+        empty,
+        provider_nodes=dict(sorted(counts.items())),
+        median_ms=median,
+        mean_ms=float(series.mean()),
+        p90_ms=p90,
+        p95_ms=p95,
+        p99_ms=p99,
+        min_ms=float(series.min()),
+        max_ms=float(series.max()),
+        std_ms=float(series.std(ddof=1)) if len(series) > 1 else 0.0,
+        interval_ms=median_interval(series),
+        throughput_per_s=1e3 / median if median > 0 else 0.0,
+        load_ms=last.load_ms,
+        peak_rss_bytes=last.peak_rss_bytes,
+        warmup=blocks[-1].warmup,
+        iterations=len(series),
+        versions=dict(sorted(last.versions.items())),
+    )
+    return msgspec.structs.replace(
+        run,
+        provider=empty.provider if counts.get(empty.provider) else CPU_PROVIDER,
+        warnings=tuple(_list_warnings(run, empty.provider, blocks)),
+    )
+
+
+def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Iterator[str]:
+    """Yields what makes the figures worth less than they look, worst first."""
+    if run.evidence is not Evidence.DEVICE:
+        yield f"this is not the device's time: it {run.evidence.meaning}"
+    if not run.provider_nodes.get(provider):
+        yield f"silent fallback: {provider} took no node"
+    for block in blocks:
+        drift = find_drift(block.latency_ms)
+        if drift is not None:
+            yield describe_drift(drift)
+        yield from describe_change(block.run.before, block.run.after)
+    low, high = run.interval_ms
+    known = (high - low) / 2 / run.median_ms if run.median_ms > 0 else 0.0
+    if known > PRECISION:
+        yield f"the median is known to {known:.0%} only: give it more time (--seconds) or a quieter device"
+    if run.iterations < _ENOUGH_FOR_P99:
+        yield f"p99 of {run.iterations} runs is little more than the slowest of them"
+    yield from blocks[-1].run.notes

@@ -1,0 +1,105 @@
+"""Running one sample many times on a device: warmed up, in slices, as often as the spread asks for."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from edgekit._files import work_folder
+from edgekit.bench.latency import count_needed
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
+from edgekit.errors import DeviceError
+from edgekit.samples import Samples
+
+PRECISION = 0.02
+"""How well the median is to be known, as a share of it on either side."""
+MOST_RUNS = 2000
+FIRST_RUNS = 50
+
+_SLICE_MS = 200.0
+_WARM_MS = 300.0
+_MOST_WARMUP = 50
+_FAST_MS = 1e-3
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """How much to run.
+
+    `runs` says how often; where it is None, until the median is known to PRECISION or `seconds` a device are over.
+    `threads` of 0 lets ONNX Runtime choose.
+    """
+
+    runs: int | None = None
+    seconds: float = 20.0
+    threads: int = 0
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of runs in one session, in milliseconds, after so many runs of warming up."""
+
+    latency_ms: tuple[float, ...]
+    run: DeviceRun
+    warmup: int
+
+
+def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
+    """Returns blocks of runs: one, and a second as long as the spread of the first asks for and the time allows.
+
+    Raises:
+        DeviceError: the device is not there, or failed.
+    """
+    guess_ms = guess_time(device, job, effort)
+    fitting = count_fitting(effort.seconds, guess_ms)
+    first = run_block(device, job, effort.runs or min(FIRST_RUNS, fitting), effort.seconds, guess_ms)
+    left = effort.seconds - sum(first.latency_ms) / 1e3
+    wanted = min(count_needed(first.latency_ms, PRECISION), MOST_RUNS, fitting) - len(first.latency_ms)
+    if effort.runs is not None or wanted <= 0 or left <= 0:
+        return (first,)
+    return first, run_block(device, job, wanted, left, guess_ms)
+
+
+def guess_time(device: Device, job: Job, effort: Effort) -> float:
+    """Returns about how many milliseconds a run takes.
+
+    Raises:
+        DeviceError: the device is not there, or failed.
+    """
+    return max(_FAST_MS, median(_run(device, job, slices=1, repeat=1, warmup=1, seconds=effort.seconds).latency_ms))
+
+
+def count_fitting(seconds: float, guess_ms: float) -> int:
+    """Returns how many runs fit into a time, at least as many as every device makes."""
+    return max(LEAST_SAMPLES, int(seconds * 1e3 / guess_ms))
+
+
+def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: float) -> Block:
+    """Returns the times of so many runs, fewer where the time is over before; it is looked at between slices of runs.
+
+    Raises:
+        DeviceError: the device is not there, or failed.
+    """
+    warmup = min(_MOST_WARMUP, max(1, math.ceil(_WARM_MS / guess_ms)))
+    repeat = max(1, min(runs, int(_SLICE_MS / guess_ms)))
+    block = _run(device, job, slices=math.ceil(runs / repeat), repeat=repeat, warmup=warmup, seconds=seconds)
+    return msgspec.structs.replace(block, latency_ms=block.latency_ms[:runs])
+
+
+def _run(device: Device, job: Job, *, slices: int, repeat: int, warmup: int, seconds: float) -> Block:
+    samples = _repeat(job.samples, slices)
+    sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, warmup=warmup, budget_s=seconds)
+    with work_folder() as work:
+        run = device.run_job(sliced, work)
+    if run.failure is not None:
+        raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
+    return Block(latency_ms=run.latency_ms, run=run, warmup=warmup)
+
+
+def _repeat(samples: Samples, times: int) -> Samples:
+    only = list(samples)[:1]
+    return Samples(source=samples.source, count=times, read=lambda: iter(only * times))
+
+
+def join_times(blocks: Sequence[Block]) -> tuple[float, ...]:
+    """Returns the times of several blocks in order."""
+    return tuple(time for block in blocks for time in block.latency_ms)

@@ -1,0 +1,79 @@
+"""What a benchmark found: times, how sure they are, and what they are worth."""
+
+import msgspec
+
+from edgekit.bench.latency import Ratio
+from edgekit.evidence import Evidence
+
+
+class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of one subject on one device, in milliseconds for one sample.
+
+    `provider` is the target's, or the CPU's where that took no node; `provider_nodes` counts the nodes of each.
+    `interval_ms` holds the median with 95 % confidence. `threads` of 0 means that ONNX Runtime chose. `warnings` say
+    why the figures are worth less than they look. The figures are 0 where `failure` says that the device failed.
+    """
+
+    device: str
+    evidence: Evidence
+    provider: str
+    provider_nodes: dict[str, int] = {}
+    median_ms: float = 0.0
+    mean_ms: float = 0.0
+    p90_ms: float = 0.0
+    p95_ms: float = 0.0
+    p99_ms: float = 0.0
+    min_ms: float = 0.0
+    max_ms: float = 0.0
+    std_ms: float = 0.0
+    interval_ms: tuple[float, float] = (0.0, 0.0)
+    throughput_per_s: float = 0.0
+    load_ms: float = 0.0
+    peak_rss_bytes: int = 0
+    warmup: int = 0
+    iterations: int = 0
+    threads: int = 0
+    versions: dict[str, str] = {}
+    warnings: tuple[str, ...] = ()
+    failure: str | None = None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How the other subject (B) compares with the subject (A) on one device, run by run in turns.
+
+    `ratio` is None where `failure` says that there is none.
+    """
+
+    device: str
+    evidence: Evidence
+    a: str
+    b: str
+    a_median_ms: float = 0.0
+    b_median_ms: float = 0.0
+    ratio: Ratio | None = None
+    failure: str | None = None
+
+
+class SkippedBench(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that is not there, why, and the command that changes it."""
+
+    device: str
+    reason: str
+    command: str | None
+
+
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of a subject on several devices, in the order in which they were asked for."""
+
+    subject: str
+    runs: tuple[BenchRun, ...] = ()
+    skipped: tuple[SkippedBench, ...] = ()
+    against: str | None = None
+    comparisons: tuple[Comparison, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def succeeded(self) -> bool:
+        """True if something ran and nothing failed."""
+        failures = [*(run.failure for run in self.runs), *(found.failure for found in self.comparisons)]
+        return bool(failures) and all(failure is None for failure in failures)

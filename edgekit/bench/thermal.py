@@ -1,0 +1,31 @@
+"""Whether a device got warmer or slower while it was timed."""
+
+from collections.abc import Iterator, Mapping
+
+from edgekit.devices.device import DeviceState
+
+MAX_WARMING_C = 5.0
+MAX_CLOCK_CHANGE = 0.1
+
+
+def describe_change(before: DeviceState | None, after: DeviceState | None) -> Iterator[str]:
+    """Yields a warning for the sensor that rose the most beyond MAX_WARMING_C, and for the clock that changed the most.
+
+    A device that tells neither gives none.
+    """
+    if before is None or after is None:
+        return
+    warmer = _changes(before.temperatures_c, after.temperatures_c)
+    sensor = max(warmer, key=lambda name: warmer[name], default=None)
+    if sensor is not None and warmer[sensor] > MAX_WARMING_C:
+        yield f"the device got {warmer[sensor]:.0f} °C warmer ({sensor})"
+    clocks = {
+        name: change / before.clocks_khz[name] for name, change in _changes(before.clocks_khz, after.clocks_khz).items()
+    }
+    cpu = max(clocks, key=lambda name: abs(clocks[name]), default=None)
+    if cpu is not None and abs(clocks[cpu]) > MAX_CLOCK_CHANGE:
+        yield f"the clock of {cpu} changed by {clocks[cpu]:+.0%}"
+
+
+def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: after[name] - value for name, value in before.items() if name in after and value}

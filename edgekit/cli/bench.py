@@ -1,0 +1,60 @@
+"""`edgekit bench`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit.bench.bench import bench_on
+from edgekit.bench.blocks import Effort
+from edgekit.cli import options
+from edgekit.cli.limits import limit
+from edgekit.cli.main import NO, YES
+from edgekit.cli.terminal import show_bench, show_json, showing_progress
+from edgekit.devices.register import DeviceChoice
+
+
+@click.command(short_help="Time a bundle or a model on devices, or two of them in turns.")
+@click.argument("subject", type=click.Path(path_type=Path))
+@options.ON
+@options.ON_FILE
+@click.option("--runs", type=click.IntRange(1, 100_000), metavar="N", help="Time N runs, whatever the spread.")
+@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most X seconds a device (20).")
+@click.option(
+    "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
+)
+@click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in turns with SUBJECT.")
+@click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+@click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
+@options.JSON
+@options.verbosity
+def command(
+    subject: Path,
+    names: tuple[str, ...],
+    on_file: Path | None,
+    runs: int | None,
+    seconds: float | None,
+    threads: int,
+    against: Path | None,
+    target: str | None,
+    data: str | None,
+    as_json: bool,
+    volume: int,
+) -> int:
+    """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
+
+    Without --runs each device runs until its median is known to 2 % or its time is over. Emulators are timed too, but
+    the result says that it is not the device's time. With --against both run in turns on each device.
+
+    \b
+    Example:
+      edgekit bench bundles/model-xnnpack --on adb:R5CT1234 --on ssh:pi@board
+      edgekit bench new.onnx --against old.onnx --on host --json
+
+    Exit code 0: something was timed and nothing failed. 1: not so. 2: the usage or an input is wrong.
+    """
+    choice = DeviceChoice(names=names, file=on_file)
+    effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads)
+    with showing_progress(volume) as progress:
+        report = bench_on(subject, choice, effort, against=against, target=target, data=data, progress=progress)
+    show_json(report) if as_json else show_bench(report)
+    return YES if report.succeeded else NO

@@ -1,0 +1,128 @@
+"""Several devices at once: those named one by one, and those that a `devices.toml` lists."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, cast
+
+import msgspec
+
+from edgekit.devices.device import Device
+from edgekit.devices.find import find_device
+from edgekit.devices.labelled import Labelled
+from edgekit.errors import UsageError, suggest_name
+from edgekit.target import Target
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
+
+MAX_FILE_BYTES = 1 << 20
+
+
+class ListedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of a `devices.toml`.
+
+    `device` is what `--on` takes. For devices over adb or ssh, `runner` and `library` are edgekit's runner and ONNX
+    Runtime's library to use in place of those that edgekit finds (relative paths start at the file's folder), and
+    `provider` is one to use in place of the target's, which proves less.
+    """
+
+    name: _Label
+    device: str
+    runner: str | None = None
+    library: str | None = None
+    provider: str | None = None
+    timeout_s: _Seconds | None = None
+    budget_s: _Seconds | None = None
+
+
+class DeviceChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices as a user names them: by `--on`, and by a file of `--on-file`."""
+
+    names: tuple[str, ...] = ()
+    file: Path | None = None
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    device: tuple[ListedDevice, ...]
+
+
+def read_devices(path: Path) -> tuple[ListedDevice, ...]:
+    """Returns the devices of a file, in its order.
+
+    Raises:
+        UsageError: the file cannot be read, has an unknown or missing key, or a name comes twice.
+    """
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--on-file takes a .toml file") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"'{path}' is larger than {MAX_FILE_BYTES} bytes", hint="list one [[device]] each")
+    try:
+        tree = msgspec.toml.decode(data, type=dict[str, object])
+        _check_keys(path, tree)
+        listed = msgspec.convert(tree, type=_File).device
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint=_form()) from error
+    if not listed:
+        raise UsageError(f"'{path}' lists no device", hint=_form())
+    names = [entry.name for entry in listed]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"'{path}' lists the name '{twice}' twice", hint="give each device a name of its own")
+    return tuple(_resolve(entry, path.parent) for entry in listed)
+
+
+def choose_devices(
+    choice: DeviceChoice, target_for: Callable[[str], Target], *, default: Sequence[str]
+) -> list[Device]:
+    """Returns the devices of a choice, those named first, or where there are none those of `default`.
+
+    `target_for` gives the target that each is to run, by the device's kind.
+
+    Raises:
+        UsageError: there is no such device, it runs another provider, or the file is malformed.
+    """
+    listed = () if choice.file is None else read_devices(choice.file)
+    names = choice.names if choice.names or listed else default
+    devices = [find_device(name, target_for(name.partition(":")[0])) for name in names]
+    return [*devices, *(_find_listed(entry, target_for) for entry in listed)]
+
+
+def _find_listed(entry: ListedDevice, target_for: Callable[[str], Target]) -> Device:
+    device = find_device(entry.device, target_for(entry.device.partition(":")[0]))
+    given = {"runner": entry.runner, "library": entry.library, "provider": entry.provider}
+    changes = {key: value if key == "provider" else Path(value) for key, value in given.items() if value is not None}
+    for key in changes:
+        if not hasattr(device, key):
+            raise UsageError(
+                f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'", hint="leave it out"
+            )
+    adapted = cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes))
+    return Labelled(label=entry.name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s)
+
+
+def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
+    """Names a misspelled key with the one that was meant; the decoder only says that it is unknown."""
+    for key in tree:
+        if key != "device":
+            raise UsageError(f"'{path}' has the unknown key '{key}'", hint=suggest_name(key, ("device",)))
+    entries = tree.get("device")
+    for entry in cast("list[object]", entries) if isinstance(entries, list) else ():
+        for key in cast("dict[str, object]", entry) if isinstance(entry, dict) else ():
+            if key not in ListedDevice.__struct_fields__:
+                hint = suggest_name(key, ListedDevice.__struct_fields__)
+                raise UsageError(f"'{path}' has the unknown key '{key}' in a [[device]]", hint=hint)
+
+
+def _resolve(entry: ListedDevice, folder: Path) -> ListedDevice:
+    return msgspec.structs.replace(
+        entry,
+        runner=None if entry.runner is None else str(folder / entry.runner),
+        library=None if entry.library is None else str(folder / entry.library),
+    )
+
+
+def _form() -> str:
+    return f"[[device]] with {', '.join(ListedDevice.__struct_fields__)}"

@@ -1,0 +1,200 @@
+"""Whether a device can be believed: a model whose outputs are known without it, and models on which it must say no."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit._files import work_folder
+from edgekit.check.report import CheckReport
+from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.devices.labelled import kind_of
+from edgekit.devices.plain import plain_target
+from edgekit.errors import EdgekitError
+from edgekit.evidence import Evidence
+from edgekit.model import load_model, save_proto
+from edgekit.progress import Progress, say_nothing
+from edgekit.samples import Samples
+from edgekit.tensors import Array, Tensors
+
+TOLERANCE = 5e-3
+"""How far a half-precision convolution of these sizes may lie from the exact one, as a share of the largest output."""
+
+_SHAPE = (1, 4, 8, 8)
+_SAMPLES = 3
+
+
+class SelfCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was tried, whether it went as it must, and what was seen."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a device does what it must with models whose outputs are known; `skipped` says why it was not tried."""
+
+    device: str
+    evidence: Evidence
+    checks: tuple[SelfCheck, ...] = ()
+    versions: dict[str, str] = {}
+    skipped: str | None = None
+    command: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True if everything that was tried went as it must."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+
+def try_device(device: Device, progress: Progress | None = None) -> SelfTest:
+    """Returns what a device makes of a small convolution, of the same one altered, and of a model that nobody can run.
+
+    The expected outputs are numpy's, not ONNX Runtime's. The last two are the negative control: a device that gives the
+    known outputs for the altered model, or anything for the impossible one, does not run what it is given.
+    """
+    test = SelfTest(device=device.name, evidence=device.evidence)
+    missing = device.find_missing()
+    if missing is not None:
+        return msgspec.structs.replace(test, skipped=missing.reason, command=missing.command)
+    tell = progress or say_nothing
+    checks: list[SelfCheck] = []
+    versions: dict[str, str] = {}
+    for name, make, judge in _TRIALS:
+        tell(f"{name} on {device.name}")
+        with work_folder() as work:
+            try:
+                run = _run(device, make(), work)
+                checks += judge(run, device)
+                versions |= run.versions
+            except EdgekitError as error:
+                checks.append(SelfCheck(name=name, passed=False, detail=error.message))
+    return msgspec.structs.replace(test, checks=tuple(checks), versions=dict(sorted(versions.items())))
+
+
+def _run(device: Device, proto: onnx.ModelProto, work: Path) -> DeviceRun:
+    (work / "run").mkdir()
+    model = load_model(save_proto(proto, work / "self-test.onnx").path)
+    target = plain_target(kind_of(device))
+    check = CheckReport(
+        target=target.name,
+        model=model.name,
+        sha256=model.sha256,
+        evidence="predicted",
+        settings={},
+        node_list=(),
+        advice=(),
+    )
+    rows = _rows()
+    job = Job(
+        model=model.path,
+        target=target,
+        precision="fp32",
+        outputs=model.outputs,
+        check=check,
+        samples=Samples(source="the self-test", count=len(rows), read=lambda: iter(rows)),
+        timeout_s=120.0,
+    )
+    run = device.run_job(job, work / "run")
+    rows_back = [{name: value.copy() for name, value in row.items()} for row in run.outputs]
+    return msgspec.structs.replace(
+        run, outputs=Samples(source=run.device, count=len(rows_back), read=lambda: iter(rows_back))
+    )
+
+
+def _judge_outputs(run: DeviceRun, device: Device) -> Iterator[SelfCheck]:
+    if run.failure is not None:
+        yield SelfCheck(name="outputs", passed=False, detail=run.failure)
+        return
+    error = _error(run)
+    yield SelfCheck(name="outputs", passed=error <= TOLERANCE, detail=f"largest error {error:.2g} of the range")
+    provider = plain_target(kind_of(device)).provider
+    taken = [node.op for node in run.placement if node.provider == provider and "Conv" in node.op]
+    seen = ", ".join(sorted({f"{node.op} on {node.provider}" for node in run.placement})) or "no node"
+    is_seen = run.placement_source != "predicted" or device.evidence is Evidence.EMULATED
+    yield SelfCheck(name="placement", passed=bool(taken) and is_seen, detail=f"{seen} ({run.placement_source})")
+    is_timed = len(run.latency_ms) == run.outputs.count and min(run.latency_ms, default=0.0) > 0
+    yield SelfCheck(name="times", passed=is_timed, detail=f"{len(run.latency_ms)} for {run.outputs.count} samples")
+
+
+def _judge_altered(run: DeviceRun, _device: Device) -> Iterator[SelfCheck]:
+    error = _error(run) if run.failure is None else 0.0
+    detail = run.failure or f"largest error {error:.2g} of the range"
+    yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=detail)
+
+
+def _judge_impossible(run: DeviceRun, _device: Device) -> Iterator[SelfCheck]:
+    passed = run.failure is not None and run.outputs.count == 0
+    detail = run.failure or f"it gave {run.outputs.count} outputs"
+    yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=detail[:200])
+
+
+def _error(run: DeviceRun) -> float:
+    """Returns the largest distance from the known outputs over their largest value, infinite where some are missing."""
+    wanted = [_convolve(row["x"]) for row in _rows()]
+    got = [row["y"] for row in run.outputs]
+    if len(got) != len(wanted) or not all(np.isfinite(value).all() for value in got):
+        return float("inf")
+    largest = max(float(np.abs(value).max()) for value in wanted)
+    return max(float(np.abs(a - b).max()) for a, b in zip(wanted, got, strict=True)) / largest
+
+
+def _weights() -> Array:
+    """Returns multiples of 1/8, which every precision holds exactly."""
+    return np.random.default_rng(1).integers(-8, 9, (4, 4, 3, 3)).astype(np.float32) / 8
+
+
+def _rows() -> list[Tensors]:
+    rng = np.random.default_rng(2)
+    return [{"x": rng.integers(-16, 17, _SHAPE).astype(np.float32) / 8} for _ in range(_SAMPLES)]
+
+
+def _convolve(x: Array) -> Array:
+    """Returns max(0, w * x) with a border of one zero, by numpy."""
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+    outputs: Array = np.einsum("nchwij,ocij->nohw", windows, _weights())
+    return np.maximum(outputs, 0)
+
+
+def _known_model() -> onnx.ModelProto:
+    return _make_model(_weights())
+
+
+def _altered_model() -> onnx.ModelProto:
+    weights = _weights()
+    weights[0, 0, 1, 1] += 4
+    return _make_model(weights)
+
+
+def _impossible_model() -> onnx.ModelProto:
+    proto = _make_model(_weights())
+    proto.graph.node[1].domain = "edgekit.nowhere"
+    proto.opset_import.append(helper.make_opsetid("edgekit.nowhere", 1))
+    return proto
+
+
+def _make_model(weights: Array) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], "conv", pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
+            helper.make_node("Relu", ["c"], ["y"], "relu"),
+        ],
+        "self_test",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, _SHAPE)],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, _SHAPE)],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    return helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
+
+
+_Judge = Callable[[DeviceRun, Device], Iterator[SelfCheck]]
+_TRIALS: tuple[tuple[str, Callable[[], onnx.ModelProto], _Judge], ...] = (
+    ("a convolution", _known_model, _judge_outputs),
+    ("an altered convolution", _altered_model, _judge_altered),
+    ("a model that cannot run", _impossible_model, _judge_impossible),
+)

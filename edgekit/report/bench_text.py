@@ -1,0 +1,58 @@
+"""Benchmarks as tables for a terminal."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from edgekit.bench.report import BenchReport, Comparison
+from edgekit.report.text import make_table
+
+_BAD, _UNKNOWN = "red", "yellow"
+
+
+def table_bench(report: BenchReport) -> Table:
+    """Returns the times as a table: a row a device."""
+    table = make_table("device", "evidence", "provider", "median", "p95", "p99", "runs", "load", "memory")
+    for run in report.runs:
+        if run.failure is not None:
+            table.add_row(run.device, run.evidence.value, run.provider, Text("failed", _BAD), "-", "-", "-", "-", "-")
+            continue
+        table.add_row(
+            run.device,
+            run.evidence.value,
+            run.provider.removesuffix("ExecutionProvider"),
+            f"{run.median_ms:.3g} ms",
+            f"{run.p95_ms:.3g} ms",
+            f"{run.p99_ms:.3g} ms",
+            str(run.iterations),
+            f"{run.load_ms:.0f} ms",
+            f"{run.peak_rss_bytes / 1e6:.0f} MB",
+        )
+    for skip in report.skipped:
+        table.add_row(skip.device, "-", "-", Text("skipped", _UNKNOWN), "-", "-", "-", "-", "-")
+    return table
+
+
+def list_bench_remarks(report: BenchReport) -> Iterator[str]:
+    """Yields each comparison, each failure, what the times are worth, and each device that is not there."""
+    yield from map(describe_comparison, report.comparisons)
+    yield from report.notes
+    for run in report.runs:
+        if run.failure is not None:
+            yield f"{run.device} failed: {run.failure}"
+        yield from (f"{run.device}: {warning}" for warning in run.warnings)
+    for skip in report.skipped:
+        yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+
+
+def describe_comparison(found: Comparison) -> str:
+    """Returns how B compares with A on a device, in one line."""
+    if found.ratio is None:
+        return f"{found.device}: no comparison: {found.failure}"
+    low, high = found.ratio.interval
+    return (
+        f"{found.device} ({found.evidence.value}): {found.ratio.verdict}; B ({found.b}) takes"
+        f" {found.ratio.value:.3f} times as long as A ({found.a}), 95 % between {low:.3f} and {high:.3f}"
+        f" ({found.b_median_ms:.3g} ms and {found.a_median_ms:.3g} ms, {found.ratio.rounds} rounds)"
+    )

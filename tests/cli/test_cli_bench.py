@@ -1,0 +1,86 @@
+"""`edgekit bench`, `edgekit devices test` and `--on-file`: exit codes, JSON, and one line for whatever is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_paths import MODEL
+
+from edgekit.cli.main import run_command
+
+KEYS = {
+    "device", "provider", "median_ms", "mean_ms", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "std_ms",
+    "throughput_per_s", "load_ms", "peak_rss_bytes", "warmup", "iterations", "threads",
+}  # fmt: skip
+BENCH = ["bench", str(MODEL), "--on", "host", "--runs", "10", "-q"]
+
+
+def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_bench_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answer([*BENCH, "--threads", "1"], capsys)
+    (run,) = report["runs"]
+    assert report["subject"] == MODEL.name
+    assert run.keys() >= KEYS
+    assert (run["iterations"], run["threads"]) == (10, 1)
+
+
+def test_bench_compares_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answer([*BENCH, "--against", str(MODEL), "--seconds", "4"], capsys)
+    (found,) = report["comparisons"]
+    assert found["ratio"]["rounds"] == 8
+    assert found["ratio"]["interval"][0] <= found["ratio"]["value"] <= found["ratio"]["interval"][1]
+    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "4"]) == 0
+    assert "B (" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_here_is_no(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answer(["bench", str(MODEL), "--on", "coreml", "-q"], capsys, code=1)
+    assert report["skipped"][0]["device"] == "coreml"
+
+
+def test_bench_takes_devices_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.toml").write_text('[[device]]\nname = "my desk"\ndevice = "host"\n')
+    arguments = ["bench", str(MODEL), "--on-file", str(tmp_path / "d.toml"), "--runs", "5", "-q"]
+    assert [run["device"] for run in answer(arguments, capsys)["runs"]] == ["my desk"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "none.onnx"], "no file 'none.onnx'"),
+        ([*BENCH, "--on", "hots"], "did you mean 'host'"),
+        ([*BENCH, "--runs", "0"], "--runs"),
+        ([*BENCH, "--seconds", "nan"], "--seconds"),
+        ([*BENCH, "--target", "qnnn"], "did you mean 'qnn'"),
+        ([*BENCH, "--on-file", "none.toml"], "cannot read 'none.toml'"),
+        ([*BENCH, "--against", "none.onnx"], "no file 'none.onnx'"),
+        (["verify", "--recheck", "v.json", "--on-file", "d.toml"], "--on-file means nothing here"),
+        (["devices", "test", "hots"], "did you mean 'host'"),
+    ],
+)
+def test_whatever_is_wrong_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    test = answer(["devices", "test", "host", "-q"], capsys)
+    assert test["passed"] is True
+    assert {"outputs", "placement", "an altered weight is noticed"} <= {check["name"] for check in test["checks"]}
+    assert run_command(["devices", "test", "coreml"]) == 1
+    assert "not tried: Core ML runs only on Apple" in capsys.readouterr().out
+
+
+def test_devices_list_tells_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = {device["name"]: device for device in answer(["devices", "list"], capsys)["devices"]}
+    assert devices["host"]["versions"]["onnxruntime"]
+    web = devices["xnnpack-wasm"]
+    assert not web["available"] or web["versions"]["onnxruntime"] == "1.16.3"

@@ -1,0 +1,85 @@
+"""Core ML: everything but the provider itself is exercised here, the provider only on a Mac."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job
+
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
+from edgekit.devices.child import Runner, run_python
+from edgekit.devices.coreml import PROVIDER, UNITS, CoreMl, coreml_job, provider_options
+from edgekit.devices.device import Job
+from edgekit.devices.find import find_device
+from edgekit.errors import TargetError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.target import load_target
+
+RUNNER = Runner(device="coreml", evidence=Evidence.DEVICE)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    return make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp16")
+
+
+def cache_of(job: Job, units: str = "") -> str:
+    return coreml_job(job, units).provider_options["ModelCacheDirectory"]
+
+
+def test_the_job_holds_the_format_the_units_and_a_cache(job: Job, tmp_path: Path) -> None:
+    options = coreml_job(job).provider_options
+    assert (options["ModelFormat"], options["MLComputeUnits"]) == ("MLProgram", "ALL")
+    assert Path(options["ModelCacheDirectory"]).is_relative_to(tmp_path / "cache/coreml")
+    assert coreml_job(job, "ane").provider_options["MLComputeUnits"] == "CPUAndNeuralEngine"
+
+
+def test_another_model_other_options_and_other_units_have_another_cache(job: Job, tmp_path: Path) -> None:
+    network = load_target("coreml", {"model_format": "NeuralNetwork"})
+    caches = [cache_of(job), cache_of(job, "cpu"), cache_of(msgspec.structs.replace(job, target=network))]
+    assert cache_of(job) == caches[0]
+    float_conv(tmp_path / "f.onnx", opset=18)
+    caches.append(cache_of(job))
+    assert len(set(caches)) == 4
+
+
+def test_every_units_that_a_name_may_have_finds_its_device() -> None:
+    for units in UNITS:
+        assert find_device(f"coreml:{units}", load_target("coreml")).name == f"coreml:{units}"
+    with pytest.raises(UsageError, match="did you mean 'coreml:"):
+        find_device("coreml:npu", load_target("coreml"))
+
+
+def test_options_that_the_provider_would_throw_at_are_refused_before() -> None:
+    with pytest.raises(TargetError, match="did you mean 'ModelFormat'"):
+        provider_options({"ModelFormats": "MLProgram"})
+    with pytest.raises(TargetError, match="'MLprogram' is no ModelFormat"):
+        provider_options({"ModelFormat": "MLprogram"})
+    with pytest.raises(UsageError, match="no compute units 'npu'"):
+        provider_options({}, "npu")
+
+
+def test_the_same_path_on_another_provider_gives_its_outputs(job: Job, work: Path) -> None:
+    far = msgspec.structs.replace(coreml_job(job), provider=CPU_PROVIDER)
+    run = run_python(RUNNER, job, far, work)
+    assert run.failure is None
+    session = CpuSession(job.model, SessionSettings())
+    for sample, got in zip(job.samples, run.outputs, strict=True):
+        np.testing.assert_array_equal(got["y"], session.run(sample)["y"])
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is here")
+def test_without_core_ml_the_run_says_that_the_cpu_took_every_node(job: Job, work: Path) -> None:
+    run = run_python(RUNNER, job, coreml_job(job), work)
+    assert run.failure is None
+    assert {node.provider for node in run.placement} == {CPU_PROVIDER}
+
+
+@pytest.mark.skipif(sys.platform != "darwin", reason="needs a Mac")
+def test_the_provider_itself_computes_in_half_precision(job: Job, work: Path) -> None:
+    run = CoreMl().run_job(job, work)
+    assert run.failure is None
+    assert {node.provider for node in run.placement} == {PROVIDER}

@@ -1,0 +1,155 @@
+"""What comes from a model, a bundle or a device is data: no name, number or file of it becomes a command or a path."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from devices_models import float_conv, make_job
+from onnx import helper
+
+from edgekit._proc import Finished, run_process
+from edgekit.devices.child import ORT_RUNNER, Runner, collect_run, printable
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.exchange import read_run
+from edgekit.devices.find import find_device
+from edgekit.errors import DeviceError, EdgekitError
+from edgekit.evidence import Evidence
+from edgekit.model import load_model
+from edgekit.tensors import Tensors
+
+NAMES = (
+    "; touch pwned", "$(touch pwned)", "`touch pwned`", "| touch pwned", "&& touch pwned", "../../pwned", "/tmp/pwned",
+    "a\nb", "a\tb", "-rf", "--help", "a b", "'", '"', "\\", "%s%n", "é☃", "\u202eabc", "\x1b[2J", "CON", ".", "..",
+    "x" * 5000,
+)  # fmt: skip
+TARGETS = {"host": "nnapi", "emulated": "nnapi", "xnnpack-wasm": "xnnpack", "arm64": "nnapi"}
+
+DONE = {
+    "status": "done", "message": "", "load_ms": 1, "latency_ms": [1], "peak_rss_bytes": 1, "versions": {},
+    "placement": [], "placement_source": "session",
+}  # fmt: skip
+
+
+def echo_model(path: Path) -> Path:
+    """An Identity for each hostile name, whose node, input and output bear it."""
+    inputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in NAMES]
+    outputs = [helper.make_tensor_value_info(f"out {name}", onnx.TensorProto.FLOAT, [1]) for name in NAMES]
+    nodes = [helper.make_node("Identity", [name], [f"out {name}"], name) for name in NAMES]
+    graph = helper.make_graph(nodes, "; touch pwned", inputs, outputs)
+    onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)]), str(path))
+    return path
+
+
+def hostile_job(path: Path, target: str) -> Job:
+    sample: Tensors = {name: np.array([index], np.float32) for index, name in enumerate(NAMES)}
+    return make_job(echo_model(path), target, [sample], precision="fp32")
+
+
+@pytest.mark.parametrize("device", TARGETS)
+def test_names_are_data_on_every_device(
+    device: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find_device(device, hostile_job(tmp_path / "m.onnx", TARGETS[device]).target)
+    if (missing := found.find_missing()) is not None:
+        pytest.skip(f"{device}: {missing.reason}: {missing.command}")
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    model = tmp_path / "; touch pwned; $(touch pwned) 'x' .onnx"
+    run = found.run_job(hostile_job(model, TARGETS[device]), work)
+    assert run.failure is None
+    (got,) = run.outputs
+    assert {name: float(got[f"out {name}"][0]) for name in NAMES} == {name: i for i, name in enumerate(NAMES)}
+    assert not list(tmp_path.rglob("pwned*"))
+    assert list((tmp_path / "cwd").iterdir()) == []
+
+
+def test_a_name_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    data = float_conv(tmp_path / "f.onnx").read_bytes()
+    (tmp_path / "b.onnx").write_bytes(data.replace(b"conv", b"\xff\xfe\xc0\x80"))
+    with pytest.raises(EdgekitError) as caught:
+        load_model(tmp_path / "b.onnx")
+    assert "\n" not in str(caught.value)
+
+
+def came_back(tmp_path: Path, work: Path, run: object) -> DeviceRun:
+    """What edgekit makes of a `run.json` and one sample of outputs that are right."""
+    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}])
+    (work / "run.json").write_text(run if isinstance(run, str) else json.dumps(run))
+    (work / "out").mkdir()
+    head = [{"name": "y", "dtype": "float32", "shape": [1, 4, 8, 8], "size_bytes": 1024}]
+    (work / "out/00000.tensors").write_bytes(json.dumps(head).encode() + b"\n" + bytes(1024))
+    ended = run_nothing()
+    return collect_run(Runner(device="liar", evidence=Evidence.DEVICE), job, ended, work)
+
+
+def run_nothing() -> Finished:
+    return run_process([sys.executable, "-c", ""], timeout_s=30)
+
+
+def test_an_honest_run_is_believed(tmp_path: Path, work: Path) -> None:
+    assert came_back(tmp_path, work, DONE).failure is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        '"latency_ms":[NaN]', '"latency_ms":[Infinity]', '"latency_ms":[1e400]', '"latency_ms":[1e300]',
+        '"latency_ms":[-1]', '"latency_ms":[null]', '"latency_ms":["1"]', '"latency_ms":[' + "1," * 9 + "1]",
+        '"load_ms":NaN', '"load_ms":-1', '"load_ms":1e99', '"peak_rss_bytes":-1', '"peak_rss_bytes":1e400',
+        '"peak_rss_bytes":99999999999999999999999', '"status":"passed"', '"status":["done"]', '"versions":{"a":{}}',
+        '"placement":[{"name":"a","op":"b","domain":"","provider":"p","extra":1}]', '"placement_source":"me"',
+        '"failure":null', '"__class__":"os.system"', '"before":{"temperatures_c":{"a":NaN}}',
+        '"versions":' + '{"a":' * 5000 + "1" + "}" * 5000,
+    ],
+)  # fmt: skip
+def test_a_hostile_run_is_a_failure_in_one_printable_line(tmp_path: Path, work: Path, change: str) -> None:
+    key = change.split(":", maxsplit=1)[0].strip('"')
+    rest = json.dumps({name: value for name, value in DONE.items() if name != key})
+    run = came_back(tmp_path, work, rest[:-1] + ", " + change + "}")
+    assert run.failure
+    assert run.failure.isprintable()
+
+
+def test_what_a_device_calls_itself_cannot_steer_a_terminal(tmp_path: Path, work: Path) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\nedgekit: pass\r\u202e"
+    node = {"name": evil, "op": evil, "domain": evil, "provider": evil}
+    run = came_back(tmp_path, work, {**DONE, "versions": {evil: evil * 1000}, "placement": [node]})
+    assert run.failure is None
+    (placed,) = run.placement
+    shown = [placed.name, placed.op, placed.domain, placed.provider, *run.versions, *run.versions.values()]
+    assert all(text.isprintable() and len(text) <= 8192 for text in shown)
+    assert printable("plain") == "plain"
+
+
+def test_more_versions_than_anyone_needs_are_cut(tmp_path: Path, work: Path) -> None:
+    run = came_back(tmp_path, work, {**DONE, "versions": {str(index): "1" for index in range(100_000)}})
+    assert len(run.versions) <= 32
+
+
+def test_a_giant_run_is_not_read_to_its_end(work: Path) -> None:
+    with (work / "run.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DeviceError, match="larger than"):
+        read_run(work)
+
+
+def test_a_run_that_is_a_link_or_a_pipe_is_not_opened(tmp_path: Path, work: Path) -> None:
+    (tmp_path / "secret.json").write_text(json.dumps(DONE))
+    (work / "run.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(DeviceError, match="cannot read"):
+        read_run(work)
+    (work / "run.json").unlink()
+    os.mkfifo(work / "run.json")
+    with pytest.raises(DeviceError, match="no plain file"):
+        read_run(work)
+
+
+def test_a_job_is_json_and_an_argument_list(tmp_path: Path) -> None:
+    job = hostile_job(tmp_path / "m.onnx", "nnapi")
+    assert ORT_RUNNER.is_file()
+    assert msgspec.json.decode(msgspec.json.encode(job.outputs))[0]["name"] == f"out {NAMES[0]}"

@@ -1,0 +1,101 @@
+"""The self-test says yes to devices that compute, and no to those that lie in any of the ways it looks for."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.find import find_device
+from edgekit.devices.host import Host
+from edgekit.devices.plain import plain_target
+from edgekit.devices.self_test import try_device
+from edgekit.evidence import Evidence
+from edgekit.samples import Samples
+from edgekit.tensors import Tensors
+
+
+@pytest.mark.parametrize("name", ["host", "emulated", "xnnpack-wasm", "qnn-htp-sim", "arm64"])
+def test_every_emulator_that_is_here_passes(name: str) -> None:
+    device = find_device(name, plain_target(name))
+    if (missing := device.find_missing()) is not None:
+        pytest.skip(f"{name}: {missing.reason}: {missing.command}")
+    test = try_device(device)
+    assert [(check.name, check.detail) for check in test.checks if not check.passed] == []
+    assert len(test.checks) == 5
+    assert test.versions
+
+
+class Liar(Host, frozen=True, kw_only=True):
+    """Runs the model, and then says something else."""
+
+    lie: str = ""
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        run = Host.run_job(self, job, work)
+        rows: list[Tensors] = list(run.outputs)
+        if self.lie == "zeros":
+            rows = [{"y": np.zeros_like(row["y"])} for row in rows]
+        elif self.lie == "swapped":
+            rows = rows[::-1]
+        elif self.lie == "NaN":
+            rows = [{"y": np.full_like(row["y"], np.nan)} for row in rows]
+        elif self.lie == "nowhere":
+            run = msgspec.structs.replace(run, placement=())
+        elif self.lie == "timeless":
+            run = msgspec.structs.replace(run, latency_ms=())
+        elif self.lie == "eager" and run.failure is not None:
+            rows, run = [{"y": np.zeros((1, 4, 8, 8), np.float32)}] * 3, msgspec.structs.replace(run, failure=None)
+        return msgspec.structs.replace(run, outputs=Samples(source="lie", count=len(rows), read=lambda: iter(rows)))
+
+
+class Remembering(Host, frozen=True, kw_only=True):
+    """Runs the first model that it was ever given, whatever comes after."""
+
+    first: list[Path]
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        kept = work.parent.parent / f"edgekit-first-{id(self)}.onnx"
+        if not self.first:
+            kept.write_bytes(job.model.read_bytes())
+            self.first.append(kept)
+        return Host.run_job(self, msgspec.structs.replace(job, model=kept), work)
+
+
+@pytest.mark.parametrize(
+    ("lie", "check"),
+    [
+        ("zeros", "outputs"), ("swapped", "outputs"), ("NaN", "outputs"), ("nowhere", "placement"),
+        ("timeless", "times"), ("eager", "a model that cannot run is refused"),
+    ],
+)  # fmt: skip
+def test_a_liar_fails_the_check_that_looks_for_it(lie: str, check: str) -> None:
+    test = try_device(Liar(lie=lie))
+    assert not test.passed
+    assert check in [tried.name for tried in test.checks if not tried.passed]
+
+
+def test_a_device_that_does_not_run_what_it_is_given_fails_the_negative_control() -> None:
+    device = Remembering(first=[])
+    test = try_device(device)
+    device.first[0].unlink()
+    assert {check.name for check in test.checks if not check.passed} == {
+        "an altered weight is noticed", "a model that cannot run is refused",
+    }  # fmt: skip
+
+
+def test_a_device_that_is_not_there_is_not_tried() -> None:
+    class Absent(Host, frozen=True, kw_only=True):
+        """Is not there."""
+
+        def find_missing(self) -> Missing | None:
+            return Missing(reason="unplugged", command="plug it in")
+
+    test = try_device(Absent())
+    assert (test.passed, test.skipped, test.command, test.checks) == (False, "unplugged", "plug it in", ())
+
+
+def test_a_device_is_told_apart_by_name_only() -> None:
+    device: Device = Host()
+    assert try_device(device).evidence is Evidence.EMULATED
