@@ -22,6 +22,8 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
 	$(BIN)/python tools/bench/build_zoo.py
 	$(BIN)/python tools/bench/runner_figures.py
+	$(BIN)/python tools/bench/bundle_reproducible.py 20
+	$(BIN)/python tools/bench/bundle_costs.py
 
 fuzz: .venv/dev.stamp  ## hostile files, for longer than in the tests
 	$(BIN)/pytest --hypothesis-profile=fuzz -m fuzz

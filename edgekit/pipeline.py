@@ -1,7 +1,7 @@
 """From a model to verified bundles: the only module that knows the order of the stages."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.opening import open_recorded
+from edgekit.bundle.recorded import Recorded, adopt_reference
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
@@ -73,6 +75,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
     golden: Golden
     calibration: Calibration | ModelError | None
     preprocess: Preprocess | None
+    recorded: Mapping[str, Recorded]
 
 
 class _Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +158,10 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     labels = None if data.labels is None else read_task_labels(data.labels, kind, held_out)
     job.progress("run the float model")
     golden = make_golden(source, held_out, job.work / "golden", labels=labels)
+    targets = [target.name for target in job.targets]
+    recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
+    for bundle in recorded.values():
+        adopt_reference(golden, bundle)
     is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
     return _Inputs(
         source=source,
@@ -166,6 +173,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         golden=golden,
         calibration=None if is_quantized else _calibrate(prepared, samples, job),
         preprocess=data.preprocess,
+        recorded=recorded,
     )
 
 
@@ -258,6 +266,7 @@ def _collect(
         versions={**list_versions(), **converted.versions},
         recipe=recipe,
         preprocess=inputs.preprocess,
+        recorded=inputs.recorded.get(target.name),
     )
 
 

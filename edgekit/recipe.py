@@ -17,13 +17,15 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     """Where the samples of a build come from.
 
     `source` calibrates; `evaluation` verifies, and where it is None part of `source` is kept back for it. `labels`
-    holds the class of each evaluation sample.
+    holds the class of each evaluation sample. `golden` is the folder of an earlier build of the same model and data,
+    whose float reference is taken over, so that another kind of CPU makes the same bytes.
     """
 
     source: str
     evaluation: str | None = None
     labels: Path | None = None
     preprocess: Preprocess | None = None
+    golden: Path | None = None
 
 
 class Licence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,6 +22,7 @@ from edgekit.bundle.manifest import (
     ProviderShare,
     Tested,
 )
+from edgekit.bundle.recorded import Recorded
 from edgekit.check.report import CheckReport
 from edgekit.convert.canonical import CANONICAL_VERSION
 from edgekit.errors import BundleError
@@ -42,7 +43,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """What goes into a bundle.
 
     `files` are the model files of each form, the one to load first; the bundle keeps their names. `source` is the
-    user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given.
+    user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given;
+    `recorded` is the bundle of an earlier build, whose self-test is taken over if its model files are the same.
     """
 
     source: Model
@@ -55,6 +57,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     versions: Mapping[str, str]
     recipe: Recipe = Recipe()
     preprocess: Preprocess | None = None
+    recorded: Recorded | None = None
 
 
 def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, BundledFile], check: str) -> Manifest:

@@ -12,8 +12,9 @@ from edgekit.bundle.checks import check_files, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import write_expected
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.manifest import BundledFile, Manifest, decode_manifest, encode_json
+from edgekit.bundle.manifest import BundledFile, GoldenFacts, Manifest, decode_manifest, encode_json
 from edgekit.bundle.names import find_fault
+from edgekit.bundle.recorded import adopt_expected
 from edgekit.bundle.sign import SIGNATURE, check_signature
 from edgekit.bundle.snippets import render_snippets
 from edgekit.check.report import CheckReport
@@ -78,7 +79,7 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         _copy_file(file, out / GOLDEN / file.name)
     write_file(out / CHECK, encode_json(contents.check))
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
-    golden = write_expected(contents.golden, _place_models(contents.files, out), contents.precision, out / GOLDEN)
+    golden = _make_self_test(contents, out)
     draft = describe_contents(contents, golden, {}, digest_file(out / CHECK))
     for name, text in render_snippets(contents.target, draft).items():
         write_file(out / APP / name, text.encode())
@@ -133,6 +134,15 @@ def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
 
 def _describe_target(target: Target) -> dict[str, object]:
     return {key: value for key, value in msgspec.structs.asdict(target).items() if key != "folder"}
+
+
+def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
+    models = _place_models(contents.files, out)
+    if contents.recorded is not None:
+        adopted = adopt_expected(contents.recorded, models, out / GOLDEN)
+        if adopted is not None:
+            return adopted
+    return write_expected(contents.golden, models, contents.precision, out / GOLDEN)
 
 
 def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[Form, list[Path]]:

@@ -1,7 +1,7 @@
 """Opening whatever a bundle comes as: a folder, an archive, or either with several targets."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,7 @@ from edgekit._files import work_folder
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
+from edgekit.bundle.recorded import Recorded
 from edgekit.bundle.sign import sign_manifest
 from edgekit.errors import BundleError, UsageError
 
@@ -59,6 +60,21 @@ def opened_bundle(path: Path, *, key: Path | None = None, target: str | None = N
         if target not in {None, found.manifest.target}:
             raise UsageError(f"'{path}' is for '{found.manifest.target}', not '{target}'", hint="leave --target out")
         yield found
+
+
+def open_recorded(build: Path, name: str, targets: Iterable[str]) -> dict[str, Recorded]:
+    """Returns the bundles of an earlier build of the model `name`, by target; one that was not built is left out.
+
+    Raises:
+        UsageError: there is none.
+        BundleError: one is damaged.
+    """
+    folders = {target: build / f"{name}-{target}" for target in targets}
+    opened = {target: open_bundle(folder) for target, folder in folders.items() if folder.is_dir()}
+    if not opened:
+        wanted = " or ".join(folder.name for folder in folders.values())
+        raise UsageError(f"'{build}' holds no bundle to take the reference from", hint=f"it should hold {wanted}")
+    return {target: Recorded(folder=bundle.folder, manifest=bundle.manifest) for target, bundle in opened.items()}
 
 
 def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:

@@ -19,6 +19,9 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 @options.PREPROCESS
 @click.option("--eval", "evaluation", metavar="DATA", help="Samples to verify with; else some of --data are kept back.")
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each --eval sample.")
+@click.option(
+    "--golden", type=click.Path(path_type=Path), metavar="DIR", help="An earlier build: take its float reference."
+)
 @click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
 @options.SET
 @options.DIM
@@ -36,6 +39,7 @@ def command(
     preprocess: Path | None,
     evaluation: str | None,
     labels: Path | None,
+    golden: Path | None,
     targets: tuple[str, ...],
     settings: tuple[str, ...],
     dims: tuple[str, ...],
@@ -68,6 +72,7 @@ def command(
         source=data,
         evaluation=evaluation,
         labels=labels,
+        golden=golden,
         preprocess=load_preprocess(preprocess) if preprocess else None,
     )
     with showing_progress(volume) as progress:
