@@ -10,13 +10,17 @@ from edgekit._ort import Level
 from edgekit.convert.census import UnfusedNode
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedModel, convert_model, convert_styles
-from edgekit.convert.equality import Equality
+from edgekit.convert.equality import Equality, compare_onnx
 from edgekit.convert.fates import OpFate
 from edgekit.convert.forms import ORT_FILES
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_large
+from edgekit.errors import ModelError
 from edgekit.model import Model, QuantizedForm, find_quantized_form, load_model, read_proto
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.lighten import LightenOptions, LightModel, WeightForm, lighten_model
+from edgekit.quantize.qoperator import write_qoperator
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.samples import Samples, load_samples
 from edgekit.target import Form, Target
@@ -25,6 +29,8 @@ from edgekit.target import Form, Target
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX twin too `with_onnx`.
 
+    Transformer patterns are fused first as `fuse` says, then weights are made smaller as `weights` says; with
+    `qoperator` a QDQ model gets integer operators in place of Q and DQ nodes.
     `data` holds the inputs on which each file runs against its source, which it does not unless `checked`.
     """
 
@@ -32,9 +38,32 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     styles: tuple[Style, ...] = ("full", "runtime")
     with_onnx: bool = False
     context: ContextOptions = DEFAULT_CONTEXT
+    fuse: FuseOptions | None = None
+    weights: LightenOptions | None = None
+    qoperator: bool = False
     custom_ops: tuple[Path, ...] = ()
     data: Data | None = None
     checked: bool = True
+
+
+class Fusion(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fusion of transformer patterns came to, and how the fused model compares with the one before."""
+
+    model_type: str
+    fused: dict[str, int]
+    nodes_before: int
+    nodes_after: int
+    equality: Equality
+
+
+class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Which nodes have weights of another form now, which were to keep theirs, and the sizes of the ONNX model."""
+
+    form: WeightForm
+    changed: tuple[str, ...]
+    kept: tuple[str, ...]
+    size_before: int
+    size_after: int
 
 
 class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +80,8 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     reason: str
     quantized: QuantizedForm
+    fusion: Fusion | None
+    weights: SmallWeights | None
     files: dict[Form, tuple[str, ...]]
     census: dict[Form, dict[str, int]]
     fates: dict[Form, tuple[OpFate, ...]]
@@ -79,18 +110,52 @@ def convert_for(
         progress("prepare the model")
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
         samples = _load_samples(options.data, prepared)
+        floating, fusion = _fuse(source, prepared, options, samples, recipe, work)
+        small = _lighten(floating, options, work)
+        current = floating if small is None else small.model
+        if options.qoperator:
+            current = write_qoperator(current, work / "qoperator.onnx", options.ort.cpu).model
         progress("convert and compare")
         if targets:
+            halved = floating if small is not None and small.form == "fp16" else None
             converted = convert_model(
-                prepared, targets[0], staging, origin=source, samples=samples, checked=options.checked,
-                context=options.context,
+                current, targets[0], staging, ort_source=halved, origin=source, samples=samples,
+                checked=options.checked, context=options.context,
             )  # fmt: skip
         else:
             forms: Sequence[Form] = (*options.styles, "onnx") if options.with_onnx else options.styles
             converted = convert_styles(
-                prepared, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
+                current, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
             )
-    return _report(source, out, converted)
+    return _report(source, out, converted, fusion, small)
+
+
+def _fuse(
+    source: Model, prepared: Model, options: ConvertOptions, samples: Samples | None, recipe: Recipe, work: Path
+) -> tuple[Model, Fusion | None]:
+    """Returns the prepared model with its transformer patterns fused, where that is wanted, and what that came to."""
+    if options.fuse is None:
+        return prepared, None
+    fused = fuse_transformer(source, options.fuse, work / "fused.onnx")
+    changed = prepare_model(fused.model, work / "fused-prepared.onnx", recipe.dims)
+    equality = compare_onnx(prepared, changed, samples)
+    if not equality.passed:
+        raise ModelError(
+            f"fusing changes the results: error {equality.error:.2g}, at most {equality.tolerance:g} is allowed",
+            hint="name another --model-type, or leave --fuse out",
+        )
+    fusion = Fusion(
+        model_type=fused.model_type,
+        fused=fused.fused,
+        nodes_before=fused.nodes_before,
+        nodes_after=fused.nodes_after,
+        equality=equality,
+    )
+    return changed, fusion
+
+
+def _lighten(model: Model, options: ConvertOptions, work: Path) -> LightModel | None:
+    return None if options.weights is None else lighten_model(model, options.weights, work / "light.onnx")
 
 
 def _refuse_large(source: Model, targets: Sequence[Target], options: ConvertOptions) -> None:
@@ -104,13 +169,25 @@ def _load_samples(data: Data | None, prepared: Model) -> Samples | None:
     return None if data is None else load_samples(data.source, prepared.inputs, data.preprocess)
 
 
-def _report(source: Model, out: Path, converted: ConvertedModel) -> ConvertReport:
+def _report(
+    source: Model, out: Path, converted: ConvertedModel, fusion: Fusion | None, small: LightModel | None
+) -> ConvertReport:
     return ConvertReport(
         model=source.name,
         out=out,
         target=converted.target,
         reason=converted.reason,
         quantized=find_quantized_form(read_proto(source, weights=False)),
+        fusion=fusion,
+        weights=None
+        if small is None
+        else SmallWeights(
+            form=small.form,
+            changed=small.changed,
+            kept=small.kept,
+            size_before=small.size_before,
+            size_after=small.size_after,
+        ),
         files=converted.files,
         census=converted.census,
         fates=converted.fates,

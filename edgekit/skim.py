@@ -21,10 +21,13 @@ _INSIDE: dict[str, dict[int, str]] = {
     "model": {7: "graph"},
     "graph": {1: "node", 5: "tensor"},
     "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph"},
+    "attribute": {5: "constant", 6: "graph", 10: "constant", 11: "graph"},
     "tensor": {},
+    "constant": {},
 }
 """Which fields of a message hold messages with tensors in them."""
+_TENSORS = frozenset({"tensor", "constant"})
+_RAW_DATA = 9
 _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
 
 
@@ -34,17 +37,35 @@ def skim_model(path: Path) -> onnx.ModelProto:
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
     """
+    return _read(path, location="")
+
+
+def point_into(path: Path) -> onnx.ModelProto:
+    """Returns the model with the raw data of its big initializers left in the file, as external data that lie there.
+
+    So a model of gigabytes is worked on without ever being in memory; the data keep their place in the file, `path`.
+
+    Raises:
+        ModelError: the file cannot be read or is no ONNX model.
+    """
+    return _read(path, location=path.name)
+
+
+def _read(path: Path, location: str) -> onnx.ModelProto:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return onnx.ModelProto.FromString(b"".join(_skim(data, "model", (0, len(data)), 0)))
+            return onnx.ModelProto.FromString(b"".join(_skim(data, "model", (0, len(data)), 0, location)))
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
         raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint="export it again") from error
 
 
-def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int) -> Iterator[bytes]:
-    """Yields the bytes of a message that are kept; `span` is where it begins and ends."""
+def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str) -> Iterator[bytes]:
+    """Yields the bytes of a message that are kept; `span` is where it begins and ends.
+
+    With a `location` the raw data that are left out become external data there, and other data stay.
+    """
     at, end = span
     while at < end:
         start = at
@@ -60,10 +81,22 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int) -> Iter
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
         if inner is not None and depth < _MAX_DEPTH:
-            kept = b"".join(_skim(data, inner, (body, at), depth + 1))
+            kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
             yield _varint(key) + _varint(len(kept)) + kept
-        elif kind != "tensor" or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
+        elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
             yield data[start:at]
+        elif location and kind == "tensor" and field == _RAW_DATA:
+            yield _external_fields(location, body, size)
+        elif location:
+            yield data[start:at]
+
+
+def _external_fields(location: str, offset: int, length: int) -> bytes:
+    """Returns the fields of a tensor that say where its data lie."""
+    tensor = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+    return tensor.SerializeToString()
 
 
 def _skip_scalar(data: mmap.mmap, at: int, wire: int) -> int:

@@ -9,8 +9,9 @@ from demo_paths import MODEL
 from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test import loader
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import ModelError
-from edgekit.skim import skim_model
+from edgekit.skim import point_into, skim_model
 
 LIGHT = Path(loader.DATA_DIR) / "light"
 
@@ -53,3 +54,20 @@ def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
     path.write_bytes(MODEL.read_bytes()[:-50])
     with pytest.raises(ModelError, match="cut off"):
         skim_model(path)
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
+def test_big_weights_are_used_where_they_lie(tmp_path: Path, *, raw: bool) -> None:
+    array = np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)
+    tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
+    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
+    node = helper.make_node("Add", ["w", "c"], ["y"])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [300, 400])
+    path = tmp_path / "m.onnx"
+    graph = helper.make_graph([constant, node], "g", [], [out], [tensor])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    pointing = point_into(path)
+    assert (pointing.graph.initializer[0].data_location == TensorProto.EXTERNAL) is raw
+    config = {"session.model_external_initializers_file_folder_path": str(tmp_path)}
+    got = CpuSession(pointing.SerializeToString(), SessionSettings(config=config)).run({})["y"]
+    assert np.array_equal(got, array + array)

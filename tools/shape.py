@@ -29,7 +29,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
 )
 DOORS = {
-    "onnxruntime": ("edgekit/_ort.py", "edgekit/quantize/_ort_quantizer.py", "edgekit/quantize/_ort_half.py"),
+    "onnxruntime": (
+        "edgekit/_ort.py",
+        "edgekit/prepare/_ort_transformers.py",
+        "edgekit/quantize/_ort_quantizer.py",
+        "edgekit/quantize/_ort_half.py",
+    ),
     "subprocess": ("edgekit/_proc.py",),
 }
 FAR_SIDE = "/far/"

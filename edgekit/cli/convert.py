@@ -6,13 +6,15 @@ from typing import Literal
 import click
 
 from edgekit._ort import Level
-from edgekit.cli import options
+from edgekit.cli import convert_options, options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_conversion, show_json, showing_progress
 from edgekit.conversion import ConvertOptions, convert_for
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.errors import UsageError
+from edgekit.prepare.transformer import FuseOptions
+from edgekit.quantize.lighten import LightenOptions
 from edgekit.recipe import Recipe
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
@@ -27,9 +29,10 @@ _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime
 @click.option("--level", type=click.Choice([level.value for level in Level]), help="Default: all.")
 @click.option("--cpu", type=click.Choice(["arm", "x64"]), help="The CPU whose kernels the file is for. Default: arm.")
 @click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too.")
-@click.option("--soc", "socs", metavar="43,69", help="Qualcomm SoCs, all in one QNN context; for --target qnn.")
-@click.option("--htp-arch", "archs", metavar="73,79", help="Or: Hexagon versions, all in one QNN context.")
-@click.option("--embed-context", "embedded", is_flag=True, help="Put the QNN context inside the ONNX file.")
+@convert_options.context
+@convert_options.fuse
+@convert_options.weights
+@click.option("--qoperator", is_flag=True, help="Write QLinear operators in place of Q and DQ nodes.")
 @options.CUSTOM_OPS
 @click.option("--data", metavar="DATA", help="Inputs to run each file on. Default: drawn at random.")
 @options.PREPROCESS
@@ -46,9 +49,10 @@ def command(
     level: str | None,
     cpu: Cpu | None,
     with_onnx: bool,
-    socs: str | None,
-    archs: str | None,
-    embedded: bool,
+    context: ContextOptions,
+    fuse: FuseOptions | None,
+    weights: LightenOptions | None,
+    qoperator: bool,
     custom_ops: tuple[Path, ...],
     data: str | None,
     preprocess: Path | None,
@@ -65,8 +69,6 @@ def command(
     """
     if target is not None and (style or level or cpu or with_onnx):
         raise UsageError(f"target '{target}' settles style, level and CPU", hint="give either --target or the others")
-    if target is None and (socs or archs or embedded):
-        raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
     recipe = Recipe(
         targets=() if target is None else (target,),
         settings=options.parse_assignments(settings, "--set"),
@@ -76,7 +78,10 @@ def command(
         ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all")),
         styles=_STYLES[style or "both"],
         with_onnx=with_onnx,
-        context=ContextOptions(socs=options.split_names(socs), archs=options.split_names(archs), embedded=embedded),
+        context=context,
+        fuse=fuse,
+        weights=weights,
+        qoperator=qoperator,
         custom_ops=custom_ops,
         data=options.parse_data(data, preprocess),
         checked=checked,

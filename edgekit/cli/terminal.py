@@ -23,7 +23,7 @@ from edgekit.report.bench_text import list_bench_remarks, table_bench
 from edgekit.report.summary import BuildReport
 from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
-from edgekit.target import Target
+from edgekit.target import Form, Target
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import VerifyReport
 
@@ -125,23 +125,35 @@ def show_prepared(report: PrepareReport, out: Path) -> None:
 
 def show_conversion(report: ConvertReport) -> None:
     """Prints the files of a conversion, why these, and what is known of each."""
-    for form, names in report.files.items():
-        size = text.format_bytes(sum(report.size_bytes[name] for name in names))
-        click.echo(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
-        for fate in report.fates.get(form, ()):
-            if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
-                click.echo(f"  {fate.sentence}")
-        for node in report.unfused.get(form, ()):
-            click.echo(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
-        if form in report.equality:
-            click.echo(f"  {describe_equality(report.equality[form])}")
-        for trait in report.host_traits.get(form, ()):
-            click.echo(f"  other bytes on another kind of CPU: {trait}")
+    for form in report.files:
+        _show_form(report, form)
+    if report.fusion is not None:
+        fused = ", ".join(f"{count} {op}" for op, count in report.fusion.fused.items())
+        nodes = f"{report.fusion.nodes_before} nodes became {report.fusion.nodes_after}"
+        click.echo(f"fused: {fused}; {nodes}; {describe_equality(report.fusion.equality)}")
+    if report.weights is not None:
+        sizes = f"{text.format_bytes(report.weights.size_before)} -> {text.format_bytes(report.weights.size_after)}"
+        click.echo(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
     if report.quantized:
         click.echo(f"quantized already ({report.quantized}): taken as it is")
     if report.compatibility:
         click.echo(f"compatibility: {report.compatibility}")
     click.echo(f"why: {report.reason}")
+
+
+def _show_form(report: ConvertReport, form: Form) -> None:
+    names = report.files[form]
+    size = text.format_bytes(sum(report.size_bytes[name] for name in names))
+    click.echo(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
+    for fate in report.fates.get(form, ()):
+        if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
+            click.echo(f"  {fate.sentence}")
+    for node in report.unfused.get(form, ()):
+        click.echo(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
+    if form in report.equality:
+        click.echo(f"  {describe_equality(report.equality[form])}")
+    for trait in report.host_traits.get(form, ()):
+        click.echo(f"  other bytes on another kind of CPU: {trait}")
 
 
 def describe_equality(found: Equality) -> str:

@@ -21,6 +21,7 @@ from edgekit.tensors import Array
 
 FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
+FUSED_TOLERANCE = 1e-3
 QUANTIZED_TOLERANCE = 0.05
 """Largest error over largest magnitude of an output. Fused float kernels round otherwise in the last bits; where these
 cross a step of a quantized tensor, a value moves by that step."""
@@ -88,6 +89,29 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     if compared.passed:
         return compared
     return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))
+
+
+def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) -> Equality:
+    """Runs two ONNX models on the same inputs, without any optimisation, and returns how the second compares.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime does not run the second where it runs the first.
+    """
+    facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=FUSED_TOLERANCE)
+    chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
+    if chosen is None or not all(spec.is_tensor for spec in source.outputs):
+        return msgspec.structs.replace(facts, skipped="its inputs or outputs are no tensors")
+    plain = SessionSettings(level=Level.DISABLED, threads=1)
+    try:
+        wanted = _run(source.path, plain, chosen, source.custom_ops)
+    except RuntimeRefusal as refusal:
+        if samples is not None:
+            raise
+        return msgspec.structs.replace(facts, skipped=f"the source does not run: {refusal.message[:160]}")
+    got = _run(changed.path, plain, chosen, changed.custom_ops)
+    errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
+    equal = all(error is None for error in errors)
+    return msgspec.structs.replace(facts, samples=chosen.count, bit_equal=equal, error=_worst(errors))
 
 
 def _choose_tolerance(graph: onnx.GraphProto, ops: set[str]) -> float:

@@ -9,11 +9,11 @@ from edgekit._files import move_file, replacing_file
 from edgekit.model import Model, load_model, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
-from edgekit.prepare.external import spill_data
 from edgekit.prepare.infer import infer_outputs
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes, restore_stamps, sort_values
+from edgekit.skim import point_into
 
 
 def prepare_model(
@@ -54,8 +54,6 @@ def prepare_model(
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
         folder = model.path.parent
-        if keeps_external(model) and not model.external_files:
-            proto, folder = spill_data(proto, temporary.with_name("weights.bin")), temporary.parent
         if constants or chosen < read_opset(proto):
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
@@ -68,7 +66,8 @@ def prepare_model(
 
 
 def _read_interface(model: Model, outputs: Collection[str], constants: Mapping[str, float]) -> onnx.ModelProto:
-    proto = read_proto(model, weights=not keeps_external(model))
+    is_huge_file = keeps_external(model) and not model.external_files
+    proto = point_into(model.path) if is_huge_file else read_proto(model, weights=not keeps_external(model))
     merge_domains(proto)
     name_nodes(proto.graph)
     drop_initializer_inputs(proto.graph)

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -13,8 +13,9 @@ from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
+from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-from onnxruntime.quantization.quant_utils import add_infer_metadata
+from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
@@ -24,6 +25,9 @@ GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry})
 """The operators that ORT's general rules can quantize."""
 QNN_EXCLUDED_OPS = frozenset({"Cast"})
 """The operators that ORT's QNN rules leave alone (execution_providers/qnn/quant_config.py, OP_TYPES_TO_EXCLUDE)."""
+
+DYNAMIC_OPS = ("Attention", "EmbedLayerNormalization", "Gather", "LSTM", "MatMul")
+"""What has a kernel for int8 weights and activations quantized at each run; ConvInteger has none for int8 weights."""
 
 _TYPES: dict[str, Any] = {
     "uint8": QuantType.QUInt8,
@@ -89,6 +93,33 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
         quantized: onnx.ModelProto = quantizer.quantize_model()
         del quantized.metadata_props[:]
         quantized.metadata_props.extend(proto.metadata_props)
+        return quantized
+
+
+def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: str) -> onnx.ModelProto:
+    """Returns a model whose weights are int8 per channel, and whose activations are quantized at each run.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    with _silenced(), _translated(subject):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        quantizer: Any = ONNXQuantizer(
+            copy,
+            True,  # noqa: FBT003 - per_channel
+            False,  # noqa: FBT003 - reduce_range
+            QuantizationMode.IntegerOps,
+            False,  # noqa: FBT003 - static
+            QuantType.QInt8,
+            QuantType.QUInt8,
+            None,
+            [],
+            list(kept),
+            list(DYNAMIC_OPS),
+            {"MatMulConstBOnly": True},
+        )
+        quantized: onnx.ModelProto = quantizer.quantize_model()
         return quantized
 
 

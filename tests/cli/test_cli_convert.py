@@ -48,6 +48,12 @@ def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["--target", "nnapi", "--cpu", "arm"], "settles style, level and CPU"),
         (["--soc", "43"], "add --target qnn"),
+        (["--model-type", "gpt2"], "add --fuse transformer"),
+        (["--keep", "conv"], "add --weights"),
+        (["--weights", "int4", "--keep", "nix"], "no node 'nix' to keep"),
+        (["--weights", "int4", "--block", "7"], "no block of 7 weights"),
+        (["--fuse", "transformer", "--model-type", "brt"], "no --model-type 'brt'"),
+        (["--fuse", "transformer"], "no pattern of 'bert' was found"),
         (["--preprocess", "x.toml"], "add --data"),
         (["--custom-ops", "none.so"], "no custom-op library 'none.so'"),
     ],

@@ -1,0 +1,64 @@
+"""Options of `edgekit convert` that belong together, each group as one value."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from edgekit.cli.options import split_names
+from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
+from edgekit.errors import UsageError
+from edgekit.prepare.transformer import FuseOptions
+from edgekit.quantize.lighten import WEIGHT_FORMS, LightenOptions, WeightForm
+
+Command = Callable[..., int]
+
+
+def context(function: Command) -> Command:
+    """Adds the options of a QNN context, which become the argument `context`."""
+
+    @click.option("--soc", "socs", metavar="43,69", help="Qualcomm SoCs, all in one QNN context; for --target qnn.")
+    @click.option("--htp-arch", "archs", metavar="73,79", help="Or: Hexagon versions, all in one QNN context.")
+    @click.option("--embed-context", "embedded", is_flag=True, help="Put the QNN context inside the ONNX file.")
+    @functools.wraps(function)
+    def command(*, socs: str | None, archs: str | None, embedded: bool, target: str | None, **rest: Any) -> int:
+        chosen = ContextOptions(socs=split_names(socs), archs=split_names(archs), embedded=embedded)
+        if target is None and chosen != DEFAULT_CONTEXT:
+            raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
+        return function(context=chosen, target=target, **rest)
+
+    return command
+
+
+def fuse(function: Command) -> Command:
+    """Adds the options of fusion, which become the argument `fuse`."""
+
+    @click.option("--fuse", type=click.Choice(["transformer"]), help="Fuse patterns into ONNX Runtime's own operators.")
+    @click.option("--model-type", metavar="NAME", help="The family of the transformer. Default: bert.")
+    @click.option("--heads", type=int, default=0, metavar="N", help="Its attention heads. Default: found out.")
+    @click.option("--hidden-size", type=int, default=0, metavar="N", help="Its hidden size. Default: found out.")
+    @functools.wraps(function)
+    def command(*, fuse: str | None, model_type: str | None, heads: int, hidden_size: int, **rest: Any) -> int:
+        if fuse is None and (model_type or heads or hidden_size):
+            raise UsageError("--model-type, --heads and --hidden-size say how to fuse", hint="add --fuse transformer")
+        chosen = FuseOptions(model_type=model_type or "bert", heads=heads, hidden=hidden_size)
+        return function(fuse=chosen if fuse else None, **rest)
+
+    return command
+
+
+def weights(function: Command) -> Command:
+    """Adds the options of weights, which become the argument `weights`."""
+
+    @click.option("--weights", "form", type=click.Choice(WEIGHT_FORMS), help="Make weights smaller, without samples.")
+    @click.option("--keep", metavar="A,B", help="Nodes whose weights stay as they are.")
+    @click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
+    @functools.wraps(function)
+    def command(*, form: WeightForm | None, keep: str | None, block: int | None, **rest: Any) -> int:
+        if form is None and (keep or block):
+            raise UsageError("--keep and --block say how to make weights smaller", hint="add --weights int8")
+        chosen = LightenOptions(form=form, kept=split_names(keep), block=block or 32) if form else None
+        return function(weights=chosen, **rest)
+
+    return command

@@ -1,0 +1,66 @@
+"""Fusing what transformers are made of: attention, layer normalisation, GELU, embeddings."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit.errors import ModelError, UsageError, suggest_name
+from edgekit.model import Model, iterate_graphs, read_proto, save_proto
+from edgekit.prepare._ort_transformers import MODEL_TYPES, fuse_nodes
+from edgekit.prepare.opset import lower_ir_version, read_opset
+
+
+class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The family of the transformer, its attention heads and its hidden size; 0 where they are to be found out."""
+
+    model_type: str = "bert"
+    heads: int = 0
+    hidden: int = 0
+
+
+class FusedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with its transformer patterns fused: how many nodes of each fused operator, and of all nodes."""
+
+    model: Model
+    model_type: str
+    fused: dict[str, int]
+    nodes_before: int
+    nodes_after: int
+
+
+def fuse_transformer(model: Model, options: FuseOptions, out: Path) -> FusedModel:
+    """Writes a model with transformer patterns fused into operators of `com.microsoft` to `out`.
+
+    Only ONNX Runtime's CPU, CUDA and WebGPU providers have these: for a phone's accelerator, do not fuse.
+
+    Raises:
+        UsageError: there is no such family.
+        ModelError: the optimizer cannot handle the model, or found nothing to fuse.
+    """
+    if options.model_type not in MODEL_TYPES:
+        hint = suggest_name(options.model_type, MODEL_TYPES)
+        raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
+    before = read_proto(model, weights=False)
+    fused, _ = fuse_nodes(model.path, options.model_type, options.heads, options.hidden)
+    lower_ir_version(fused, read_opset(fused))
+    new = _count_contrib(fused) - _count_contrib(before)
+    if not new:
+        raise ModelError(
+            f"no pattern of '{options.model_type}' was found in '{model.name}'",
+            hint=f"another --model-type ({', '.join(MODEL_TYPES)}), or leave --fuse out",
+        )
+    written = save_proto(fused, out)
+    return FusedModel(
+        model=msgspec.structs.replace(written, custom_ops=model.custom_ops),
+        model_type=options.model_type,
+        fused=dict(sorted(new.items())),
+        nodes_before=model.node_count,
+        nodes_after=written.node_count,
+    )
+
+
+def _count_contrib(proto: onnx.ModelProto) -> Counter[str]:
+    nodes = (node for graph in iterate_graphs(proto.graph) for node in graph.node)
+    return Counter(node.op_type for node in nodes if node.domain == "com.microsoft")

@@ -1,0 +1,86 @@
+"""Transformer patterns are fused, counted, and give the same results."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.conversion import ConvertOptions, convert_for
+from edgekit.errors import ModelError, UsageError
+from edgekit.model import Model, load_model
+from edgekit.prepare.transformer import FuseOptions, fuse_transformer
+from edgekit.recipe import Recipe
+from edgekit.tensors import Array
+
+
+def make_block(path: Path) -> Model:
+    """Writes half a transformer layer as exporters do: GELU by Erf, a residual, layer normalisation."""
+    rng = np.random.default_rng(0)
+    weights: dict[str, Array] = {
+        "w1": rng.standard_normal((16, 32)).astype(np.float32) / 4, "b1": rng.standard_normal(32).astype(np.float32),
+        "w2": rng.standard_normal((32, 16)).astype(np.float32) / 6, "b2": rng.standard_normal(16).astype(np.float32),
+        "root2": np.array(2**0.5, np.float32), "one": np.array(1, np.float32), "half": np.array(0.5, np.float32),
+        "gain": rng.uniform(0.5, 2, 16).astype(np.float32), "shift": rng.standard_normal(16).astype(np.float32),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["m1"], name="up"),
+        helper.make_node("Add", ["m1", "b1"], ["a1"], name="up_bias"),
+        helper.make_node("Div", ["a1", "root2"], ["d"], name="div"),
+        helper.make_node("Erf", ["d"], ["e"], name="erf"),
+        helper.make_node("Add", ["e", "one"], ["p"], name="plus"),
+        helper.make_node("Mul", ["a1", "p"], ["t"], name="times"),
+        helper.make_node("Mul", ["t", "half"], ["g"], name="gelu"),
+        helper.make_node("MatMul", ["g", "w2"], ["m2"], name="down"),
+        helper.make_node("Add", ["m2", "b2"], ["a2"], name="down_bias"),
+        helper.make_node("Add", ["a2", "x"], ["r"], name="residual"),
+        helper.make_node("LayerNormalization", ["r", "gain", "shift"], ["y"], name="norm", axis=-1),
+    ]
+    shape: list[str | int | None] = ["batch", 4, 16]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    return load_model(path)
+
+
+def test_patterns_are_fused_and_counted(tmp_path: Path) -> None:
+    model = make_block(tmp_path / "m.onnx")
+    fused = fuse_transformer(model, FuseOptions(), tmp_path / "f.onnx")
+    assert fused.fused == {"BiasGelu": 1, "SkipLayerNormalization": 1}
+    assert (fused.nodes_before, fused.nodes_after) == (11, 4)
+    sample = {"x": np.random.default_rng(1).standard_normal((2, 4, 16)).astype(np.float32)}
+    plain = SessionSettings(level=Level.DISABLED)
+    wanted, got = (CpuSession(item.path, plain).run(sample)["y"] for item in (model, fused.model))
+    assert np.allclose(wanted, got, atol=1e-5)
+    again = fuse_transformer(model, FuseOptions(), tmp_path / "g.onnx")
+    assert again.model.sha256 == fused.model.sha256
+
+
+def test_convert_fuses_and_compares(tmp_path: Path) -> None:
+    make_block(tmp_path / "m.onnx")
+    options = ConvertOptions(fuse=FuseOptions())
+    report = convert_for(tmp_path / "m.onnx", tmp_path / "out", Recipe(targets=(), dims={"batch": 1}), options)
+    assert report.fusion is not None
+    assert report.fusion.fused == {"BiasGelu": 1, "SkipLayerNormalization": 1}
+    assert report.fusion.equality.passed
+    assert report.census["full"]["SkipLayerNormalization"] == 1
+    assert all(found.passed for found in report.equality.values())
+
+
+def test_nothing_to_fuse_and_an_unknown_family_are_refused(tmp_path: Path) -> None:
+    model = make_block(tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match=r"no --model-type 'brt'.*bert"):
+        fuse_transformer(model, FuseOptions(model_type="brt"), tmp_path / "f.onnx")
+    proto = onnx.load(str(model.path))
+    del proto.graph.node[2:]
+    proto.graph.output[0].name = "a1"
+    onnx.save(proto, str(tmp_path / "n.onnx"))
+    with pytest.raises(ModelError, match="no pattern of 'bert' was found"):
+        fuse_transformer(load_model(tmp_path / "n.onnx"), FuseOptions(), tmp_path / "f.onnx")
