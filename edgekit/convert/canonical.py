@@ -4,10 +4,11 @@ ONNX Runtime writes parts of the file in the order of a hash table that is seede
 without an order is sorted, and tables, vectors, strings and weights are laid out front to back by fixed rules.
 """
 
+import filecmp
 from pathlib import Path
 from typing import cast
 
-from edgekit._files import replacing_file
+from edgekit._files import replacing_file, work_folder
 from edgekit.convert.layout import write_tables
 from edgekit.convert.mend import mend_saved
 from edgekit.convert.reorders import renumber_reorders
@@ -39,6 +40,19 @@ def canonicalize_file(path: Path) -> None:
             with open_tables(temporary) as written:
                 if not _same_value(written.root, root):
                     raise ModelError(f"'{path}' changed while it was put in order", hint="report this as a bug")
+
+
+def is_canonical(path: Path) -> bool:
+    """Returns True if an ORT-format file is in canonical order, byte for byte.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    with open_tables(path) as file, work_folder() as work:
+        if file.unknown or text(file.root, "ort_version") not in KNOWN_FORMATS:
+            return False
+        write_tables(sort_tables(file.root, ROOT), work / "sorted.ort")
+        return filecmp.cmp(path, work / "sorted.ort", shallow=False)
 
 
 def sort_tables(record: Record, kind: str) -> Record:

@@ -7,11 +7,19 @@ from pathlib import Path
 import msgspec
 import onnx
 
+from edgekit.convert.canonical import CANONICAL_VERSION, is_canonical
 from edgekit.convert.tables import Record, TableFile, iterate_graphs, number, open_tables, records, table, text, texts
 from edgekit.model import tensor_dtype
 
 ABSENT_NODE = 0xFFFFFFFF
 """The node index that a saved optimisation writes where it has no node (ORT's kEmptyNodeIndex)."""
+
+_WRITERS = {
+    "4": "ONNX Runtime 1.12 or older",
+    "5": "ONNX Runtime 1.13 or 1.14",
+    "6": "ONNX Runtime 1.15 or newer",
+}
+"""ORT's `core/flatbuffers/schema/README.md`: version 5 brought the kernel type strings, version 6 the float8 types."""
 
 
 class OrtNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +52,16 @@ class OrtGraph(msgspec.Struct, frozen=True, kw_only=True):
 class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of an ORT-format file.
 
-    `format_version` is what its writer put first ("6" since ONNX Runtime 1.31). `ops` counts the nodes of every graph,
-    bodies included, by domain and operator; `saved_optimizations` counts what the runtime style saved, by the operator
-    it produces. `kernels` are the operators that a build must have, as `domain:operator:opset`, and `types` the element
-    types that occur.
+    `format_version` is what its writer put first, and `writer` which ONNX Runtimes do that; their own version is not in
+    the file. `canonical_form` is the version of edgekit's order where the file is in it, None where it is not. `ops`
+    counts the nodes of every graph, bodies included, by domain and operator; `saved_optimizations` counts what the
+    runtime style saved, by the operator it produces. `kernels` are the operators that a build must have, as
+    `domain:operator:opset`, and `types` the element types that occur.
     """
 
     format_version: str
+    writer: str
+    canonical_form: int | None
     ir_version: int
     producer: str
     opsets: dict[str, int]
@@ -74,7 +85,8 @@ def inspect_ort(path: Path) -> OrtFileReport:
         ModelError: the file is missing, cut off, altered, or no ORT-format file.
     """
     with open_tables(path) as file:
-        return _report_file(file, path.stat().st_size)
+        report = _report_file(file, path.stat().st_size)
+    return msgspec.structs.replace(report, canonical_form=CANONICAL_VERSION if is_canonical(path) else None)
 
 
 def read_graph(path: Path) -> OrtGraph:
@@ -107,6 +119,8 @@ def _report_file(file: TableFile, size_bytes: int) -> OrtFileReport:
     produced = [op for part in graphs for saved in _saved_optimizations(part) for op in saved.produces]
     return OrtFileReport(
         format_version=text(file.root, "ort_version"),
+        writer=_WRITERS.get(text(file.root, "ort_version"), "unknown"),
+        canonical_form=None,
         ir_version=number(model, "ir_version"),
         producer=" ".join(filter(None, (text(model, "producer_name"), text(model, "producer_version")))),
         opsets={

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edgekit.convert.canonical import canonicalize_file
 from edgekit.convert.ort_form import Style
-from edgekit.devices.arm64 import Arm64, _emulate, _folder_in, _installed_root
+from edgekit.devices.arm64 import Arm64, _emulate_python, arm64_root, folder_in_arm64
 
 MISSING = Arm64().find_missing()
 
@@ -31,13 +31,13 @@ ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disable
 
 def convert_on_arm64(model: Path, out: Path, style: Style, cpu: str = "cortex-a76") -> Path:
     """Writes a model in canonical ORT format as a 64-bit Arm machine writes it."""
-    root = _installed_root()
-    with _folder_in(root) as folder:
+    root = arm64_root()
+    with folder_in_arm64(root) as folder:
         inside = f"/jobs/{folder.name}"
         (folder / "save.py").write_text(PROGRAM)
         shutil.copyfile(model, folder / "model.onnx")
         arguments = [f"{inside}/save.py", f"{inside}/model.onnx", f"{inside}/model.ort", style]
-        subprocess.run(_emulate(root, cpu, arguments), check=True, capture_output=True, timeout=600)
+        subprocess.run(_emulate_python(root, cpu, arguments), check=True, capture_output=True, timeout=600)
         shutil.move(folder / "model.ort", out)
     canonicalize_file(out)
     return out

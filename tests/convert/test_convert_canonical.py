@@ -50,7 +50,9 @@ def test_other_processes_seeds_and_folders_give_the_same_bytes(tmp_path: Path, o
 def test_results_do_not_change_by_a_bit(tmp_path: Path, config: dict[str, str], saved: bool) -> None:
     raw = write_raw(make_qdq(tmp_path / "m.onnx").path, tmp_path / "raw.ort", config)
     before = run_ort(raw, (1, 3, 4, 4), saved=saved)
+    assert inspect_ort(raw).canonical_form is None
     canonicalize_file(raw)
+    assert inspect_ort(raw).canonical_form == canonical.CANONICAL_VERSION
     assert np.array_equal(run_ort(raw, (1, 3, 4, 4), saved=saved), before)
 
 
