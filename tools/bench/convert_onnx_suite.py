@@ -1,7 +1,8 @@
-"""Prepares and converts each node test of the onnx package, and compares results: `python convert_onnx_suite.py`.
+"""Prepares and converts each node test and light model of the onnx package: `python convert_onnx_suite.py [NAME]`.
 
 Each model that ONNX Runtime loads is prepared, and written in both ORT styles; each file must load, and give what the
-model gives on the test's own inputs. Prints a line for each that does not, and the counts.
+model gives on the test's own inputs, for light models on inputs drawn at random. Prints a line for each that does not,
+and the counts. With a NAME only models whose name contains it are run.
 """
 
 import collections
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert import OrtOptions, write_ort
+from edgekit.convert.drawn import draw_samples
 from edgekit.errors import EdgekitError
 from edgekit.model import Model, load_model
 from edgekit.prepare import prepare_model
@@ -24,6 +27,7 @@ from edgekit.tensors import Array
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from onnx.backend.test import loader
     from onnx.backend.test.case.node import collect_testcases
 
 RANDOM = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"})
@@ -64,21 +68,48 @@ def _runtime(model: Model, folder: Path) -> Path:
 STEPS: dict[str, Callable[[Model, Path], Path]] = {"prepare": _prepare, "full": _full, "runtime": _runtime}
 
 
+def list_cases() -> list[Any]:
+    """Returns the node tests with a model, without those that draw random numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [case for case in collect_testcases(None) if case.model is not None and not _is_random(case.model)]
+
+
+def list_light() -> list[Path]:
+    """Returns the light models: networks of the model zoo with constant weights."""
+    return sorted((Path(loader.DATA_DIR) / "light").glob("*.onnx"))
+
+
 def check_case(case: Any, folder: Path) -> dict[str, str]:
-    """Returns what each step came to: "equal", "differs", or why it was refused."""
+    """Returns what each step came to: "equal", "differs", or why it was refused; nothing if ORT does not run it."""
     path = folder / "model.onnx"
     onnx.save(case.model, str(path))
     names = [value.name for value in case.model.graph.input]
     data = case.data_sets[0][0] if case.data_sets else []
-    inputs = {name: value for name, value in zip(names, data, strict=False) if name}
+    return _check(path, {name: value for name, value in zip(names, data, strict=False) if name}, folder)
+
+
+def check_light(light: Path, folder: Path) -> dict[str, str]:
+    """Returns the same for a light model; it is prepared first, since its initializers are inputs (IR version 3).
+
+    ONNX Runtime folds some of these and leaves their inputs in the file, which then wants them of the caller.
+    """
+    path = folder / "model.onnx"
+    path.write_bytes(light.read_bytes())
+    drawn = draw_samples(load_model(path).inputs)
+    return {} if drawn is None else _check(path, next(iter(drawn)), folder, convert="prepared.onnx")
+
+
+def _check(path: Path, inputs: Mapping[str, Array], folder: Path, *, convert: str = "model.onnx") -> dict[str, str]:
     try:
         expected = run(path, inputs)
     except Exception:  # noqa: BLE001 - what ONNX Runtime cannot run is not our case
         return {}
     results = {}
-    for step, convert in STEPS.items():
+    for step, write in STEPS.items():
+        source = path if step == "prepare" else folder / convert
         try:
-            got = run(convert(load_model(path), folder), inputs)
+            got = run(write(load_model(source), folder), inputs)
             results[step] = "equal" if len(got) == len(expected) and all(map(same, expected, got)) else "differs"
         except EdgekitError as error:
             results[step] = f"{type(error).__name__}: {error.message[:200]}"
@@ -95,15 +126,19 @@ def main() -> int:
     """Runs the suite; returns 1 if a model came out different."""
     pattern = sys.argv[1] if len(sys.argv) > 1 else ""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    for case in collect_testcases(None):
-        if pattern not in case.name or case.model is None or _is_random(case.model):
+    checks: list[tuple[str, Callable[[Path], dict[str, str]]]] = [
+        *((path.stem, partial(check_light, path)) for path in list_light()),
+        *((case.name, partial(check_case, case)) for case in list_cases()),
+    ]
+    for name, check in checks:
+        if pattern not in name:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            results = check_case(case, Path(folder))
+            results = check(Path(folder))
         for step, result in results.items():
             counts[step, result.split(":")[0]] += 1
-            if result != "equal":
-                print(f"{case.name}: {step}: {result}", flush=True)
+            if result != "equal" or name.startswith("light"):
+                print(f"{name}: {step}: {result}", flush=True)
     for (step, result), count in sorted(counts.items()):
         print(f"{step:8} {result:20} {count}")
     return 1 if any(result in ("differs", "fails") for _, result in counts) else 0

@@ -1,10 +1,10 @@
 """Times both ORT styles of a ResNet-50 against ONNX Runtime's own converter: `python convert_speed.py [RUNS]`.
 
 The model is the onnx package's light ResNet-50 with random weights (102 MB). Each conversion is a process of its own,
-and the two converters take turns, so that what else the machine does falls on both; printed are the best time inside
-the process, without imports and the digest of the model, the highest peak of memory, and the ratios. The canonical form
-and the load of the finished file, which the stock converter does not do, are included. Returns 1 where a ratio is over
-1.2.
+and the two converters take turns, so that what else the machine does falls on both; printed are the least CPU time and
+wall time inside the process, without imports and the digest of the model, the highest peak of memory, and the ratios.
+The canonical form and the load of the finished file, which the stock converter does not do, are included. Returns 1
+where the ratio of CPU time, which other processes disturb least, or of memory is over 1.2.
 """
 
 import collections
@@ -65,11 +65,11 @@ def measure(who: str, style: str, model: str) -> None:
     """Converts once and prints seconds and peak memory as JSON."""
     with tempfile.TemporaryDirectory() as out:
         loaded = load_model(Path(model))
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         CONVERTERS[who](loaded, style, Path(out))
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write("\n" + json.dumps([seconds, peak]))
+    sys.stdout.write("\n" + json.dumps([cpu_seconds, peak, seconds]))
 
 
 def main() -> int:
@@ -96,8 +96,8 @@ def main() -> int:
         for who, (seconds, peak) in best.items():
             print(f"{style:8} {who:8} {seconds:6.2f} s  {peak / 1e6:6.0f} MB")
         ratios = [ours / theirs for ours, theirs in zip(best["edgekit"], best["stock"], strict=True)]
-        print(f"{style:8} ratio    {ratios[0]:6.2f}     {ratios[1]:6.2f}", flush=True)
-        within &= max(ratios) <= MOST
+        print(f"{style:8} ratio    {ratios[0]:6.2f}        {ratios[1]:6.2f}     {ratios[2]:6.2f}", flush=True)
+        within &= max(ratios[:2]) <= MOST
     return 0 if within else 1
 
 

@@ -1,0 +1,36 @@
+"""A sample of the onnx package's node tests, and two of its light models, through prepare and both ORT styles.
+
+`tools/bench/convert_onnx_suite.py` runs them all.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
+
+from convert_onnx_suite import check_case, check_light, list_cases, list_light
+
+EVERY = 20
+REFUSED_BY_WRITER = "We do not support type"
+"""What ONNX Runtime's own writer says of optional types."""
+
+
+def test_a_sample_of_node_tests_converts_and_stays_equal(tmp_path: Path) -> None:
+    results: dict[tuple[str, str], str] = {}
+    for index, case in enumerate(list_cases()[::EVERY]):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        results |= {(case.name, step): result for step, result in check_case(case, folder).items()}
+    assert len({name for name, _ in results}) > 50
+    assert {step for _, step in results} == {"prepare", "full", "runtime"}
+    wrong = {key: result for key, result in results.items() if result != "equal" and REFUSED_BY_WRITER not in result}
+    assert {key for key in wrong if key[1] != "prepare"} == set()
+    assert all(result.startswith(("ModelError", "UsageError")) for result in wrong.values())
+
+
+@pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet"])
+def test_light_models_convert_and_stay_equal(tmp_path: Path, name: str) -> None:
+    path = next(path for path in list_light() if path.stem == name)
+    assert check_light(path, tmp_path) == {"prepare": "equal", "full": "equal", "runtime": "equal"}
