@@ -25,8 +25,8 @@ bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against st
 	$(BIN)/python tools/bench/bundle_reproducible.py 20
 	$(BIN)/python tools/bench/bundle_costs.py
 
-fuzz: .venv/dev.stamp  ## hostile files, for longer than in the tests
-	$(BIN)/pytest --hypothesis-profile=fuzz -m fuzz
+fuzz: .venv/dev.stamp  ## hostile files and broken links, for longer than in the tests
+	$(BIN)/pytest --hypothesis-profile=fuzz -m 'fuzz or faults'
 
 lock: .venv/dev.stamp  ## pin and hash what pyproject.toml asks for
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/lock.sh

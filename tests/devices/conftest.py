@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 from far_root.client import Adb, adb_server
+from far_root.keeper import require
+
+from edgekit.devices.runner import NativeRunner, build_runner, host_abi
 
 
 @pytest.fixture
@@ -26,3 +29,18 @@ def adb(own_adb_server: Adb, monkeypatch: pytest.MonkeyPatch) -> Adb:
     for name, value in own_adb_server.environment.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     return own_adb_server
+
+
+@pytest.fixture(scope="session")
+def host_runner() -> NativeRunner:
+    """The runner for this machine, built once into the cache."""
+    require("cmake", "cmake")
+    return build_runner(host_abi(), lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def arm_runner() -> NativeRunner:
+    """The runner for a 64-bit Arm Linux."""
+    require("cmake", "cmake")
+    require("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
+    return build_runner("linux-arm64", lambda _: None)

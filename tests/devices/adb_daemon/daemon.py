@@ -26,6 +26,8 @@ def serve(ready: dict[str, Any]) -> None:
     say({**ready, "port": daemon.port})
     for line in sys.stdin:
         daemon.faults.set(**json.loads(line))
+        if daemon.faults.fault.kind == "appear":
+            daemon.listen()
         say({"services": daemon.services, "received": daemon.received})
         daemon.services, daemon.received = [], 0
 

@@ -33,6 +33,8 @@ def serve_shell(stream: Stream, text: str) -> None:
         for pipe, kind in ((child.stdout, STDOUT), (child.stderr, STDERR))
     ]
     feeder = threading.Thread(target=_feed, args=(stream, child), daemon=True)
+    if stream.link.faults.takes("prefix", stream.service):
+        stream.write(_PACKET.pack(STDOUT, 6) + b"hello\n")
     for thread in (*pumps, feeder):
         thread.start()
     for thread in pumps:
@@ -72,9 +74,11 @@ def _start(text: str, stderr: int) -> subprocess.Popen[bytes]:
 
 
 def _pump(stream: Stream, lock: threading.Lock, pipe: IO[bytes], kind: int) -> None:
-    while data := os.read(pipe.fileno(), 1 << 16):
-        with lock:
-            stream.write(_PACKET.pack(kind, len(data)) + data)
+    with pipe:
+        while data := os.read(pipe.fileno(), 1 << 16):
+            with lock:
+                if not stream.write(_PACKET.pack(kind, len(data)) + data):
+                    return
 
 
 def _feed(stream: Stream, child: subprocess.Popen[bytes]) -> None:

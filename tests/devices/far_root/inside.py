@@ -3,7 +3,8 @@
 It is started as process 1 of new user, mount and process namespaces, so nothing of it shows outside: neither its
 mounts, nor the binfmt_misc entry that lets the kernel start 64-bit Arm programs, nor a process that it leaves behind.
 SPEC is JSON: `root` (a folder to fill, or an Arm root), `qemu` ("" for a root of this machine's own programs), `site`
-(aarch64 wheels, or ""), `space_bytes` (how large the disk of the far side is), `daemon` (true: serve adb; false: wait).
+(aarch64 wheels, or ""), `getprop` (a program for a root of this machine's own), `space_bytes` (how large the disk of
+the far side is), `daemon` (true: serve adb; false: wait).
 It prints a line of JSON when it is ready, and ends when its standard input is closed.
 """
 
@@ -47,7 +48,7 @@ def main() -> int:
         (_BINFMT / "register").write_text(_MAGIC % spec["qemu"])
         _fill_arm(root, spec)
     else:
-        _fill_native(root)
+        _fill_native(root, spec["getprop"])
     _mount("-t", "tmpfs", "-o", f"size={spec['space_bytes']},mode=0755", "disk", str(root / "data"))
     for name in ("local/tmp", "home"):
         (root / "data" / name).mkdir(parents=True)
@@ -68,11 +69,16 @@ def _fill_arm(root: Path, spec: dict[str, str]) -> None:
     _mount("-t", "tmpfs", "fake", str(root / "proc"))
     (root / "proc/cpuinfo").write_text(_CPUINFO)
     (root / "proc/mounts").write_text("disk /data tmpfs rw 0 0\n")
+    _mount("-t", "tmpfs", "fake", str(root / "sys"))
+    cpus = root / "sys/devices/system/cpu"
+    cpus.mkdir(parents=True)
+    for name in ("possible", "present", "online"):
+        (cpus / name).write_text("0-1\n")
     if spec["site"]:
         _mount("--bind", spec["site"], str(root / "site"))
 
 
-def _fill_native(root: Path) -> None:
+def _fill_native(root: Path, getprop: str) -> None:
     """Shows the programs of this machine, and puts a disk of its own and Android's shell beside them."""
     _mount("-t", "tmpfs", "root", str(root))
     for entry in Path("/").iterdir():
@@ -88,6 +94,8 @@ def _fill_native(root: Path) -> None:
     (root / "data").mkdir()
     (root / "system/bin").mkdir(parents=True)
     (root / "system/bin/sh").symlink_to("/bin/sh")
+    (root / "system/bin/getprop").write_text(getprop)
+    (root / "system/bin/getprop").chmod(0o755)
 
 
 def _mount(*arguments: str) -> None:

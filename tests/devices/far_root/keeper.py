@@ -21,7 +21,6 @@ from edgekit.devices.cache import cache_folder
 
 _INSIDE = Path(__file__).parent / "inside.py"
 _PACKAGES = "mksh,toybox,coreutils,findutils,grep,openssh-sftp-server,python3,libc6,libgcc-s1,libstdc++6"
-_PROPERTIES = {"ro.product.cpu.abi": "arm64-v8a", "ro.build.version.release": "14", "ro.build.version.sdk": "34"}
 _LARGE = 512 << 20
 
 
@@ -79,6 +78,7 @@ def far_side(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generator[Fa
             "root": str(arm_root() if arm else folder),
             "qemu": require("qemu-aarch64-static", "qemu-user-static") if arm else "",
             "site": str(cache_folder() / "arm64" / "root" / "site") if arm and Arm64().find_missing() is None else "",
+            "getprop": _getprop("x86_64"),
             "space_bytes": space_bytes,
             "daemon": adb,
         }
@@ -110,7 +110,7 @@ def require(program: str, package: str) -> str:
 def arm_root() -> Path:
     """Returns the Debian root for 64-bit Arm with Android's shell and tools, made once and kept in the cache."""
     require("mmdebstrap", "mmdebstrap")
-    stamp = digest_bytes((_PACKAGES + inspect.getsource(_fill)).encode())[:12]
+    stamp = digest_bytes((_PACKAGES + inspect.getsource(_fill) + _getprop("")).encode())[:12]
     folder = cache_folder() / "test-far" / stamp
     if not folder.is_dir():
         with staged_folder(folder) as staging:
@@ -138,9 +138,15 @@ def _fill(root: Path) -> None:
     (root / "etc/passwd").write_text("root:x:0:0:root:/data/home:/bin/sh\nshell:x:2000:2000::/:/bin/sh\n")
     (root / "bin/sh").unlink(missing_ok=True)
     (root / "bin/sh").symlink_to("mksh-static")
-    for name in ("df", "mv", "rm", "mkdir", "ls", "cat", "touch", "chmod", "find", "grep", "cp"):
+    for name in ("df", "mv", "rm", "mkdir", "ls", "cat", "touch", "chmod", "find", "grep", "cp", "setsid"):
         (root / "system/bin" / name).symlink_to("/bin/toybox")
-    properties = "".join(f"{key}) echo {value};;\n" for key, value in _PROPERTIES.items())
     getprop = root / "system/bin/getprop"
-    getprop.write_text(f'#!/system/bin/sh\ncase "$1" in\n{properties}esac\n')
+    getprop.write_text(_getprop("arm64-v8a"))
     getprop.chmod(0o755)
+
+
+def _getprop(abi: str) -> str:
+    """Returns the program that tells Android's properties."""
+    values = {"ro.product.cpu.abi": abi, "ro.build.version.release": "14", "ro.product.model": "Edge Fake 1"}
+    cases = "".join(f"{key}) echo '{value}';;\n" for key, value in values.items())
+    return f'#!/system/bin/sh\ncase "$1" in\n{cases}esac\n'

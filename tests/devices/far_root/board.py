@@ -1,0 +1,137 @@
+"""A board behind ssh: a real sshd on loopback whose commands run in a far side, behind a wire that can be cut."""
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from far_root.keeper import Far, far_side, require
+from far_root.wire import Wire
+
+_SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+_ENTER = """#!/bin/sh
+{before}
+command=${{SSH_ORIGINAL_COMMAND:-sh}}
+case $command in *sftp-server*) command="{sftp}" ;; esac
+exec nsenter --target {pid} --user --preserve-credentials --mount --pid --root --wd env -i \
+    HOME=/data/home TMPDIR=/data/local/tmp PATH=/system/bin:/usr/sbin:/usr/bin:/sbin:/bin PYTHONPATH=/site LC_ALL=C \
+    /system/bin/sh -c "$command"
+"""
+_SSHD = """ListenAddress 127.0.0.1:{port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/authorized_keys
+PidFile none
+UsePAM no
+StrictModes no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin yes
+MaxStartups 100
+SetEnv SHLVL=2
+ForceCommand {folder}/enter
+Subsystem sftp {sftp}
+"""
+_CLIENT = """Host board
+HostName 127.0.0.1
+Port {port}
+User {user}
+IdentityFile {folder}/user_key
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known_hosts
+StrictHostKeyChecking yes
+"""
+
+
+# SHLVL keeps bash from reading this user's own start-up files, which are slow or write something on some machines.
+
+
+class Board:
+    """A far side behind ssh, and the wire to it; the user's configuration calls it `board`."""
+
+    def __init__(self, far: Far, wire: Wire, folder: Path, server: subprocess.Popen[bytes]) -> None:
+        self.far = far
+        self.wire = wire
+        self.folder = folder
+        self.server = server
+
+    @property
+    def programs(self) -> str:
+        """A folder whose `ssh` and `sftp` are the real ones with the configuration of this board's user."""
+        return str(self.folder / "bin")
+
+    def set_enter(self, *, before: str = "", sftp: str = _SFTP_SERVER) -> None:
+        """Says what the board does before each command, and what serves files there."""
+        text = _ENTER.format(pid=self.far.pid, before=before, sftp=sftp)
+        _write_program(self.folder / "enter", text)
+
+
+@contextlib.contextmanager
+def ssh_board(*, arm: bool, space_bytes: int = 512 << 20) -> Generator[Board]:
+    """Yields a board; skips where this machine has no sshd or can make no far side."""
+    sshd = require("sshd", "openssh-server")
+    for program in ("ssh", "sftp", "ssh-keygen"):
+        require(program, "openssh-client")
+    with (
+        far_side(arm=arm, adb=False, space_bytes=space_bytes) as far,
+        tempfile.TemporaryDirectory(prefix="edgekit-sshd-") as name,
+        Wire(_free_port()) as wire,
+    ):
+        folder = Path(name)
+        _write_settings(folder, wire)
+        run = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs run /run && mkdir /run/sshd && exec "$@"', "sshd"]
+        server = subprocess.Popen(
+            [*(run if os.geteuid() == 0 else []), sshd, "-D", "-e", "-f", str(folder / "sshd_config")],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            board = Board(far, wire, folder, server)
+            board.set_enter()
+            _wait_for(wire.target)
+            yield board
+        finally:
+            wire.cut()  # or its processes would wait for a client that is stalled
+            server.kill()
+            server.wait()
+
+
+def _write_settings(folder: Path, wire: Wire) -> None:
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "sshd_config").write_text(_SSHD.format(port=wire.target, folder=folder, sftp=_SFTP_SERVER))
+    (folder / "ssh_config").write_text(_CLIENT.format(port=wire.port, folder=folder, user=getpass.getuser()))
+    shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
+    host_key = (folder / "host_key.pub").read_text().split()
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{wire.port} {host_key[0]} {host_key[1]}\n")
+    (folder / "bin").mkdir()
+    for program in ("ssh", "sftp"):
+        own = f"-S {folder}/bin/ssh" if program == "sftp" else ""
+        text = f'#!/bin/sh\nexec {shutil.which(program)} -F {folder}/ssh_config {own} "$@"\n'
+        _write_program(folder / "bin" / program, text)
+
+
+def _write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.02)
+    raise TimeoutError(port)
