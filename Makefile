@@ -21,6 +21,11 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 
 bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
 	$(BIN)/python tools/bench/build_zoo.py
+	$(BIN)/python tools/bench/convert_speed.py
+	$(BIN)/python tools/bench/convert_large.py
+	$(BIN)/python tools/bench/convert_onnx_suite.py
+	$(BIN)/python tools/bench/convert_reproducible.py 20 edgekit/demo/digits_mobilenet.onnx
+	$(BIN)/python tools/bench/convert_arm64.py edgekit/demo/digits_mobilenet.onnx
 	$(BIN)/python tools/bench/runner_figures.py
 	$(BIN)/python tools/bench/bundle_reproducible.py 20
 	$(BIN)/python tools/bench/bundle_costs.py

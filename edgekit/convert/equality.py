@@ -79,8 +79,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     except RuntimeRefusal as refusal:
         if samples is not None:
             raise
-        reason = f"the source does not run on inputs drawn at random, so give --data: {refusal.message[:160]}"
-        return msgspec.structs.replace(facts, skipped=reason)
+        return msgspec.structs.replace(facts, skipped=_explain_refusal(refusal))
     got = _run(path, load_settings(options), chosen, source.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
     compared = msgspec.structs.replace(
@@ -107,11 +106,17 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
     except RuntimeRefusal as refusal:
         if samples is not None:
             raise
-        return msgspec.structs.replace(facts, skipped=f"the source does not run: {refusal.message[:160]}")
+        return msgspec.structs.replace(facts, skipped=_explain_refusal(refusal))
     got = _run(changed.path, plain, chosen, changed.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
     equal = all(error is None for error in errors)
     return msgspec.structs.replace(facts, samples=chosen.count, bit_equal=equal, error=_worst(errors))
+
+
+def _explain_refusal(refusal: RuntimeRefusal) -> str:
+    """Returns why nothing was compared, without the path of a temporary file."""
+    reason = refusal.message.partition("': ")[2] or refusal.message
+    return f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
 
 
 def _choose_tolerance(graph: onnx.GraphProto, ops: set[str]) -> float:

@@ -1,58 +1,63 @@
-"""`edgekit prepare --fix --target`: what check finds a gain in is applied, and check agrees afterwards."""
+"""`prepare` on the command line: the inputs an app wants, custom operators, and refusals that name what is valid."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from tiny_models import parse_model
+from demo_paths import MODEL
 
 from edgekit.cli.main import run_command
+from edgekit.model import load_model
 
-PADDED = (
-    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,6,6] x) => (float[1,2,8,8] y) '
-    '<int64[8] p = {0,0,1,1,0,0,1,1}> { [act] a = Tanh(x) [pad] b = Pad<mode="reflect">(a, p) [hs] y = HardSwish(b) }'
-)
+TOML = 'size = [24, 24]\ncolor = "L"\nmean = [0.5]\nstd = [0.25]\n'
 
 
-def _run(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+def _prepare(arguments: list[str], out: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     capsys.readouterr()
-    assert run_command([*arguments, "--json"]) == code
+    assert run_command(["prepare", str(MODEL), *arguments, "--out", str(out), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_rewrites_that_a_target_gains_by_are_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = parse_model(PADDED, tmp_path / "m.onnx"), tmp_path / "out.onnx"
-    advice = _run(["check", str(model), "--target", "nnapi"], capsys, code=1)["targets"]["nnapi"]["advice"]
-    gains = {entry["id"]: (entry["nodes"], entry["gain_nodes"]) for entry in advice if entry["fix"] == "automatic"}
-    assert gains == {"pad-reflect": (["pad"], 1), "split-hard-swish": (["hs"], 1)}
-    done = _run(["prepare", str(model), "--fix", "--target", "nnapi", "--out", str(out)], capsys)
-    assert {fix["id"] for fix in done["fixes"]} == set(gains)
-    assert (done["gain"]["before"]["taken"], done["gain"]["after"]["verdict"]) == (1, "yes")
-    assert done["gain"]["after"]["taken"] == done["gain"]["after"]["nodes"] == len(onnx.load(str(out)).graph.node)
-    again = _run(["check", str(out), "--target", "nnapi"], capsys)["targets"]["nnapi"]
-    assert (again["verdict"], again["advice"]) == ("yes", [])
+def test_prepare_makes_the_interface_an_app_wants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = load_model(MODEL)
+    name, output = source.inputs[0].name, source.outputs[0].name
+    shape = [dim if isinstance(dim, int) else 1 for dim in source.inputs[0].shape or ()]
+    (tmp_path / "p.toml").write_text(TOML)
+    dims = [f"--dim={dim}=1" for dim in source.inputs[0].shape or () if isinstance(dim, str)]
+    report = _prepare(
+        [
+            *dims, "--embed-preprocess", str(tmp_path / "p.toml"), "--layout", f"{name}=nhwc",
+            "--rename", f"{name}=pixels", "--rename", f"{output}=scores", "--opset", "18", "--external-data",
+        ],
+        tmp_path / "out.onnx",
+        capsys,
+    )  # fmt: skip
+    given = report["model"]["inputs"][0]
+    assert (given["name"], given["dtype"]) == ("pixels", "uint8")
+    assert given["shape"] == [shape[0], shape[2], shape[3], shape[1]]
+    assert report["model"]["outputs"][0]["name"] == "scores"
+    assert report["model"]["opsets"]["ai.onnx"] == 18
+    assert report["model"]["external_files"] == ["out.onnx.data"]
+    assert (report["preprocess"]["dtype"], report["preprocess"]["scale"]) == ("uint8", 1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.onnx", "out.onnx.data", "p.toml"]
 
 
-def test_what_gains_nothing_on_a_target_is_not_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = parse_model(PADDED, tmp_path / "m.onnx"), tmp_path / "out.onnx"
-    done = _run(["prepare", str(model), "--target", "qnn", "--out", str(out)], capsys)
-    assert done["fixes"] == []
-    assert done["gain"]["before"] == done["gain"]["after"]
-
-
-def test_the_gain_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = parse_model(PADDED, tmp_path / "m.onnx"), tmp_path / "out.onnx"
-    assert run_command(["prepare", str(model), "--target", "nnapi", "--set", "api_level=30", "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "- pad-reflect: 1 nodes" in told
-    assert "before: nnapi: no; 1/3" in told
-    assert "after: nnapi: yes" in told
-
-
-@pytest.mark.parametrize("extra", [["--target", "nosuch"], ["--target", "nnapi", "--set", "api_level=x"]])
-def test_a_wrong_target_is_a_usage_error(tmp_path: Path, extra: list[str]) -> None:
-    model, out = parse_model(PADDED, tmp_path / "m.onnx"), tmp_path / "out.onnx"
-    assert run_command(["prepare", str(model), *extra, "--out", str(out)]) == 2
-    assert not out.exists()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rename", "nix=x"], "no input or output 'nix'"),
+        (["--layout", "nix=nhwc"], "no input 'nix'"),
+        (["--layout", "x=hwcn"], "there is no layout 'hwcn'"),
+        (["--embed-preprocess", "none.toml"], "cannot read 'none.toml'"),
+        (["--custom-ops", "none.so"], "no custom-op library 'none.so'"),
+        (["--outputs", "nix"], "no output 'nix'"),
+        (["--opset", "99"], "there is no opset '99'"),
+    ],
+)
+def test_prepare_refuses_what_does_not_exist(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["prepare", str(MODEL), *arguments, "--out", str(tmp_path / "o/out.onnx")]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("o/*"))
