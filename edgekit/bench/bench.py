@@ -120,7 +120,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
 def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Iterator[str]:
     """Yields what makes the figures worth less than they look, worst first."""
     if run.evidence is not Evidence.DEVICE:
-        yield f"this is not the device's time: it {run.evidence.meaning}"
+        yield f"this is not the device's time ({run.evidence.value}: {run.evidence.meaning})"
     if not run.provider_nodes.get(provider):
         yield f"silent fallback: {provider} took no node"
     for block in blocks:

@@ -73,7 +73,9 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
                 name = _copy_model(job.model, folder / "model")
             except EdgekitError as error:
                 return refuse_run(runner, error.message)
-            far = msgspec.structs.replace(describe_job(job), model=f"{inside}/model/{name}", threads=thread_count())
+            far = msgspec.structs.replace(
+                describe_job(job), model=f"{inside}/model/{name}", threads=job.threads or thread_count()
+            )
             write_job(folder, far, job.samples)
             shutil.copyfile(ORT_RUNNER, folder / ORT_RUNNER.name)
             argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
@@ -107,14 +109,14 @@ def install_arm64(progress: Progress) -> None:
 
 
 def find_arm64_versions() -> dict[str, str]:
-    """Returns the versions of the pinned ONNX Runtime, of the Debian root, and of the qemu that was copied into it."""
+    """Returns the versions of the pinned ONNX Runtime, of the Python beside it, and of the qemu that was copied."""
     pinned = re.search(r"^onnxruntime==(\S+)", _REQUIREMENTS.read_text(), re.MULTILINE)
     root = arm64_root()
-    release = root / "etc" / "debian_version"
+    python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
     said = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
     return {
         "onnxruntime": pinned.group(1) if pinned else "",
-        "debian": release.read_text().strip() if release.is_file() else "",
+        "python": python,
         "qemu": said[2] if len(said) > 2 else "",
     }
 

@@ -76,7 +76,7 @@ def run_native(link: Link, runner: Runner, abi: str, job: Job, work: Path, *, th
         return refuse_run(runner, error.message)
     program, library = push_runner(link, native)
     model = f"{link.push(files)}/{job.model.name}"
-    far = msgspec.structs.replace(describe_job(job), model=model, runtime=library, threads=threads)
+    far = msgspec.structs.replace(describe_job(job), model=model, runtime=library, threads=job.threads or threads)
     return run_over(link, [program, "--pipe"], job, far, work, runner=runner)
 
 

@@ -126,3 +126,22 @@ def test_an_npm_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytest
     with pytest.raises(DeviceError, match="npm ended with exit code"):
         install_device("xnnpack-wasm", lambda _: None)
     assert not empty_cache.exists() or not list(empty_cache.iterdir())
+
+
+@pytest.mark.parametrize("name", ["arm64", "xnnpack-wasm"])
+def test_what_is_installed_needs_no_connection_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (status,) = (status for status in list_devices() if status.name == name)
+    if not status.available:
+        pytest.skip(f"{name}: {status.reason}: {status.command}")
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "npm_config_registry", "PIP_INDEX_URL"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    said: list[str] = []
+    install_device(name, said.append)
+    assert said == [f"'{name}' can run already"]
+    assert status.versions["onnxruntime"]
+
+
+def test_the_list_tells_the_onnx_runtime_inside() -> None:
+    statuses = {status.name: status for status in list_devices()}
+    assert statuses["host"].versions == {"onnxruntime": VERSION}
+    assert all("onnxruntime" in status.versions for status in statuses.values() if status.available)
