@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from edgekit._ort import VERSION
+from edgekit.devices.adb import AdbDevice
+from edgekit.devices.address import check_host, check_serial
 from edgekit.devices.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.coreml import PROVIDER as COREML
 from edgekit.devices.coreml import UNITS, CoreMl
@@ -12,6 +14,7 @@ from edgekit.devices.host import Host
 from edgekit.devices.native import Arm64Native, HostNative
 from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.qnn_sim import PROVIDER as QNN
+from edgekit.devices.ssh import SshDevice
 from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
 from edgekit.devices.xnnpack_wasm import XnnpackWasm, find_wasm_versions, install_xnnpack_wasm
 from edgekit.errors import UsageError, suggest_name
@@ -31,6 +34,12 @@ _DEVICES: dict[str, Device] = {
     "coreml": CoreMl(),
     **{f"coreml:{units}": CoreMl(units=units) for units in UNITS},
 }
+
+_REMOTE: dict[str, Callable[[str], Device]] = {
+    "adb": lambda serial: AdbDevice(serial=check_serial(serial)),
+    "ssh": lambda host: SshDevice(host=check_host(host)),
+}
+"""Devices by what stands before the colon; the rest is their address."""
 
 _PROVIDERS = {"qnn-htp-sim": QNN, "xnnpack-wasm": XNNPACK, "coreml": COREML}
 """Devices that run one provider only, and so only targets of that provider."""
@@ -102,8 +111,15 @@ def install_device(name: str, progress: Progress) -> None:
 
 
 def _known_device(name: str) -> Device:
+    kind, colon, address = name.partition(":")
+    if kind in _REMOTE and colon:
+        return _REMOTE[kind](address)
+    if name == "adb":
+        return AdbDevice()
+    if name == "ssh":
+        raise UsageError("'ssh' names no machine", hint="give ssh:USER@HOST")
     if name not in _DEVICES:
-        raise UsageError(f"there is no device '{name}'", hint=suggest_name(name, device_names()))
+        raise UsageError(f"there is no device '{name}'", hint=suggest_name(name, (*device_names(), "adb", "ssh")))
     return _DEVICES[name]
 
 

@@ -84,7 +84,7 @@ def run_remote(link: StoppableLink, program: Program, job: Job, work: Path, sess
     far = msgspec.structs.replace(
         describe_job(job, provider=session.provider or job.target.provider),
         model=model,
-        threads=session.threads,
+        threads=session.threads or job.threads,
         runtime=program.runtime and f"{folder}/{program.runtime}",
         library=program.library and f"{folder}/{program.library}",
     )

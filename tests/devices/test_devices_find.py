@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 
 from edgekit._ort import VERSION
+from edgekit.devices.adb import AdbDevice
 from edgekit.devices.cache import find_installed, installing
 from edgekit.devices.child import FAR
 from edgekit.devices.find import device_names, find_device, install_device, list_devices
+from edgekit.devices.labelled import Labelled
+from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.devices.ssh import SshDevice
 from edgekit.devices.xnnpack_wasm import find_node
 from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
@@ -145,3 +149,29 @@ def test_the_list_tells_the_onnx_runtime_inside() -> None:
     statuses = {status.name: status for status in list_devices()}
     assert statuses["host"].versions == {"onnxruntime": VERSION}
     assert all("onnxruntime" in status.versions for status in statuses.values() if status.available)
+
+
+def test_remote_devices_are_found_by_their_address() -> None:
+    target = load_target("xnnpack")
+    assert find_device("adb:192.168.1.2:5555", target) == AdbDevice(serial="192.168.1.2:5555")
+    assert find_device("adb", target) == AdbDevice()
+    assert find_device("ssh:pi@board.local", target) == SshDevice(host="pi@board.local")
+
+
+@pytest.mark.parametrize(
+    "name", ["adb:", "adb:-s", "adb:a;id", "ssh:", "ssh", "ssh:-oProxyCommand=id", "ssh:a b", "ssh:$(id)"]
+)
+def test_an_address_that_is_none_is_an_error(name: str) -> None:
+    with pytest.raises(UsageError):
+        find_device(name, load_target("xnnpack"))
+
+
+def test_a_file_gives_a_remote_device_its_runner_and_library(tmp_path: Path) -> None:
+    text = '[[device]]\nname = "pixel"\ndevice = "adb:R5CT"\nrunner = "r"\nlibrary = "l.so"\n'
+    text += 'provider = "CPUExecutionProvider"'
+    (tmp_path / "d.toml").write_text(text)
+    target = load_target("xnnpack")
+    (device,) = choose_devices(DeviceChoice(file=tmp_path / "d.toml"), lambda _: target, default=())
+    assert isinstance(device, Labelled)
+    wanted = AdbDevice(serial="R5CT", runner=tmp_path / "r", library=tmp_path / "l.so", provider="CPUExecutionProvider")
+    assert device.device == wanted
