@@ -1,0 +1,78 @@
+import json
+from pathlib import Path
+
+import pytest
+from demo_paths import CALIBRATION, MODEL
+
+from edgekit.cli.main import run_command
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles")
+    argv = ["build", str(MODEL), "--data", str(CALIBRATION), "--samples", "8", "--precision", "fp32", "--no-verify"]
+    targets = ["--target", "coreml", "--target", "xnnpack"]
+    assert run_command([*argv, *targets, "--out", str(folder / "out")]) == 0
+    assert run_command(["sign", "--new-key", str(folder / "key")]) == 0
+    return folder
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    capsys.readouterr()
+    assert run_command([*argv, "--json"]) == 0
+    document: dict[str, object] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_a_bundle_is_signed_and_checked(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, key, public = str(build / "out" / "digits_mobilenet-coreml"), str(build / "key"), str(build / "key.pub")
+    assert run_command(["verify", bundle, "--key", public, "--files-only"]) == 2
+    error = capsys.readouterr().err
+    assert "is not signed" in error
+    assert error.count("\n") == 1
+    signed = run_json(capsys, "sign", bundle, "--key", key)
+    whole = run_json(capsys, "verify", bundle, "--key", public, "--files-only")
+    assert whole["sha256"] == signed["sha256"]
+    assert whole["signed"] is True
+    assert run_command(["verify", bundle, "--key", public, "--on", "emulated"]) == 0
+
+
+def test_joined_targets_are_opened_from_an_archive(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive, public = str(build / "all.zip"), str(build / "key.pub")
+    joined = run_json(capsys, "join", str(build / "out"), "--out", archive, "--key", str(build / "key"))
+    again = run_json(capsys, "join", str(build / "out"), "--out", str(build / "folder"))
+    assert joined["sha256"] == again["sha256"]
+    assert run_command(["verify", archive, "--key", public, "--files-only"]) == 0
+    assert run_command(["verify", archive, "--key", public, "--target", "coreml", "--on", "emulated"]) == 0
+    assert run_command(["verify", archive, "--on", "emulated"]) == 2
+    assert "--target coreml or xnnpack" in capsys.readouterr().err
+    data = bytearray(Path(archive).read_bytes())
+    data[len(data) // 2] ^= 1
+    (build / "bad.zip").write_bytes(data)
+    assert run_command(["verify", str(build / "bad.zip"), "--key", public, "--files-only"]) == 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["sign"],
+        ["sign", "bundle"],
+        ["sign", "bundle", "--key", "k", "--new-key", "n"],
+        ["join", "nothing", "--out", "out"],
+        ["verify", "--files-only", "--recheck", "x", "--key", "k"],
+        ["diff", "a", "b"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(argv) == 2
+    assert capsys.readouterr().err.startswith("edgekit: error: ")
+
+
+def test_a_build_is_repeated_with_its_reference(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["build", str(MODEL), "--data", str(CALIBRATION), "--samples", "8", "--precision", "fp32", "--no-verify"]
+    first = json.loads((build / "out" / "report.json").read_bytes())
+    again = run_json(capsys, *argv, "--target", "coreml", "--golden", str(build / "out"), "--out", str(build / "again"))
+    assert again["bundles"][0]["sha256"] == first["bundles"][0]["sha256"]  # type: ignore[index]
+    assert run_command([*argv, "--golden", str(build), "--out", str(build / "no")]) == 2
+    assert "holds no bundle" in capsys.readouterr().err
+    assert not (build / "no").exists()
