@@ -20,6 +20,7 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 	$(BIN)/python tools/shape.py
 
 bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
+	$(BIN)/python tools/bench/check_speed.py
 	$(BIN)/python tools/bench/build_zoo.py
 	$(BIN)/python tools/bench/convert_speed.py
 	$(BIN)/python tools/bench/convert_large.py

@@ -14,12 +14,11 @@ from edgekit.check.report import CheckReport, Verdict
 from edgekit.model import Model, load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.clean import prepare_model, sketch_model
 from edgekit.prepare.fix import FIXES, Fix, FixedModel, fix_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets
-from edgekit.report.summary import CheckSummary
-from edgekit.report.text import describe_recommendation
+from edgekit.report.checked import CheckSummary, describe_recommendation
 from edgekit.target import Target
 
 _FIX_ROUNDS = 4
@@ -61,7 +60,8 @@ def check_targets(
     observed: dict[str, Observed | NotObserved] = {}
     with work_folder() as work:
         progress("prepare the model")
-        prepared = prepare_model(source, work / f"{source.name}.onnx", recipe.dims)
+        prepare = prepare_model if observe else sketch_model
+        prepared = prepare(source, work / f"{source.name}.onnx", recipe.dims)
         traced = trace_model(source, prepared, recipe.dims)
         for target in targets:
             progress(f"check {target.name}")

@@ -1,27 +1,22 @@
 """Asking a real provider where it puts each node of a model, and comparing that with what check predicts."""
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import msgspec
 import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level
-from edgekit._proc import run_process
 from edgekit.check.check import check_model
 from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.devices import coreml, qnn_sim, xnnpack_wasm
-from edgekit.devices.cache import find_installed
-from edgekit.devices.child import FAR, Runner, collect_run, describe_job, require_device
-from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.exchange import write_job
+from edgekit.devices.device import Device, Job
 from edgekit.devices.find import find_device
 from edgekit.errors import DeviceError, MissingExtraError, ModelError
 from edgekit.evidence import Evidence
-from edgekit.model import Model, load_model
+from edgekit.model import Model
 from edgekit.samples import Samples
 from edgekit.target import Target
 from edgekit.tensors import Array, Tensors, TensorSpec
@@ -35,6 +30,8 @@ _ORACLES = {
 
 _XNNPACK_RULES = {"ort": "1.16.3"}
 """The XNNPACK device is this ONNX Runtime, so the rules are asked as of that version."""
+
+_OLD_RULES = "observed in ONNX Runtime 1.16 and compared with its rules; newer versions may take more"
 
 _TOKEN = re.compile(r"_token_\d+$")
 """What ONNX Runtime's layout change adds to the name of a node that it makes anew."""
@@ -150,7 +147,8 @@ def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tupl
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
     """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
 
-    Inputs whose size is not known, or is very large, are not run: the session is made all the same.
+    Inputs whose size is not known, or is very large, are not run: the session is made all the same. XNNPACK's is made
+    without the fusions that would rename what the CPU keeps.
 
     Raises:
         DeviceError: the device is not there.
@@ -166,21 +164,27 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
         samples=drawn,
     )
     is_xnnpack = target.provider == xnnpack_wasm.PROVIDER
+    if is_xnnpack:
+        job = msgspec.structs.replace(job, level=Level.DISABLED)
     with work_folder() as work:
-        run = _open_on_xnnpack(device, job, work) if is_xnnpack else device.run_job(job, work)
+        run = device.run_job(job, work)
     providers = {node.name: node.provider for node in run.placement}
+    names = {node.name: node.op for node in read_graph(model).nodes}
     opened = run.load_ms > 0
-    notes = (*run.notes, f"the run on random numbers failed: {run.failure}") if opened and run.failure else run.notes
+    notes = (*((_OLD_RULES,) if is_xnnpack else ()), *run.notes)
+    if opened and run.failure:
+        notes = (*notes, f"the run on random numbers failed: {run.failure}")
     return ObservedPlacement(
-        providers=_add_fused_nodes(model.path, providers) if is_xnnpack and providers else name_as_model(providers),
+        providers=_add_fused_nodes(names, providers) if is_xnnpack and providers else name_as_model(providers, names),
         notes=notes,
         failure=None if opened else run.failure,
     )
 
 
-def name_as_model(providers: Mapping[str, str]) -> dict[str, str]:
+def name_as_model(providers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """Returns providers by the names that nodes have in the model, without what a change of the layout adds."""
-    return {_TOKEN.sub("", name): provider for name, provider in providers.items()} | dict(providers)
+    added = {_TOKEN.sub("", name): provider for name, provider in providers.items() if name not in names}
+    return added | dict(providers)
 
 
 def draw_samples(model: Model, count: int) -> Samples:
@@ -213,32 +217,13 @@ def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim in spec.shape or () if isinstance(dim, int))
 
 
-def _open_on_xnnpack(device: Device, job: Job, work: Path) -> DeviceRun:
-    """Opens a model as the device does, but without the fusions that would rename what the CPU keeps."""
-    require_device(device.name, device.find_missing())
-    lowered, notes = xnnpack_wasm.lower_model(job.model, work)
-    far = msgspec.structs.replace(
-        describe_job(job, provider=xnnpack_wasm.PROVIDER),
-        model=str(lowered.resolve()),
-        level=Level.DISABLED,
-        runtime=str(find_installed(device.name, FAR / device.name / "package-lock.json")),
-        profile=False,
-    )
-    write_job(work, far, job.samples)
-    argv = [*xnnpack_wasm.find_node(), str(FAR / "web_runner.mjs"), str(work)]
-    finished = run_process(argv, timeout_s=job.timeout_s, cwd=work)
-    run = collect_run(Runner(device=device.name, evidence=device.evidence), job, finished, work)
-    judged = "observed in ONNX Runtime 1.16 and compared with its rules; newer versions may take more"
-    return msgspec.structs.replace(run, notes=(*notes, judged, *run.notes))
-
-
-def _add_fused_nodes(path: Path, providers: Mapping[str, str]) -> dict[str, str]:
+def _add_fused_nodes(names: Mapping[str, str], providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of the model: XNNPACK renames what it takes, the CPU's nodes keep their names.
 
     A Transpose that is on neither side was cancelled when the layout changed; it is left out.
     """
     return {
-        node.name: providers.get(node.name, xnnpack_wasm.PROVIDER)
-        for node in read_graph(load_model(path)).nodes
-        if node.op != "Transpose" or node.name in providers
+        name: providers.get(name, xnnpack_wasm.PROVIDER)
+        for name, op in names.items()
+        if op != "Transpose" or name in providers
     }

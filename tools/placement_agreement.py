@@ -22,6 +22,7 @@ from placement_models import SEEDS, write_models
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
+from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckReport
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError
@@ -58,10 +59,12 @@ class Tally(msgspec.Struct, kw_only=True):
     disagreements: list[Surprise] = []
     sessions: Counter[str] = msgspec.field(default_factory=Counter)
     surprises: list[str] = []
+    verdicts: Counter[str] = msgspec.field(default_factory=Counter)
+    broken: list[str] = []
 
 
 def main() -> int:
-    """Prints the agreement; returns 0 if at least 99 % of the nodes agree."""
+    """Prints the agreement; returns 0 if 99 % of the nodes agree and no model judged "yes" is split or refused."""
     options = _parse_options()
     if options.observe:
         print(json.dumps(_place_on_qnn(options.observe, options.soc)))
@@ -112,6 +115,7 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
     ort: Any = onnxruntime
     ort.register_execution_provider_library(_QNN, onnxruntime_qnn.get_library_path())
     device = next(device for device in ort.get_ep_devices() if device.ep_name == _QNN)
+    names = {node.name for node in read_graph(load_model(path)).nodes}
     with work_folder() as trace:
         options = ort.SessionOptions()
         options.log_severity_level = 4
@@ -134,7 +138,7 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
         file = trace / "qnn_op_trace.json"
         refused = json.loads(file.read_bytes())["unsupported_nodes"] if file.exists() else []
     return {
-        "providers": name_as_model(assigned),
+        "providers": name_as_model(assigned, names),
         "reasons": {node["node_name"]: node["reason"] for node in refused},
         "partitions": sum(graph.ep_name == _QNN for graph in graphs),
     }
@@ -150,6 +154,9 @@ def observe_xnnpack(path: Path, target: Target) -> ObservedPlacement:
 
 def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally) -> None:
     tally.models += 1
+    tally.verdicts[report.verdict] += 1
+    if report.verdict == "yes" and (what := _find_break(report, seen)):
+        tally.broken.append(f"{report.model}: {what}")
     if seen.failure is not None and not seen.providers:
         kind = "failed as predicted" if report.is_refused else "failed at a named risk" if report.risks else "failed"
         tally.sessions[kind] += 1
@@ -167,10 +174,20 @@ def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally) -> None
             )
 
 
+def _find_break(report: CheckReport, seen: ObservedPlacement) -> str:
+    """Returns how the provider splits or refuses a model, empty if it does neither."""
+    if seen.failure is not None:
+        return f"refused: {seen.failure}"
+    if report.wants_whole and (seen.partitions or 1) > 1:
+        return f"split in {seen.partitions}"
+    left = [node.name for node, taken in match_nodes(report, seen.providers) if not taken]
+    return f"{len(left)} nodes left, such as {left[0]}" if report.wants_whole and left else ""
+
+
 def _print_tally(tally: Tally) -> int:
     for line in _lines(tally):
         print(line)
-    return 0 if tally.agreed.total() >= 0.99 * tally.nodes.total() else 1
+    return 0 if tally.agreed.total() >= 0.99 * tally.nodes.total() and not tally.broken else 1
 
 
 def _lines(tally: Tally) -> Iterator[str]:
@@ -182,10 +199,14 @@ def _lines(tally: Tally) -> Iterator[str]:
         yield f"{found.model}: {found.op} '{found.name[:60]}' {side}: {found.why[:160]}"
     for surprise in tally.surprises:
         yield f"session failed, not predicted: {surprise[:200]}"
+    for broken in tally.broken:
+        yield f"judged yes, but {broken[:200]}"
     total, agreed = tally.nodes.total(), tally.agreed.total()
     yield f"\n{tally.models} models; sessions: " + ", ".join(
         f"{count} {kind}" for kind, count in tally.sessions.items()
     )
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(tally.verdicts.items()))
+    yield f"verdicts: {verdicts}; {len(tally.broken)} judged yes are split or refused"
     yield f"{agreed} of {total} nodes agree: {agreed / max(total, 1):.2%}"
 
 

@@ -20,7 +20,8 @@ class When(_Strict, frozen=True, kw_only=True):
 
     `settings`, `below` and `at_least` look at the target's parameters and at `ort_minor`, the 31 of ORT 1.31;
     `attribute` at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs
-    by position, `since` at the operator's version, `fed_by` at the operators that make its inputs (one of them).
+    by position, `dims` at single dimensions of inputs by "position:axis", `since` at its version, `fed_by` at
+    the operators of which one makes an input.
     """
 
     settings: dict[str, tuple[str, ...]] = {}
@@ -32,6 +33,7 @@ class When(_Strict, frozen=True, kw_only=True):
     attribute_absent: tuple[str, ...] = ()
     dtypes: dict[str, tuple[str, ...]] = {}
     ranks: dict[str, tuple[int, ...]] = {}
+    dims: dict[str, tuple[int, ...]] = {}
     present: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
     inputs_min: int = 0
@@ -229,6 +231,10 @@ class SameQuantization(_Rule, frozen=True, kw_only=True, tag="same_quantization"
     """Inputs and output 0 must have equal scales and zero points."""
 
 
+class FiniteScale(_Rule, frozen=True, kw_only=True, tag="finite_scale"):
+    """Every constant scale is a finite number."""
+
+
 class QuantizedOutput(_Rule, frozen=True, kw_only=True, tag="quantized_output"):
     """The output of a quantized unit must be quantized too."""
 
@@ -319,6 +325,6 @@ class AxisLast(_Rule, frozen=True, kw_only=True, tag="axis_last"):
 Rule = (
     Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
     | Internal | Traced | Inline | Attribute | Length | EqualEntries | Count | Values | Setting | Bounds | Quantized
-    | SameQuantization | QuantizedOutput | GroupedDilation | GraphEdge | Between | Readers | GemmBias | MatMulRanks
-    | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach | AxisLast
+    | SameQuantization | QuantizedOutput | FiniteScale | GroupedDilation | GraphEdge | Between | Readers | GemmBias
+    | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach | AxisLast
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """The kinds of rule that concern scales and zero points; each returns a reason to refuse, or None."""
 
+import numpy as np
+
 from edgekit.check import kinds
 from edgekit.check.graph import Graph
 from edgekit.check.subject import Subject, choose_operands
@@ -77,6 +79,18 @@ def judge_same_quantization(_rule: kinds.SameQuantization, subject: Subject) -> 
         if (parameters := read_parameters(subject.graph, operand)) is not None
     }
     return "inputs and output have different scales or zero points; they must be equal" if len(found) > 1 else None
+
+
+def judge_finite_scale(_rule: kinds.FiniteScale, subject: Subject) -> str | None:
+    """Scales that no quantizer should write."""
+    unit = subject.unit
+    names = [operand.scale for operand in (*unit.inputs, *unit.outputs) if operand.scale]
+    names += list(unit.node.inputs[1:2]) if unit.node.op in {"QuantizeLinear", "DequantizeLinear"} else []
+    for name in names:
+        scale = subject.graph.array(name)
+        if scale is not None and not np.isfinite(scale).all():
+            return f"the scale '{name}' is {float(scale.reshape(-1)[0]):g}, no finite number"
+    return None
 
 
 def judge_quantized_output(_rule: kinds.QuantizedOutput, subject: Subject) -> str | None:

@@ -8,11 +8,11 @@ from edgekit._files import write_file
 from edgekit.checking import check_targets, describe_checks
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import print_table, show_json, showing_progress
+from edgekit.cli.screen import print_table, show_json, showing_progress
 from edgekit.recipe import Recipe
-from edgekit.report import text
-from edgekit.report.html import render_check
-from edgekit.report.summary import CheckSummary
+from edgekit.report import checked
+from edgekit.report.check_page import render_check
+from edgekit.report.checked import CheckSummary
 
 
 @click.command(short_help="Say node by node what each target would take, why not, and what to do.")
@@ -59,16 +59,16 @@ def command(
 def show_checks(summary: CheckSummary) -> None:
     """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
     for name, report in summary.targets.items():
-        click.echo(text.describe_check(report))
+        click.echo(checked.describe_check(report))
         if report.taken < report.nodes:
-            print_table(text.table_check(report))
-        for remark in text.list_check_remarks(report, summary.observed.get(name)):
+            print_table(checked.table_check(report))
+        for remark in checked.list_check_remarks(report, summary.observed.get(name)):
             click.echo(f"- {remark}")
         for advice in report.advice:
-            click.echo(f"- {text.describe_advice(advice)}")
-    fates = text.describe_fates(next(iter(summary.targets.values())))
+            click.echo(f"- {checked.describe_advice(advice)}")
+    fates = checked.describe_fates(next(iter(summary.targets.values())))
     if fates:
         click.echo(fates)
-    for line in text.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
+    for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
         click.echo(line)
-    click.echo(f"recommendation: {text.describe_recommendation(summary.recommended, summary.targets)}")
+    click.echo(f"recommendation: {checked.describe_recommendation(summary.recommended, summary.targets)}")

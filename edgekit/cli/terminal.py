@@ -1,14 +1,12 @@
 """What a command shows: the result on stdout, progress on stderr."""
 
-import contextlib
-import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console, RenderableType
 
 from edgekit.bench.report import BenchReport
+from edgekit.cli.screen import print_table, show_json, show_line, show_lines, showing_progress
 from edgekit.conversion import ConvertReport
 from edgekit.convert.equality import Equality
 from edgekit.convert.ort_report import OrtFileReport
@@ -16,35 +14,21 @@ from edgekit.delta import Delta
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.self_test import SelfTest
 from edgekit.inspect import OnnxReport
-from edgekit.plain import to_json
-from edgekit.progress import Progress
 from edgekit.report import changes, text
 from edgekit.report.bench_text import list_bench_remarks, table_bench
 from edgekit.report.summary import BuildReport
+from edgekit.report.tables import format_bytes
 from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
 from edgekit.target import Form, Target
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import VerifyReport
 
+__all__ = ["print_table", "show_json", "show_line", "show_lines", "showing_progress"]
+"""What commands import from here though it is made elsewhere."""
+
 _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 """Operators whose fate tells nothing by itself."""
-
-
-def show_json(value: object) -> None:
-    """Prints one value as JSON on stdout."""
-    click.echo(to_json(value), nl=False)
-
-
-def show_line(line: str) -> None:
-    """Prints a line on stdout."""
-    click.echo(line)
-
-
-def show_lines(lines: Iterable[str]) -> None:
-    """Prints lines on stdout."""
-    for line in lines:
-        show_line(line)
 
 
 def show_build(report: BuildReport) -> None:
@@ -132,7 +116,7 @@ def show_conversion(report: ConvertReport) -> None:
         nodes = f"{report.fusion.nodes_before} nodes became {report.fusion.nodes_after}"
         click.echo(f"fused: {fused}; {nodes}; {describe_equality(report.fusion.equality)}")
     if report.weights is not None:
-        sizes = f"{text.format_bytes(report.weights.size_before)} -> {text.format_bytes(report.weights.size_after)}"
+        sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
         click.echo(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
     if report.quantized:
         click.echo(f"quantized already ({report.quantized}): taken as it is")
@@ -143,7 +127,7 @@ def show_conversion(report: ConvertReport) -> None:
 
 def _show_form(report: ConvertReport, form: Form) -> None:
     names = report.files[form]
-    size = text.format_bytes(sum(report.size_bytes[name] for name in names))
+    size = format_bytes(sum(report.size_bytes[name] for name in names))
     click.echo(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
     for fate in report.fates.get(form, ()):
         if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
@@ -180,22 +164,3 @@ def show_sizes(report: SizeReport) -> None:
 def show_delta(delta: Delta) -> None:
     """Prints what is different between two versions, a line each."""
     show_lines(changes.list_changes(delta))
-
-
-@contextlib.contextmanager
-def showing_progress(volume: int) -> Generator[Progress]:
-    """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""
-    console = Console(stderr=True, highlight=False, markup=False)
-    if volume > 0:
-        yield lambda step: console.print(step, style="dim")
-    elif volume < 0 or not sys.stderr.isatty():
-        yield lambda _step: None
-    else:
-        with console.status("") as status:
-            yield status.update
-
-
-def print_table(table: RenderableType) -> None:
-    """Prints a table, as wide as the terminal."""
-    wide = None if sys.stdout.isatty() else 160
-    Console(width=wide, highlight=False).print(table)

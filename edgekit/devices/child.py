@@ -68,6 +68,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         provider=provider,
         provider_options=session.provider_options if provider == job.target.provider else {},
         session_config=config,
+        level=job.level,
         threads=job.threads,
         samples=job.samples.count,
         warmup=job.warmup,

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from edgekit._ort import Level
 from edgekit.check.report import CheckReport
 from edgekit.evidence import Evidence
 from edgekit.samples import Samples
@@ -26,7 +27,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sample `warmup` times untimed, then each sample `repeat` times in a row, with a time for each run. `threads`
     of 0 lets the device choose. `custom_ops` are libraries of this machine's kind, which only the host can load.
     `digests_hold` says that the file was just compared with the digest of its bundle: optimisations that were saved in
-    a file are replayed only then.
+    a file are replayed only then. `level` is how far the session optimises the graph, as an app's would unless said.
     """
 
     model: Path
@@ -41,6 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 0
     repeat: int = 1
     threads: int = 0
+    level: Level = Level.ALL
     digests_hold: bool = False
 
 

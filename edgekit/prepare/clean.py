@@ -9,10 +9,12 @@ from edgekit._files import move_file, replacing_file
 from edgekit.model import Model, load_model, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
+from edgekit.prepare.hollow import hollow_weights, skim_weights
 from edgekit.prepare.infer import infer_outputs
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes, restore_stamps, sort_values
+from edgekit.prepare.weights import put_weights
 from edgekit.skim import point_into
 
 
@@ -46,7 +48,9 @@ def prepare_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = _read_interface(model, outputs, constants or {})
+    is_huge_file = keeps_external(model) and not model.external_files
+    proto = point_into(model.path) if is_huge_file else read_proto(model, weights=not keeps_external(model))
+    _clean_interface(proto, outputs, constants or {})
     if not constants:
         fix_dims(proto.graph, dims)
     origin = _copy_texts(proto)
@@ -65,16 +69,43 @@ def prepare_model(
     return load_model(out, custom_ops=model.custom_ops)
 
 
-def _read_interface(model: Model, outputs: Collection[str], constants: Mapping[str, float]) -> onnx.ModelProto:
-    is_huge_file = keeps_external(model) and not model.external_files
-    proto = point_into(model.path) if is_huge_file else read_proto(model, weights=not keeps_external(model))
+def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
+    """Writes what `prepare_model` writes, but without the numbers of large weights: a graph to judge, not to run.
+
+    Weights whose numbers decide what the graph becomes are kept.
+
+    Raises:
+        UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
+        ModelError: the opset cannot be changed.
+        RuntimeRefusal: ONNX Runtime cannot load the model.
+        OutputError: `out` cannot be written.
+    """
+    proto = skim_weights(model.path)
+    if proto is None and keeps_external(model):
+        return prepare_model(model, out, dims)
+    proto = proto or read_proto(model)
+    _clean_interface(proto, (), {})
+    fix_dims(proto.graph, dims)
+    origin, chosen = _copy_texts(proto), choose_opset(proto, None)
+    lower_ir_version(proto, chosen)
+    shells = hollow_weights(proto)
+    with replacing_file(out) as temporary:
+        if chosen < read_opset(proto):
+            proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
+        proto = optimize_basic(convert_opset(proto, chosen), model, temporary, model.path.parent)
+        put_weights(proto.graph, shells)
+        _tidy(proto, origin)
+        _write(proto, temporary, out)
+    return load_model(out, custom_ops=model.custom_ops)
+
+
+def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
     merge_domains(proto)
     name_nodes(proto.graph)
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto.graph, outputs)
     freeze_inputs(proto.graph, constants)
     drop_idle_nodes(proto.graph)
-    return proto
 
 
 def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

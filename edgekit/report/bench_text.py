@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgekit.bench.report import BenchReport, Comparison
-from edgekit.report.text import make_table
+from edgekit.report.tables import make_table
 
 _BAD, _UNKNOWN = "red", "yellow"
 

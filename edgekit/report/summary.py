@@ -1,13 +1,10 @@
-"""What a build made and what a check of several targets found: facts, and the verdict computed from them."""
+"""What a build made: the facts of each bundle, and the verdict computed from them."""
 
 from pathlib import Path
 
 import msgspec
 
-from edgekit.check.ort_opinion import OrtOpinions
-from edgekit.check.recommend import Recommendation
 from edgekit.check.report import CheckReport
-from edgekit.observe import NotObserved, Observed
 from edgekit.quantize import Candidate, FloatNode
 from edgekit.quantize.predict import Prediction
 from edgekit.target import Form, Precision
@@ -73,26 +70,6 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if every bundle was made and, if verification was asked for, passed it."""
         return all(bundle.passed or (not self.verified and bundle.path is not None) for bundle in self.bundles)
-
-
-class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A model checked against several targets and which of them to use.
-
-    `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
-    """
-
-    model: str
-    sha256: str
-    targets: dict[str, CheckReport]
-    recommended: Recommendation
-    observed: dict[str, Observed | NotObserved] = {}
-    ort: OrtOpinions | None = None
-
-    @property
-    def is_refused(self) -> bool:
-        """True if a target's verdict is "no", or the vendor's own code made no session."""
-        refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
-        return refused or any(report.verdict == "no" for report in self.targets.values())
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):

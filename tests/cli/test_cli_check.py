@@ -15,9 +15,8 @@ from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.observe import Disagreement, NotObserved, Observed
-from edgekit.report.html import render_check
-from edgekit.report.summary import CheckSummary
-from edgekit.report.text import describe_recommendation, list_check_remarks
+from edgekit.report.check_page import render_check
+from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks
 from edgekit.target import load_target
 
 HOSTILE = "<script>alert(1)</script>\"'>"

@@ -145,7 +145,8 @@ def test_no_sample_where_a_size_is_open(tmp_path: Path) -> None:
 
 def test_names_lose_what_the_layout_added_but_no_name_of_the_model() -> None:
     placed = {"conv_token_3": "Q", "a_token_4": "Q", "a": "C"}
-    assert name_as_model(placed) == {"conv": "Q", "conv_token_3": "Q", "a_token_4": "Q", "a": "C"}
+    assert name_as_model(placed, {"conv", "a"}) == {"conv": "Q", "conv_token_3": "Q", "a_token_4": "Q", "a": "C"}
+    assert name_as_model({"b_token_5": "C"}, {"b", "b_token_5"}) == {"b_token_5": "C"}
 
 
 def test_only_the_vendors_own_code_outweighs_the_rules() -> None:

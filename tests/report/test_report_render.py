@@ -8,7 +8,8 @@ from rich.console import Console
 from edgekit.evidence import Evidence
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
-from edgekit.report.text import describe_agreement, format_bytes, list_remarks, table_build
+from edgekit.report.tables import format_bytes
+from edgekit.report.text import describe_agreement, list_remarks, table_build
 from edgekit.target import Thresholds
 from edgekit.verify.report import OutputReport, RunReport, SkippedDevice, VerifyReport
 

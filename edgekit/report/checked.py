@@ -1,0 +1,137 @@
+"""The check of a model against several targets: what was found, and how to say it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import msgspec
+from rich.table import Table
+
+from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opinion
+from edgekit.check.recommend import Recommendation
+from edgekit.check.report import Advice, CheckReport
+from edgekit.observe import Disagreement, NotObserved, Observed
+from edgekit.report.tables import format_bytes, make_table
+
+
+class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A model checked against several targets and which of them to use.
+
+    `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
+    """
+
+    model: str
+    sha256: str
+    targets: dict[str, CheckReport]
+    recommended: Recommendation
+    observed: dict[str, Observed | NotObserved] = {}
+    ort: OrtOpinions | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """True if a target's verdict is "no", or the vendor's own code made no session."""
+        refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
+        return refused or any(report.verdict == "no" for report in self.targets.values())
+
+
+def describe_check(report: CheckReport) -> str:
+    """Returns the verdict of a check in one line."""
+    settings = "".join(f"; {key} {value}" for key, value in report.settings.items())
+    crossing = f"{report.crossings} crossings of {format_bytes(report.crossing_bytes)}"
+    return (
+        f"{report.target}: {report.verdict}; {describe_taken(report)} and {report.taken_bytes:.0%} of bytes"
+        f" in {report.partitions} partitions, {crossing} ({report.evidence}{settings})"
+    )
+
+
+def table_check(report: CheckReport) -> Table:
+    """Returns a check as a table: a row a node that is not taken, of the user's model where it is known, and why."""
+    table = make_table("node", "op", "MACs", "why not")
+    named = {name for node in report.model_nodes for name in node.became}
+    for node in report.model_nodes:
+        if not node.taken:
+            table.add_row(node.name, node.op, f"{node.macs:,}", "\n".join(filter(None, (node.note, *node.reasons))))
+    for made in report.node_list:
+        if not made.taken and made.name not in named:
+            table.add_row(made.name or "(no name)", made.op, f"{made.macs:,}", "\n".join(made.reasons))
+    return table
+
+
+def describe_fates(report: CheckReport) -> str:
+    """Returns what became of the nodes of the user's model, in one line; empty where all are still there."""
+    counts = Counter(node.fate for node in report.model_nodes)
+    changed = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items()) if fate != "kept")
+    return f"of the model's {counts.total()} nodes: {changed} before the provider sees them" if changed else ""
+
+
+def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
+    """Yields what a verdict rests on beside the nodes not taken, worst first, and what the real provider did."""
+    for node in report.node_list:
+        if node.fatal:
+            yield f"fatal: {node.op} '{node.name}' makes the provider refuse the whole session"
+    yield from (f"risk: {risk}" for risk in report.risks)
+    if seen is not None:
+        yield from list_observed(seen)
+
+
+def describe_advice(advice: Advice) -> str:
+    """Returns what to change and what it gains, in one line."""
+    work = f", {advice.gain_macs:+,} MACs" if advice.gain_macs else ""
+    return f"{advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes{work})"
+
+
+def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
+    """Yields what a real provider did with a model: counts, disagreements, notes, or why it was not asked."""
+    if isinstance(seen, NotObserved):
+        yield f"not observed: {seen.reason}"
+        return
+    agreed = "as predicted" if not seen.disagreements else f"{len(seen.disagreements)} not as predicted"
+    if seen.failure is not None:
+        yield f"observed on {seen.device}: no session: {seen.failure}"
+    if seen.nodes or seen.failure is None:
+        yield f"observed on {seen.device} ({seen.evidence.value}): {seen.taken} of {seen.nodes} nodes taken, {agreed}"
+    for found in seen.disagreements:
+        yield f"disagreement: {found.op} '{found.name}' {describe_disagreement(found)}"
+    yield from (f"note: {note}" for note in seen.notes)
+
+
+def describe_disagreement(found: Disagreement) -> str:
+    """Returns which way a node was placed otherwise than predicted."""
+    return "was predicted taken, and is not" if found.predicted else "was predicted left, and is taken"
+
+
+def describe_recommendation(recommendation: Recommendation, reports: Mapping[str, CheckReport]) -> str:
+    """Returns which of the checked targets to use, how to build for it, and why, in one line."""
+    if recommendation.target is None:
+        return f"none of these targets: {recommendation.reasons[0]}"
+    best = reports[recommendation.target]
+    crossings = f"{best.crossings} crossings ({format_bytes(best.crossing_bytes)})"
+    how = f"; build {recommendation.precision} as {recommendation.style}" if recommendation.style else ""
+    rest = ((name, reports[name]) for name in recommendation.rest)
+    others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
+    work = f"{describe_work(best)} in {best.partitions} partitions with {crossings}"
+    return f"{recommendation.target}: {best.verdict}, {work}{how}" + (f" (others: {others})" if others else "")
+
+
+def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport]) -> Iterator[str]:
+    """Yields what ONNX Runtime's own checker says, and for each target that it knows why check says otherwise."""
+    if opinions.failure is not None:
+        yield f"ONNX Runtime's checker fails on this model: {opinions.failure}"
+    for opinion in opinions.opinions:
+        counted = f"{opinion.taken} of {opinion.nodes} nodes in {opinion.partitions} partitions"
+        yield f"ONNX Runtime's checker says {opinion.verdict} for {opinion.provider}: {counted}"
+        for report in reports.values():
+            if find_opinion(opinions, report) is opinion:
+                agrees = opinion.verdict == report.verdict
+                yield f"  check says {report.verdict} for {report.target}" + (", as it does" if agrees else ", because")
+                yield from (f"  - {reason}" for reason in explain_difference(opinion, report))
+
+
+def describe_work(report: CheckReport) -> str:
+    """Returns the share of the work that is taken, of MACs or where nothing multiplies of bytes."""
+    unit = "MACs" if any(node.macs for node in report.node_list) else "bytes"
+    return f"{report.taken_macs:.0%} of {unit}"
+
+
+def describe_taken(check: CheckReport | None) -> str:
+    """Returns how many nodes a provider takes, and the share of the work."""
+    return "-" if check is None else f"{check.taken}/{check.nodes} ({check.taken_macs:.0%} of MACs)"

@@ -1,0 +1,22 @@
+"""What every report shares: an empty table, and sizes for people."""
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+def make_table(*columns: str) -> Table:
+    """Returns an empty table with these columns, whose cells fold."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Returns a size for people, in decimal units."""
+    size, unit = float(size_bytes), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit in {"B", "kB"} else f"{size:.1f} {unit}"
