@@ -14,9 +14,10 @@ from edgekit.bundle.expected import write_expected
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.manifest import BundledFile, GoldenFacts, Manifest, decode_manifest, encode_json
 from edgekit.bundle.names import find_fault
+from edgekit.bundle.readme import README, render_readme
 from edgekit.bundle.recorded import adopt_expected
 from edgekit.bundle.sign import SIGNATURE, check_signature
-from edgekit.bundle.snippets import render_snippets
+from edgekit.bundle.snippets import NOTES, render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.errors import BundleError, OutputError
 from edgekit.target import Form, Target
@@ -81,8 +82,11 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
     golden = _make_self_test(contents, out)
     draft = describe_contents(contents, golden, {}, digest_file(out / CHECK))
-    for name, text in render_snippets(contents.target, draft).items():
+    snippets = dict(render_snippets(contents.target, draft))
+    notes = snippets.pop(NOTES, "")
+    for name, text in snippets.items():
         write_file(out / APP / name, text.encode())
+    write_file(out / README, render_readme(contents.target, draft, notes, snippets).encode())
     manifest = msgspec.structs.replace(draft, files=_digest_files(out))
     data = encode_json(manifest)
     write_file(out / MANIFEST, data)
@@ -150,7 +154,7 @@ def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[For
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
-    taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, GOLDEN, APP)}
+    taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, GOLDEN, APP, README)}
     for path in (path for paths in files.values() for path in paths):
         fault = find_fault(path.name)
         if fault is not None:

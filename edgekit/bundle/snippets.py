@@ -10,9 +10,14 @@ from edgekit.bundle.manifest import Manifest
 from edgekit.errors import TargetError
 from edgekit.target import Target
 
+NOTES = "notes.md"
+"""What a target says of itself, for the README of its bundles."""
+
 
 def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
     """Returns the text of each snippet by file name; a target without templates has none.
+
+    `notes.md` is what the target says of itself for the bundle's README; the others are code.
 
     Templates are the files `app/*.j2` of the target's folder. They see `manifest`, `runtime_version` (of the ONNX
     Runtime that the bundle was tested with), `interface` (a table of inputs and outputs), and filters that make a
@@ -22,10 +27,10 @@ def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
         TargetError: a template is malformed, or uses a value that does not exist.
     """
     folder = target.folder / "app"
-    environment = _make_environment(folder)
+    environment = make_environment(folder)
     values = {
         "manifest": manifest,
-        "interface": _describe_interface(manifest),
+        "interface": describe_interface(manifest),
         "runtime_version": manifest.versions.get("onnxruntime", manifest.minimum_ort),
     }
     snippets: dict[str, str] = {}
@@ -70,13 +75,15 @@ def _plain(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def _describe_interface(manifest: Manifest) -> str:
+def describe_interface(manifest: Manifest) -> str:
+    """Returns the inputs and outputs as a Markdown table."""
     rows = [("input", spec) for spec in manifest.inputs] + [("output", spec) for spec in manifest.outputs]
     lines = [f"| {side} | `{_plain(spec.name)}` | {spec.dtype} | {list(spec.shape or ())} |" for side, spec in rows]
     return "\n".join(("| | name | type | shape |", "|---|---|---|---|", *lines, ""))
 
 
-def _make_environment(folder: Path) -> SandboxedEnvironment:
+def make_environment(folder: Path) -> SandboxedEnvironment:
+    """Returns the environment of the templates in a folder, with the filters that make a value safe."""
     environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,

@@ -17,9 +17,17 @@ from edgekit.package.package import FORMS, Kind, package_bundles
 @click.option("--name", default="", metavar="NAME", help="What the package is called; else as the model.")
 @click.option("--group", default="", metavar="NAME", help="The Maven group of an AAR.  [default: edgekit.models]")
 @click.option("--package-version", default="", metavar="X", help="Its version; else it follows from the content.")
+@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Pack only what this public key signed.")
 @options.JSON
 def command(
-    bundles: tuple[Path, ...], kind: Kind, out: Path, name: str, group: str, package_version: str, as_json: bool
+    bundles: tuple[Path, ...],
+    kind: Kind,
+    out: Path,
+    name: str,
+    group: str,
+    package_version: str,
+    key: Path | None,
+    as_json: bool,
 ) -> int:
     """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
 
@@ -32,7 +40,7 @@ def command(
 
     Exit code 0: written. 2: a bundle is damaged or does not fit, and nothing was written.
     """
-    report = package_bundles(bundles, kind, out, name=name, group=group, version=package_version)
+    report = package_bundles(bundles, kind, out, name=name, group=group, version=package_version, key=key)
     if as_json:
         show_json(report)
         return YES

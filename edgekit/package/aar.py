@@ -8,9 +8,9 @@ from pathlib import Path
 
 from edgekit._proc import run_process
 from edgekit.bundle.archive import list_files, write_archive
+from edgekit.bundle.coordinates import Dependency, list_android_dependencies
 from edgekit.bundle.folder import Bundle
 from edgekit.errors import BundleError, MissingExtraError
-from edgekit.package.coordinates import list_android_dependencies
 from edgekit.package.tables import render_table
 from edgekit.package.variant import Identity, Variant, list_entries
 
@@ -38,7 +38,7 @@ def collect_aar(
         "package": package,
         "assets": package,
         "minimum_api": max([_OLDEST_API, *(_api_level(bundle) for bundle in bundles)]),
-        "dependencies": list_android_dependencies(variants),
+        "dependencies": _merge_dependencies(variants),
     }
     sources = _list_sources(variants, package, values)
     write_archive(_compile(sources, work), work / "classes.jar", "zip")
@@ -103,3 +103,18 @@ def _find_javac() -> str:
 def _api_level(bundle: Bundle) -> int:
     level = bundle.manifest.settings.get("api_level", "")
     return int(level) if level.isdigit() else _OLDEST_API
+
+
+def _merge_dependencies(variants: Sequence[Variant]) -> list[Dependency]:
+    """Returns what the bundles need together, each artifact in the newest version that one of them was made with."""
+    merged: dict[str, Dependency] = {}
+    for variant in variants:
+        for needed in list_android_dependencies(variant.provider, variant.versions, variant.minimum_ort):
+            known = merged.get(needed.artifact)
+            if known is None or _sortable(needed.version) > _sortable(known.version):
+                merged[needed.artifact] = needed
+    return list(merged.values())
+
+
+def _sortable(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

@@ -13,6 +13,7 @@ import onnx
 from edgekit._files import digest_bytes
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.sign import SIGNATURE
 from edgekit.package.variant import Identity, Variant
 
 _COMPATIBILITY = "ep_compatibility_info."
@@ -38,6 +39,8 @@ def collect_ort_package(
             places[name] = name if asset is None else f"sha256:{asset}/{Path(name).name}"
             folder = f"{identity.name}/{variant.name}/{name}" if asset is None else _asset_path(asset, name)
             entries[folder] = bundle.folder / name
+        if (bundle.folder / SIGNATURE).exists():
+            entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = bundle.folder / SIGNATURE
         described[variant.name] = _describe(bundle, variant, places)
     entries[f"{identity.name}/component.json"] = encode_json({"component_name": identity.name, "variants": described})
     entries["manifest.json"] = encode_json(

@@ -13,16 +13,21 @@ from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.package.aar import collect_aar
 from edgekit.package.board import collect_board
 from edgekit.package.ort_package import collect_ort_package
+from edgekit.package.swiftpm import collect_swiftpm
 from edgekit.package.variant import Identity, Variant, describe_variants, identify, sort_bundles
 
-Kind = Literal["aar", "ort-package", "tar", "zip"]
+Kind = Literal["aar", "ort-package", "swiftpm", "tar", "zip"]
 Collect = Callable[[Sequence[Bundle], Sequence[Variant], Identity, Path], Mapping[str, Path | bytes]]
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of package: what collects its files, which providers it can hold (none: all), and if it is an archive."""
+    """A kind of package: what collects its files, which providers it can hold (none: all), and if it is an archive.
+
+    `platform` names the operating system whose provider options the app passes, "" for those of every system.
+    """
 
     collect: Collect
+    platform: str
     providers: frozenset[str]
     archive: Literal["zip", "tar"] | None
 
@@ -35,11 +40,14 @@ _ANDROID = frozenset(
     {"CPUExecutionProvider", "NnapiExecutionProvider", "QNNExecutionProvider", "XnnpackExecutionProvider"}
 )
 
+_APPLE = frozenset({"CPUExecutionProvider", "CoreMLExecutionProvider", "XnnpackExecutionProvider"})
+
 FORMS: dict[Kind, Form] = {
-    "aar": Form(collect=collect_aar, providers=_ANDROID, archive=None),
-    "ort-package": Form(collect=collect_ort_package, providers=frozenset(), archive=None),
-    "tar": Form(collect=collect_board, providers=_BOARD, archive="tar"),
-    "zip": Form(collect=collect_board, providers=_BOARD, archive="zip"),
+    "aar": Form(collect=collect_aar, platform="android", providers=_ANDROID, archive=None),
+    "ort-package": Form(collect=collect_ort_package, platform="", providers=frozenset(), archive=None),
+    "swiftpm": Form(collect=collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
+    "tar": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="tar"),
+    "zip": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="zip"),
 }
 """Every kind of package."""
 
@@ -67,12 +75,20 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def package_bundles(
-    paths: Sequence[Path], kind: Kind, out: Path, *, name: str = "", group: str = "", version: str = ""
+    paths: Sequence[Path],
+    kind: Kind,
+    out: Path,
+    *,
+    name: str = "",
+    group: str = "",
+    version: str = "",
+    key: Path | None = None,
 ) -> PackageReport:
     """Writes bundles, or those of a build's folder, as one package and returns what it holds.
 
-    Every bundle is opened first, so that its digests hold. Bundles that are given one by one keep their order, which
-    is the order in which an app tries them; those of a build are sorted. Same bundles and options, same bytes.
+    Every bundle is opened first, so that its digests hold, and with a public `key` its signature. Bundles that are
+    given one by one keep their order, in which an app tries them; those of a build are sorted. Same bundles and
+    options, same bytes.
 
     Raises:
         UsageError: a bundle does not fit this kind of package, a name is malformed, or there is none.
@@ -81,8 +97,8 @@ def package_bundles(
         OutputError: `out` cannot be written, or is a folder that holds something already.
     """
     form = FORMS[kind]
-    bundles, left_out = _choose(paths, kind, form)
-    variants = describe_variants(bundles)
+    bundles, left_out = _choose(paths, kind, form, key)
+    variants = describe_variants(bundles, form.platform)
     identity = identify(bundles, name=name, group=group, version=version)
     with work_folder() as work:
         entries = form.collect(bundles, variants, identity, work)
@@ -96,9 +112,11 @@ def package_bundles(
     return PackageReport(kind=kind, out=str(out), sha256=sha256, bundles=variants, left_out=left_out, files=digests)
 
 
-def _choose(paths: Sequence[Path], kind: Kind, form: Form) -> tuple[tuple[Bundle, ...], tuple[LeftOut, ...]]:
+def _choose(
+    paths: Sequence[Path], kind: Kind, form: Form, key: Path | None
+) -> tuple[tuple[Bundle, ...], tuple[LeftOut, ...]]:
     if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
-        found = sort_bundles([open_bundle(path.parent) for path in sorted(paths[0].glob(f"*/{MANIFEST}"))])
+        found = sort_bundles([open_bundle(path.parent, key=key) for path in sorted(paths[0].glob(f"*/{MANIFEST}"))])
         if not found:
             raise BundleError(f"'{paths[0]}' is no bundle and holds none", hint="give the --out folder of a build")
         fitting = tuple(bundle for bundle in found if _find_misfit(bundle, kind, form) is None)
@@ -107,7 +125,7 @@ def _choose(paths: Sequence[Path], kind: Kind, form: Form) -> tuple[tuple[Bundle
         if not fitting:
             raise UsageError(f"no bundle of '{paths[0]}' fits: {left_out[0].reason}", hint="choose another --as")
         return fitting, left_out
-    bundles = tuple(open_bundle(path) for path in paths)
+    bundles = tuple(open_bundle(path, key=key) for path in paths)
     for bundle in bundles:
         misfit = _find_misfit(bundle, kind, form)
         if misfit is not None:

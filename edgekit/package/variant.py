@@ -1,7 +1,7 @@
 """What a loader must know of a bundle: the one place where the packages read a manifest."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,6 +9,7 @@ import msgspec
 from edgekit._files import digest_bytes, digest_file
 from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest import BundledFile
+from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import BundleError, UsageError
 from edgekit.tensors import TensorSpec
 
@@ -34,7 +35,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle as the loaders see it; `files` are all of its files, the manifest too, sorted by name.
 
-    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`.
+    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. `chosen` are the rows of the
+    golden samples whose outputs the self-test also compares with `golden/expected.npz`, within `tolerance`.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...]
     samples: int
     thresholds: Limits
+    chosen: tuple[int, ...]
+    tolerance: dict[str, float]
     versions: dict[str, str]
 
 
@@ -83,8 +87,8 @@ def identify(bundles: Sequence[Bundle], *, name: str = "", group: str = "", vers
     return identity
 
 
-def describe_variants(bundles: Sequence[Bundle]) -> tuple[Variant, ...]:
-    """Returns what a loader must know of each bundle, in their order.
+def describe_variants(bundles: Sequence[Bundle], platform: str) -> tuple[Variant, ...]:
+    """Returns what a loader must know of each bundle, in their order; `platform` is "" for one that holds anywhere.
 
     Raises:
         UsageError: there is no bundle, or two of them are the same.
@@ -99,12 +103,13 @@ def describe_variants(bundles: Sequence[Bundle]) -> tuple[Variant, ...]:
     unique = [
         name if names.count(name) == 1 else f"{name}-{digest[:8]}" for name, digest in zip(names, digests, strict=True)
     ]
-    return tuple(_describe(bundle, name) for bundle, name in zip(bundles, unique, strict=True))
+    return tuple(_describe(bundle, name, platform) for bundle, name in zip(bundles, unique, strict=True))
 
 
-def list_entries(bundle: Bundle, variant: Variant, prefix: str) -> Mapping[str, Path]:
-    """Returns the files of a bundle by their name in a package, below `prefix`; no other file goes into it."""
-    return {f"{prefix}/{variant.name}/{name}": bundle.folder / name for name in variant.files}
+def list_entries(bundle: Bundle, variant: Variant, prefix: str) -> dict[str, Path]:
+    """Returns the files of a bundle by their name in a package, below `prefix`, and its signature; no other file."""
+    names = [*variant.files, *((SIGNATURE,) if (bundle.folder / SIGNATURE).exists() else ())]
+    return {f"{prefix}/{variant.name}/{name}": bundle.folder / name for name in names}
 
 
 def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
@@ -122,23 +127,25 @@ def _name(bundle: Bundle) -> str:
     return clean_name(f"{bundle.manifest.name}-{bundle.manifest.target}")
 
 
-def _describe(bundle: Bundle, name: str) -> Variant:
+def _describe(bundle: Bundle, name: str, platform: str) -> Variant:
     manifest, file = bundle.manifest, bundle.folder / MANIFEST
     if digest_file(file) != bundle.sha256:
         raise BundleError(f"'{file}' is not in edgekit's canonical form", hint="build the bundle again")
     files = {**manifest.files, MANIFEST: BundledFile(sha256=bundle.sha256, size_bytes=file.stat().st_size)}
+    own = manifest.platforms.get(platform)
+    options = own.provider_options if own is not None else manifest.provider_options
     return Variant(
         name=name,
         target=manifest.target,
         precision=manifest.precision,
         provider=manifest.provider,
-        provider_options=dict(sorted(manifest.provider_options.items())),
+        provider_options=dict(sorted(options.items())),
         session_config=dict(sorted(manifest.session_config.items())),
         minimum_ort=manifest.minimum_ort,
         model=manifest.model_file,
         files=dict(sorted(files.items())),
-        inputs=manifest.inputs,
-        outputs=manifest.outputs,
+        inputs=tuple(tensor.spec for tensor in manifest.inputs),
+        outputs=tuple(tensor.spec for tensor in manifest.outputs),
         samples=manifest.golden.samples,
         thresholds=Limits(
             min_cosine=manifest.thresholds.min_cosine,
@@ -146,5 +153,7 @@ def _describe(bundle: Bundle, name: str) -> Variant:
             min_top1_agreement=manifest.thresholds.min_top1_agreement,
             granted_samples=manifest.thresholds.granted_samples,
         ),
+        chosen=tuple(sample.row for sample in manifest.golden.chosen),
+        tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),
     )

@@ -6,7 +6,9 @@ import pytest
 from bundle_models import make_bundle, make_contents
 
 from edgekit.bundle.folder import write_bundle
+from edgekit.bundle.readme import LEVELS
 from edgekit.bundle.snippets import quote_cpp, quote_kotlin, quote_swift, render_snippets
+from edgekit.devices.find import find_device
 from edgekit.errors import TargetError
 from edgekit.target import Target, load_target, target_names
 
@@ -25,10 +27,33 @@ def test_every_key_and_option_of_the_manifest_is_set(tmp_path: Path, target: str
 
 
 @pytest.mark.parametrize("target", target_names())
-def test_the_readme_names_inputs_and_package(tmp_path: Path, target: str) -> None:
-    text = (make_bundle(tmp_path, target=target).folder / "app" / "README.md").read_text()
+def test_the_readme_says_what_an_app_needs(tmp_path: Path, target: str) -> None:
+    bundle = make_bundle(tmp_path, target=target)
+    text, manifest = (bundle.folder / "README.md").read_text(), bundle.manifest
+    assert "README.md" in manifest.files
     assert "| input | `x` | float32 | [1, 8] |" in text
-    assert "onnxruntime" in text
+    for key, value in manifest.session_config.items():
+        assert f"| `{key}` | `{value}` |" in text
+    for name, platform in manifest.platforms.items():
+        assert f"### {name}" in text
+        assert all(f"| `{key}` | `{value}` |" in text for key, value in platform.provider_options.items())
+    if "android" in manifest.platforms:
+        assert 'implementation("com.microsoft.onnxruntime:onnxruntime-android:1.31.1")' in text
+    assert all(f"| {entry.device} |" in text for entry in manifest.verification)
+    assert "by device" not in text
+
+
+@pytest.mark.parametrize("name", target_names())
+def test_the_readme_knows_how_good_the_evidence_of_a_device_is(name: str) -> None:
+    target = load_target(name)
+    for entry in target.verification:
+        assert find_device(entry.device, target).evidence is LEVELS[entry.device]
+
+
+def test_a_hostile_name_cannot_leave_its_line_in_the_readme(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    named = msgspec.structs.replace(contents, source=msgspec.structs.replace(contents.source, name="x\n# evil"))
+    assert "\n# evil" not in (write_bundle(named, tmp_path / "out").folder / "README.md").read_text()
 
 
 def test_hostile_text_stays_inside_its_literal() -> None:

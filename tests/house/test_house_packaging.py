@@ -37,6 +37,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "edgekit/_runner/CMakeLists.txt",
         "edgekit/_runner/src/main.cpp",
         "edgekit/report/templates/build.html.j2",
+        "edgekit/bundle/templates/README.md.j2",
+        "edgekit/package/far/cpp/CMakeLists.txt",
+        "edgekit/package/far/java/loader/Loader.java",
+        "edgekit/package/far/java/stubs/android/content/Context.java",
+        "edgekit/package/far/python/edgekit_loader.py",
+        "edgekit/package/far/swift/Loader.swift",
+        "edgekit/package/templates/pom.xml.j2",
     ],
 )
 def test_the_wheel_holds_what_runs(wheel: list[str], name: str) -> None:

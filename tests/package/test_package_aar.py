@@ -145,6 +145,7 @@ def test_java_passes_every_key_on_and_its_self_test_can_say_no(
     options = [line.removeprefix("option: ") for line in lines if line.startswith("option: ")]
     assert options == [f"{key}={value}" for key, value in sorted(manifest.provider_options.items())]
     assert "SQNR in dB" in shown
+    assert shown.count("is off by") == len(manifest.golden.chosen) > 0
 
 
 @pytest.mark.parametrize("name", ["golden/inputs.npz", "model.runtime.ort"])

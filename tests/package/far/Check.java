@@ -72,8 +72,10 @@ public final class Check {
     String[] names = {bundle.name, bundle.provider, bundle.minimumOrt, bundle.model};
     double[] limits = {bundle.minCosine, minSqnrDb, bundle.minTop1Agreement, bundle.grantedSamples};
     String[] options = flat(bundle.providerOptions), files = flat(bundle.files);
+    Object[] tolerance = {bundle.outputs[0].name, -1.0};
     return new Bundle(
-        names, options, sessionConfig, files, bundle.inputs, bundle.outputs, bundle.samples, limits);
+        names, options, sessionConfig, files, bundle.inputs, bundle.outputs, bundle.samples, bundle.chosen, tolerance,
+        limits);
   }
 
   private static String[] flat(Map<String, String> map) {

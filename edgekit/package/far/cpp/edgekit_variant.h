@@ -1,6 +1,7 @@
 // What the loader must know of a bundle; edgekit_bundles.h, which is made from the manifests, holds one for each.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -34,6 +35,8 @@ struct Variant {
   double min_sqnr_db;
   double min_top1_agreement;
   double granted_samples;
+  std::vector<std::size_t> chosen;  // samples whose outputs lie in golden/expected.npz
+  std::vector<std::pair<std::string, double>> tolerance;
 };
 
 }  // namespace edgekit

@@ -114,22 +114,42 @@ def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
     """Runs the golden samples and returns every reason why the outputs do not reach the thresholds; none is a pass."""
     sums: dict[str, dict[str, float]] = {}
     names = [output["name"] for output in variant["outputs"]]
-    for wanted, inputs in zip(_rows(variant, folder, "outputs"), _rows(variant, folder, "inputs"), strict=True):
+    expected = dict(zip(variant["chosen"], _rows(variant, folder, "expected", len(variant["chosen"])), strict=True))
+    failures: list[str] = []
+    samples = zip(_golden(variant, folder, "outputs"), _golden(variant, folder, "inputs"), strict=True)
+    for index, (wanted, inputs) in enumerate(samples):
         for name, got in zip(names, session.run(names, inputs), strict=True):
             if got.shape != wanted[name].shape or (got.dtype != wanted[name].dtype and got.dtype != object):
                 return [f"output '{name}' is {got.dtype}{list(got.shape)}"]
             _add(sums.setdefault(name, dict.fromkeys(_SUMS, 0.0)), wanted[name], got)
-    return [line for name in names for line in _judge(name, sums[name], variant)]
+            if index in expected:
+                failures += _compare(name, expected[index][name], got, variant["tolerance"].get(name))
+    return [*failures, *(line for name in names for line in _judge(name, sums[name], variant))]
 
 
 _SUMS = ("samples", "elements", "matches", "faulty", "dot", "wanted", "got", "error", "ranked", "agreed", "numeric")
 
 
-def _rows(variant: Variant, folder: Path, side: str) -> Iterator[dict[str, Any]]:
+def _golden(variant: Variant, folder: Path, side: str) -> Iterator[dict[str, Any]]:
+    return _rows(variant, folder, side, variant["samples"])
+
+
+def _rows(variant: Variant, folder: Path, side: str, count: int) -> Iterator[dict[str, Any]]:
+    if not count:
+        return
     with np.load(folder / "golden" / f"{side}.npz", allow_pickle=False) as archive:
-        arrays = {spec["name"]: archive[spec["name"]] for spec in variant[side]}
-    for index in range(variant["samples"]):
+        tensors = variant["inputs" if side == "inputs" else "outputs"]
+        arrays = {spec["name"]: archive[spec["name"]] for spec in tensors}
+    for index in range(count):
         yield {name: array[index] for name, array in arrays.items()}
+
+
+def _compare(name: str, expected: Any, got: Any, limit: float | None) -> list[str]:
+    """Compares one sample with what this very model gave where it was built."""
+    if limit is None:
+        return []
+    distance = float(np.abs(expected.astype(np.float64) - got.astype(np.float64)).max(initial=0.0))
+    return [] if distance <= limit else [f"output '{name}' is off by {distance:.6g}, at most {limit:.6g}"]
 
 
 def _add(sums: dict[str, float], wanted: Any, got: Any) -> None:

@@ -46,6 +46,8 @@ public final class Bundle {
   final double minSqnrDb;
   final double minTop1Agreement;
   final double grantedSamples;
+  final int[] chosen;
+  final Map<String, Double> tolerance;
 
   Bundle(
       String[] names,
@@ -55,6 +57,8 @@ public final class Bundle {
       Tensor[] inputs,
       Tensor[] outputs,
       int samples,
+      int[] chosen,
+      Object[] tolerance,
       double... limits) {
     this.name = names[0];
     this.provider = names[1];
@@ -66,6 +70,9 @@ public final class Bundle {
     this.inputs = inputs;
     this.outputs = outputs;
     this.samples = samples;
+    this.chosen = chosen;
+    this.tolerance = new LinkedHashMap<>();
+    for (int i = 0; i < tolerance.length; i += 2) this.tolerance.put((String) tolerance[i], (Double) tolerance[i + 1]);
     this.minCosine = limits[0];
     this.minSqnrDb = limits[1];
     this.minTop1Agreement = limits[2];

@@ -44,8 +44,11 @@ final class SelfTest {
 
   static List<String> run(OrtSession session, Bundle bundle, Source source)
       throws OrtException, IOException, LoaderException {
-    Map<String, byte[]> inputs = read(source, bundle, "inputs", bundle.inputs);
-    Map<String, byte[]> outputs = read(source, bundle, "outputs", bundle.outputs);
+    Map<String, byte[]> inputs = read(source, bundle, "inputs", bundle.samples);
+    Map<String, byte[]> outputs = read(source, bundle, "outputs", bundle.samples);
+    int chosen = bundle.chosen.length;
+    Map<String, byte[]> expected = chosen == 0 ? outputs : read(source, bundle, "expected", chosen);
+    List<String> failures = new ArrayList<>();
     Map<String, SelfTest> sums = new LinkedHashMap<>();
     for (Bundle.Tensor tensor : bundle.outputs) sums.put(tensor.name, new SelfTest(tensor));
     for (int index = 0; index < bundle.samples; index++) {
@@ -54,14 +57,19 @@ final class SelfTest {
         for (Bundle.Tensor tensor : bundle.inputs) fed.put(tensor.name, feed(tensor, inputs.get(tensor.name), index));
         try (OrtSession.Result result = session.run(fed, sums.keySet())) {
           for (Map.Entry<String, OnnxValue> entry : result) {
-            sums.get(entry.getKey()).add(outputs.get(entry.getKey()), entry.getValue(), index);
+            SelfTest sum = sums.get(entry.getKey());
+            ByteBuffer found = sum.open(entry.getValue());
+            sum.add(outputs.get(entry.getKey()), found, index);
+            for (int place = 0; place < chosen; place++) {
+              if (bundle.chosen[place] != index) continue;
+              sum.compare(expected.get(entry.getKey()), place, found, bundle, failures);
+            }
           }
         }
       } finally {
         for (OnnxTensor value : fed.values()) value.close();
       }
     }
-    List<String> failures = new ArrayList<>();
     for (SelfTest sum : sums.values()) sum.judge(bundle, failures);
     return failures;
   }
@@ -74,13 +82,33 @@ final class SelfTest {
     return OnnxTensor.createTensor(OrtEnvironment.getEnvironment(), buffer, tensor.shape, dtype.type);
   }
 
-  private void add(byte[] rows, OnnxValue value, int index) throws LoaderException {
-    int count = tensor.count();
+  private ByteBuffer open(OnnxValue value) throws LoaderException {
     if (!(value instanceof OnnxTensor)) throw new LoaderException("output '" + tensor.name + "' is no tensor");
     ByteBuffer found = ((OnnxTensor) value).getByteBuffer().order(ByteOrder.nativeOrder());
-    if (((OnnxTensor) value).getInfo().type != dtype.type || found.remaining() != count * dtype.bytes) {
+    if (((OnnxTensor) value).getInfo().type != dtype.type || found.remaining() != tensor.count() * dtype.bytes) {
       throw new LoaderException("output '" + tensor.name + "' has another type or size than the bundle says");
     }
+    return found;
+  }
+
+  /** Compares one sample with what this very model gave where it was built. */
+  private void compare(byte[] rows, int place, ByteBuffer found, Bundle bundle, List<String> failures) {
+    Double limit = bundle.tolerance.get(tensor.name);
+    if (limit == null || !dtype.numeric) return;
+    ByteBuffer expected = ByteBuffer.wrap(rows).order(ByteOrder.LITTLE_ENDIAN);
+    int count = tensor.count();
+    double distance = 0;
+    for (int i = 0; i < count; i++) {
+      double should = dtype.read(expected, (place * count + i) * dtype.bytes);
+      distance = Math.max(distance, Math.abs(should - dtype.read(found, i * dtype.bytes)));
+    }
+    if (!(distance <= limit)) {
+      failures.add("output '" + tensor.name + "' is off by " + distance + ", at most " + limit);
+    }
+  }
+
+  private void add(byte[] rows, ByteBuffer found, int index) {
+    int count = tensor.count();
     ByteBuffer expected = ByteBuffer.wrap(rows).order(ByteOrder.LITTLE_ENDIAN);
     double best = Double.NEGATIVE_INFINITY, top = Double.NEGATIVE_INFINITY, topWanted = Double.NEGATIVE_INFINITY;
     samples += 1;
@@ -136,7 +164,7 @@ final class SelfTest {
   }
 
   /** Reads the rows of each tensor from an .npz, which is a zip of .npy files. */
-  private static Map<String, byte[]> read(Source source, Bundle bundle, String side, Bundle.Tensor[] tensors)
+  private static Map<String, byte[]> read(Source source, Bundle bundle, String side, int count)
       throws IOException, LoaderException {
     Map<String, byte[]> files = new HashMap<>();
     try (InputStream stream = source.open(bundle.name + "/golden/" + side + ".npz");
@@ -149,16 +177,17 @@ final class SelfTest {
       }
     }
     Map<String, byte[]> rows = new HashMap<>();
-    for (Bundle.Tensor tensor : tensors) rows.put(tensor.name, strip(files.get(tensor.name + ".npy"), tensor, bundle));
+    Bundle.Tensor[] tensors = side.equals("inputs") ? bundle.inputs : bundle.outputs;
+    for (Bundle.Tensor tensor : tensors) rows.put(tensor.name, strip(files.get(tensor.name + ".npy"), tensor, count));
     return rows;
   }
 
-  private static byte[] strip(byte[] file, Bundle.Tensor tensor, Bundle bundle) throws LoaderException {
+  private static byte[] strip(byte[] file, Bundle.Tensor tensor, int count) throws LoaderException {
     Dtype dtype = Dtype.find(tensor.dtype);
     int header = file == null || file.length < 10 ? -1 : 10 + (file[8] & 255) + ((file[9] & 255) << 8);
-    long size = (long) bundle.samples * tensor.count() * dtype.bytes;
+    long size = (long) count * tensor.count() * dtype.bytes;
     if (header < 0 || file.length - header != size || !new String(file, 0, header, LATIN).contains(dtype.numpy)) {
-      throw new LoaderException("the golden samples of '" + tensor.name + "' are not " + bundle.samples + " rows");
+      throw new LoaderException("the golden samples of '" + tensor.name + "' are not " + count + " rows");
     }
     byte[] rows = new byte[(int) size];
     System.arraycopy(file, header, rows, 0, rows.length);

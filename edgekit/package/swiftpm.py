@@ -1,0 +1,41 @@
+"""A Swift package: the bundles as resources, and a loader in Swift."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from edgekit.bundle.archive import list_files
+from edgekit.bundle.coordinates import SWIFT_PACKAGE
+from edgekit.bundle.folder import Bundle
+from edgekit.package.tables import render_table
+from edgekit.package.variant import Identity, Variant, list_entries
+
+_SWIFT = Path(__file__).parent / "far" / "swift"
+_OLDEST_IOS = "15"
+
+
+def collect_swiftpm(
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Path
+) -> Mapping[str, Path | bytes]:
+    """Returns the files of a Swift package: `Package.swift`, sources, and the bundles under `Resources/`."""
+    module = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", identity.name))
+    versions = [bundle.manifest.settings.get("ios", _OLDEST_IOS) for bundle in bundles]
+    values = {
+        "identity": identity,
+        "module": module,
+        "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
+        "minimum_ort": max((variant.minimum_ort for variant in variants), key=_sortable),
+        "swift_package": SWIFT_PACKAGE,
+    }
+    sources = f"Sources/{module}"
+    entries: dict[str, Path | bytes] = {f"{sources}/{name}": path for name, path in list_files(_SWIFT).items()}
+    entries[f"{sources}/Bundles.swift"] = render_table("Bundles.swift.j2", variants, **values)
+    entries["Package.swift"] = render_table("Package.swift.j2", variants, **values)
+    entries["README.md"] = render_table("swift.md.j2", variants, **values)
+    for bundle, variant in zip(bundles, variants, strict=True):
+        entries.update(list_entries(bundle, variant, f"{sources}/Resources"))
+    return entries
+
+
+def _sortable(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

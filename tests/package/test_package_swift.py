@@ -1,0 +1,61 @@
+"""The Swift package: its files and what they say. No Swift compiler runs here; `docs/packages.md` says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+from package_loaders import QNN, XNNPACK
+
+from edgekit.bundle.archive import list_files
+from edgekit.bundle.folder import open_bundle
+from edgekit.errors import OutputError, UsageError
+from edgekit.package.package import package_bundles
+
+COREML = "digits_mobilenet-coreml"
+
+
+@pytest.fixture(scope="module")
+def package(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("swift") / "package"
+    report = package_bundles((bundles,), "swiftpm", out)
+    assert [variant.name for variant in report.bundles] == [COREML, XNNPACK]
+    return out
+
+
+def test_the_package_names_its_module_platform_and_dependency(package: Path) -> None:
+    text = (package / "Package.swift").read_text()
+    assert text.startswith("// swift-tools-version:5.7\n")
+    assert 'name: "DigitsMobilenet"' in text
+    assert '.iOS("16.0")' in text
+    assert 'from: "1.31.0"' in text
+    assert {path.name for path in (package / "Sources" / "DigitsMobilenet").iterdir()} == {
+        "Bundles.swift", "Loader.swift", "Resources", "SelfTest.swift", "Variant.swift",
+    }  # fmt: skip
+
+
+def test_the_table_has_every_key_option_and_digest(package: Path) -> None:
+    sources = package / "Sources" / "DigitsMobilenet"
+    table = (sources / "Bundles.swift").read_text()
+    for name in (COREML, XNNPACK):
+        manifest = open_bundle(sources / "Resources" / name).manifest
+        options = manifest.platforms["ios"].provider_options
+        for key, value in {**manifest.session_config, **options}.items():
+            assert f"(key: {json.dumps(key)}, value: {json.dumps(value)})" in table
+        for file, entry in manifest.files.items():
+            assert f"(name: {json.dumps(file)}, sha256: {json.dumps(entry.sha256)})" in table
+
+
+def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, tmp_path: Path) -> None:
+    package_bundles((bundles,), "swiftpm", tmp_path / "again")
+    ours, again = list_files(package), list_files(tmp_path / "again")
+    assert ours.keys() == again.keys()
+    assert all(ours[name].read_bytes() == again[name].read_bytes() for name in ours)
+
+
+def test_apple_has_no_qnn_and_a_full_folder_is_left_alone(bundles: Path, package: Path) -> None:
+    with pytest.raises(UsageError, match="QNNExecutionProvider cannot be used"):
+        package_bundles((bundles / QNN,), "swiftpm", package.parent / "no")
+    with pytest.raises(OutputError, match="holds something already"):
+        package_bundles((bundles,), "swiftpm", package)
+    with pytest.raises(UsageError, match="--name 'a b' cannot name a package"):
+        package_bundles((bundles,), "swiftpm", package.parent / "no", name="a b")
