@@ -30,6 +30,7 @@ bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against st
 	$(BIN)/python tools/bench/runner_figures.py
 	$(BIN)/python tools/bench/bundle_reproducible.py 20
 	$(BIN)/python tools/bench/bundle_costs.py
+	$(BIN)/python tools/bench/compile_snippets.py
 
 fuzz: .venv/dev.stamp  ## hostile files and broken links, for longer than in the tests
 	$(BIN)/pytest --hypothesis-profile=fuzz -m 'fuzz or faults'

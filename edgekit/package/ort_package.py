@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 
 from edgekit._files import digest_bytes
+from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import SIGNATURE
@@ -40,7 +41,7 @@ def collect_ort_package(
             folder = f"{identity.name}/{variant.name}/{name}" if asset is None else _asset_path(asset, name)
             entries[folder] = bundle.folder / name
         if (bundle.folder / SIGNATURE).exists():
-            entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = bundle.folder / SIGNATURE
+            entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
         described[variant.name] = _describe(bundle, variant, places)
     entries[f"{identity.name}/component.json"] = encode_json({"component_name": identity.name, "variants": described})
     entries["manifest.json"] = encode_json(

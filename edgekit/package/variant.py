@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file
+from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest import BundledFile
 from edgekit.bundle.sign import SIGNATURE
@@ -106,10 +107,18 @@ def describe_variants(bundles: Sequence[Bundle], platform: str) -> tuple[Variant
     return tuple(_describe(bundle, name, platform) for bundle, name in zip(bundles, unique, strict=True))
 
 
-def list_entries(bundle: Bundle, variant: Variant, prefix: str) -> dict[str, Path]:
-    """Returns the files of a bundle by their name in a package, below `prefix`, and its signature; no other file."""
-    names = [*variant.files, *((SIGNATURE,) if (bundle.folder / SIGNATURE).exists() else ())]
-    return {f"{prefix}/{variant.name}/{name}": bundle.folder / name for name in names}
+def list_entries(bundle: Bundle, variant: Variant, prefix: str) -> dict[str, Path | bytes]:
+    """Returns the files of a bundle by their name in a package, below `prefix`, and its signature; no other file.
+
+    Raises:
+        BundleError: the signature is a link or no regular file.
+    """
+    entries: dict[str, Path | bytes] = {
+        f"{prefix}/{variant.name}/{name}": bundle.folder / name for name in variant.files
+    }
+    if (bundle.folder / SIGNATURE).exists():
+        entries[f"{prefix}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
+    return entries
 
 
 def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:

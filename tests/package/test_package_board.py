@@ -11,6 +11,7 @@ from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, req
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.sign import make_key, sign_manifest
 from edgekit.errors import BundleError, UsageError
 from edgekit.package.package import package_bundles
 
@@ -73,6 +74,22 @@ def test_a_damaged_bundle_is_not_packed(bundles: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "no.tar").exists()
 
 
+def test_a_signature_goes_along_and_a_key_is_asked_for(bundles: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundles / XNNPACK, tmp_path / "bundle")
+    public = make_key(tmp_path / "key")
+    with pytest.raises(BundleError, match="sign"):
+        package_bundles((tmp_path / "bundle",), "zip", tmp_path / "no.zip", key=public)
+    sign_manifest(tmp_path / "bundle" / "manifest.json", tmp_path / "key")
+    report = package_bundles((tmp_path / "bundle",), "zip", tmp_path / "out.zip", key=public)
+    assert f"bundles/{XNNPACK}/signature.json" in report.files
+    unpack_archive(tmp_path / "out.zip", tmp_path / "out")
+    assert open_bundle(tmp_path / "out" / "bundles" / XNNPACK, key=public).manifest.target == "xnnpack"
+    (tmp_path / "bundle" / "signature.json").unlink()
+    (tmp_path / "bundle" / "signature.json").symlink_to("/etc/hostname")
+    with pytest.raises(BundleError, match="leads out of"):
+        package_bundles((tmp_path / "bundle",), "zip", tmp_path / "no.zip")
+
+
 def test_the_cpp_loader_opens_the_first_bundle_that_the_machine_can_run(program: Path, board: Path) -> None:
     code, shown = run_program([program, find_library(), board / "bundles", "--plugin", find_qnn()])
     assert code == 0, shown
@@ -112,6 +129,16 @@ def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no
     assert "SQNR in dB" in lines[-1 - len(manifest.session_config)]
     refused = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
     assert refused == sorted(manifest.session_config)
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_cpp_snippet_is_spelt_right(compiler: str, bundles: Path) -> None:
+    require_program(compiler, "g++ clang")
+    snippet = bundles / XNNPACK / "app" / "model_session.h"
+    code, shown = run_program(
+        [compiler, *WARNINGS, "-x", "c++", "-I", HERE / "far", "-fsyntax-only", "-include", snippet, "/dev/null"]
+    )
+    assert code == 0, shown
 
 
 def test_the_python_loader_runs_the_bundle_on_the_simulator(board: Path) -> None:
