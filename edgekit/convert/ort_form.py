@@ -46,7 +46,7 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
     with replacing_file(out) as temporary:
         optimize_graph(model.path, temporary, _write_settings(options, model))
         canonicalize_file(temporary)
-        CpuSession(temporary, msgspec.structs.replace(load_settings(options), libraries=model.custom_ops))
+        _load_mapped(temporary, options, model)
 
 
 def refuse_large(model: Model) -> None:
@@ -71,6 +71,14 @@ def session_settings(options: OrtOptions, level: Level) -> SessionSettings:
 def load_settings(options: OrtOptions) -> SessionSettings:
     """Returns how to open a converted file as an app would."""
     return SessionSettings(config={**_config(options), **REPLAY}, threads=1)
+
+
+def _load_mapped(path: Path, options: OrtOptions, model: Model) -> None:
+    """Loads a file as an app would, with its weights where they lie: its graph and kernels are what can be refused."""
+    settings = load_settings(options)
+    mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
+    config = {**settings.config, **mapped}
+    CpuSession(path, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
 
 
 def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
