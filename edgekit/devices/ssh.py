@@ -14,7 +14,7 @@ from edgekit.devices.adb import SLOWEST_BYTES_PER_S, linked_names
 from edgekit.devices.child import ORT_RUNNER, require_device
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.remote import Program, Session, given_runner, native_program, run_remote
-from edgekit.devices.runner import ABIS, find_missing_runner
+from edgekit.devices.runner import ABIS, NativeRunner, find_missing_runner
 from edgekit.devices.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
@@ -198,7 +198,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.replace(link, base=_look_at(link, self.python).base).clean()
 
     def _find_lacking(self, machine: Machine) -> Missing | None:
-        if machine.python or (machine.abi and given_runner(machine.abi, self.runner, self.library)):
+        if machine.python or (machine.abi and not self.python and self._given(machine.abi)):
             return None
         if self.python:
             return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
@@ -211,7 +211,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _choose_program(self, machine: Machine) -> Program:
-        native = given_runner(machine.abi, self.runner, self.library) if machine.abi and not self.python else None
+        native = self._given(machine.abi) if machine.abi and not self.python else None
         if native is not None:
             return native_program(native, self.libraries)
         why = "as asked" if self.python else f"because no runner for '{machine.abi or machine.system}' is built"
@@ -220,6 +220,9 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
             argv=(machine.python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
             notes=(f"run by the onnxruntime of {machine.python}, {why}",),
         )
+
+    def _given(self, abi: str) -> NativeRunner | None:
+        return given_runner(abi, self.runner, self.library)
 
     def _session(self) -> Session:
         return Session(provider=self.provider, threads=self.threads)

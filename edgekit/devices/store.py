@@ -35,6 +35,9 @@ _DONE = "EDGEKIT-DONE"
 _KINDS = frozenset({"part", "run"})
 _MAX_SCRIPT_BYTES = 60_000
 _KILL = "kill -9 -$p 2>/dev/null || kill -9 $p 2>/dev/null"
+_TEST = """h() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
+t() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "'$3' arrived damaged" >&2; exit 1; }; }
+"""
 _CLEAN_S = 5.0
 _CLEAN_PAUSE_S = 0.4
 
@@ -119,11 +122,16 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
     wanted = {_safe_name(name): path for name, path in sorted(files.items())}
     digest = digest_files(files)
     seen = _look(shell, base, digest, list(wanted))
-    if seen.sizes == tuple(path.stat().st_size for path in wanted.values()) and not seen.left:
+    gone = list(seen.left)
+    if seen.sizes == tuple(path.stat().st_size for path in wanted.values()):
+        if gone:
+            ask(shell, f"cd {shlex.quote(base)} || exit 1\n{_removals(base, gone)}", step="removing left-overs")
         return f"{base}/{digest}"
+    if seen.sizes:  # it is there, but as a sudden end of the system leaves files
+        gone.append(digest)
     part = _own_name("part")
     try:
-        _fill(shell, base, part, digest, wanted, seen)
+        _fill(shell, base, part, digest, wanted, seen, gone)
     except BaseException:
         _remove(shell, base, part)
         raise
@@ -191,7 +199,9 @@ exit 0"""
     )
 
 
-def _fill(shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen) -> None:
+def _fill(
+    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
+) -> None:
     digests = {name: digest_file(path) for name, path in wanted.items()}
     there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
     needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
@@ -202,24 +212,26 @@ def _fill(shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, 
             hint="free space on the device",
         )
     place = shlex.quote(base)
-    gone = "".join(f"{_removal(base, name)}\n" for name in seen.left)
+    digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
     numbers = {name: str(index) for index, name in enumerate(wanted)}
-    copies = "".join(f"cp {shlex.quote(there[name])} {part}/{numbers[name]} || exit 1\n" for name in there)
-    ask(shell, f"cd {place} || exit 1\n{gone}umask 077\nmkdir {part} || exit 1\n{copies}", step="preparing its folder")
-    missing = {numbers[name]: path for name, path in wanted.items() if name not in there}
+    missing = {numbers[name]: path for name, path in wanted.items()}
+    copies = "".join(
+        f"cp {shlex.quote(there[name])} {part}/{numbers[name]} && "
+        f"(t {part}/{numbers[name]} {digests[name]} x) && echo {numbers[name]} || rm -f {part}/{numbers[name]}\n"
+        for name in there
+    )
+    script = f"cd {place} || exit 1\n{_removals(base, gone)}{_TEST}umask 077\nmkdir {part} || exit 1\n{copies}exit 0"
+    for number in ask(shell, script, step="preparing its folder", timeout_s=shell.step_timeout_s + digest_s).split():
+        missing.pop(number, None)
     if missing:
         shell.send_files(missing, f"{base}/{part}")
-    digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
     script = f"cd {place}/{part} || exit 1\n{_check_script(wanted, numbers, digests)}{_publish_script(part, digest)}"
     ask(shell, script, step="checking what arrived", timeout_s=shell.step_timeout_s + digest_s)
 
 
 def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digests: Mapping[str, str]) -> str:
     """Returns the lines that compare each file with its digest and give it its name."""
-    lines = [
-        "h() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }",
-        't() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "\'$3\' arrived damaged" >&2; exit 1; }; }',
-    ]
+    lines = [_TEST]
     for name, path in wanted.items():
         number, quoted = numbers[name], shlex.quote(name)
         parent = str(PurePosixPath(name).parent)
@@ -236,8 +248,7 @@ def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digest
 def _publish_script(part: str, digest: str) -> str:
     """Returns the lines that give a whole set its name, and remove the sets that were used longest ago."""
     return f"""cd .. || exit 1
-rm -rf {digest}
-mv {part} {digest} || exit 1
+if [ -d {digest} ]; then rm -rf {part}; else mv {part} {digest} || exit 1; fi
 n=0
 for d in $(ls -t); do
     case $d in
@@ -249,7 +260,7 @@ done"""
 
 def _remove(shell: Shell, base: str, name: str) -> None:
     """Removes an own folder, if the machine can still be reached within some seconds."""
-    script = f"cd {shlex.quote(base)} || exit 0\n{_removal(base, name)}"
+    script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
     deadline = time.monotonic() + _CLEAN_S
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -259,10 +270,12 @@ def _remove(shell: Shell, base: str, name: str) -> None:
             time.sleep(min(_CLEAN_PAUSE_S, left))
 
 
-def _removal(base: str, name: str) -> str:
-    """Returns the lines that end the program of a left folder, if it still runs, and remove the folder."""
+def _removals(base: str, names: Sequence[str]) -> str:
+    """Returns the lines that end the programs of folders, where they still run, and remove the folders."""
     ours = f"{{ [ ! -r /proc/$p/cmdline ] || grep -q {shlex.quote(base)} /proc/$p/cmdline; }}"
-    return f"[ -f {name}/pid ] && read -r p < {name}/pid && {ours} && {{ {_KILL}; }}\nrm -rf {name}"
+    return "".join(
+        f"[ -f {name}/pid ] && read -r p < {name}/pid && {ours} && {{ {_KILL}; }}\nrm -rf {name}\n" for name in names
+    )
 
 
 def _own_name(kind: str) -> str:

@@ -19,6 +19,7 @@ _ENVIRONMENT = {
     "ANDROID_ROOT": "/system",
     "ANDROID_DATA": "/data",
     "LC_ALL": "C",
+    "QEMU_CPU": "cortex-a76",
 }
 
 

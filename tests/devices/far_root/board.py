@@ -21,7 +21,8 @@ _ENTER = """#!/bin/sh
 command=${{SSH_ORIGINAL_COMMAND:-sh}}
 case $command in *sftp-server*) command="{sftp}" ;; esac
 exec nsenter --target {pid} --user --preserve-credentials --mount --pid --root --wd env -i \
-    HOME=/data/home TMPDIR=/data/local/tmp PATH=/system/bin:/usr/sbin:/usr/bin:/sbin:/bin PYTHONPATH=/site LC_ALL=C \
+    HOME=/data/home TMPDIR=/data/local/tmp PATH=/system/bin:/usr/sbin:/usr/bin:/sbin:/bin PYTHONPATH=/site \
+    LC_ALL=C QEMU_CPU=cortex-a76 \
     /system/bin/sh -c "$command"
 """
 _SSHD = """ListenAddress 127.0.0.1:{port}

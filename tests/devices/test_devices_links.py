@@ -1,0 +1,195 @@
+"""Devices behind adb and ssh: what they compute, what is sent and kept, and what is left when edgekit itself ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, noise_samples, qdq_conv
+from far_root.board import ssh_board
+from far_root.client import Adb
+from far_root.keeper import Far, far_side
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.devices.adb import BASE, AdbDevice, AdbLink
+from edgekit.devices.arm64 import Arm64
+from edgekit.devices.device import Device, Job
+from edgekit.devices.host import Host
+from edgekit.devices.runner import NativeRunner
+from edgekit.devices.ssh import SshDevice
+from edgekit.devices.store import KEPT_SETS
+from edgekit.evidence import Evidence
+from edgekit.tensors import Array
+
+_HOSTILE = "a b'$(touch owned);\"&#.onnx"
+
+_HANGING_RUN = """
+from pathlib import Path
+from edgekit._proc import stream_process
+from edgekit.devices.adb import AdbLink
+link = AdbLink(serial={serial!r})
+folder = link.push({{"runner": Path({program!r})}})
+try:
+    stream_process(link.wrap([folder + "/runner"]), timeout_s=60, feed=[b"x"], take=lambda stream: stream.read())
+except BaseException:
+    link.stop()
+    raise
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return make_job(float_conv(tmp_path / _HOSTILE), "xnnpack", noise_samples(5), precision="fp32")
+
+
+@pytest.fixture
+def far() -> Generator[Far]:
+    with far_side(arm=False, adb=True) as far:
+        yield far
+
+
+def test_a_phone_computes_what_its_onnx_runtime_computes(
+    adb: Adb, far: Far, job: Job, work: Path, host_runner: NativeRunner
+) -> None:
+    with adb.connected(far) as serial:
+        device = AdbDevice(
+            serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER
+        )
+        assert device.find_missing() is None
+        assert (device.name, device.evidence) == (f"adb:{serial}", Evidence.SAME_ARCH)
+        assert AdbDevice(serial=serial).evidence is Evidence.DEVICE
+        assert _outputs(device, job, work / "adb") == _outputs(Host(), job, work / "host")
+        first = far.ask()
+        run = device.run_job(job, work / "again")
+        assert (run.versions["android"], run.versions["abi"]) == ("14", "x86_64")
+        assert far.ask()["received"] == 0
+        assert first["received"] > host_runner.library.stat().st_size
+        assert not any("owned" in name for name in far.files() if not name.endswith(_HOSTILE))
+        device.clean()
+    assert not any("edgekit" in name for name in far.files())
+
+
+def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: Path, arm_runner: NativeRunner) -> None:
+    missing = Arm64().find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(4))
+    wanted = _outputs(Arm64(), job, work / "direct")
+    program, library = arm_runner.program, arm_runner.library
+    with far_side(arm=True, adb=True) as far, adb.connected(far) as serial:
+        phone = AdbDevice(serial=serial, runner=program, library=library, provider=CPU_PROVIDER, threads=1)
+        assert _outputs(phone, job, work / "adb") == wanted
+    with ssh_board(arm=True) as board, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", board.programs, prepend=os.pathsep)
+        native = SshDevice(host="board", runner=program, library=library, provider=CPU_PROVIDER, threads=1)
+        python = SshDevice(host="board", provider=CPU_PROVIDER, threads=1, python="python3")
+        assert _outputs(native, job, work / "ssh") == wanted
+        assert _outputs(python, job, work / "python") == wanted
+
+
+def test_a_board_with_python_needs_no_runner(job: Job, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ssh_board(arm=False) as board:
+        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
+        device = SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER)
+        assert device.find_missing() is None
+        run = device.run_job(job, work / "run")
+        assert run.failure is None
+        assert run.notes == (f"run by the onnxruntime of {sys.executable}, as asked",)
+        assert [dict(o)["y"].tobytes() for o in run.outputs] == _outputs(Host(), job, work / "host")
+        lacking = SshDevice(host="board", python="/bin/false").find_missing()
+        assert lacking is not None
+        assert lacking.reason == "'/bin/false' there has no onnxruntime"
+        assert board.wire.connections <= 4
+
+
+def test_a_provider_that_is_not_there_is_refused(
+    adb: Adb, far: Far, job: Job, work: Path, host_runner: NativeRunner
+) -> None:
+    with adb.connected(far) as serial:
+        device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
+        failure = device.run_job(job, work).failure
+    assert failure is not None
+    assert "refused" in failure
+    assert device.name in failure
+
+
+def test_several_phones_run_at_once(adb: Adb, job: Job, work: Path, host_runner: NativeRunner) -> None:
+    with far_side(arm=False, adb=True) as one, far_side(arm=False, adb=True) as two:
+        with adb.connected(one) as first, adb.connected(two) as second:
+            devices = [
+                AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER)
+                for serial in (first, second, first)
+            ]
+            with ThreadPoolExecutor() as pool:
+                runs = list(pool.map(lambda item: _outputs(item[1], job, work / str(item[0])), enumerate(devices)))
+            nameless = AdbLink().find_missing()
+        assert runs[0] == runs[1] == runs[2]
+        assert nameless is not None
+        assert "several devices" in nameless.reason
+        for far in (one, two):
+            assert [name for name in far.files() if "part-" in name or "run-" in name] == []
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_edgekit_leaves_nothing_running(adb: Adb, far: Far, tmp_path: Path, end: signal.Signals) -> None:
+    hanging = tmp_path / "runner"
+    hanging.write_text("#!/bin/sh\nsleep 300 & exec sleep 300\n")
+    hanging.chmod(0o755)
+    with adb.connected(far) as serial:
+        script = _HANGING_RUN.format(serial=serial, program=str(hanging))
+        child = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while len(far.processes()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(far.processes()) >= 3
+        clients = _children(child.pid)
+        child.send_signal(end)
+        child.wait(timeout=20)
+        if end is signal.SIGKILL:  # what the kernel does to a program on a terminal that closes
+            for pid in clients:
+                os.kill(pid, signal.SIGKILL)
+        assert far.left_running() == []
+        assert [name for name in far.files() if "part-" in name or "run-" in name] == []
+
+
+def test_only_the_sets_used_last_are_kept(adb: Adb, far: Far, tmp_path: Path) -> None:
+    with adb.connected(far) as serial:
+        link = AdbLink(serial=serial)
+        for index in range(KEPT_SETS + 2):
+            (tmp_path / "model").write_bytes(bytes([index]) * 1000)
+            link.push({"sub folder/model": tmp_path / "model"})
+        folder = far.root / BASE.removeprefix("/")
+        assert len(list(folder.iterdir())) == KEPT_SETS
+        kept = link.push({"sub folder/model": tmp_path / "model"})
+        (far.root / kept.removeprefix("/") / "sub folder/model").write_bytes(b"")  # as a sudden reboot leaves it
+        assert link.push({"sub folder/model": tmp_path / "model"}) == kept
+        assert (far.root / kept.removeprefix("/") / "sub folder/model").stat().st_size == 1000
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch owned", "", "a b", "a\nb"])
+def test_a_host_cannot_be_an_option(host: str) -> None:
+    missing = SshDevice(host=host).find_missing()
+    assert missing is not None
+    assert "is no name of a host" in missing.reason
+
+
+def _outputs(device: Device, job: Job, work: Path) -> list[bytes]:
+    """Returns the bytes of every output of a run that must go well."""
+    work.mkdir(parents=True, exist_ok=True)
+    run = device.run_job(job, work)
+    assert run.failure is None, run.failure
+    values: list[Array] = [sample["y"] for sample in run.outputs]
+    assert len(values) == job.samples.count
+    return [value.tobytes() for value in values]
+
+
+def _children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
