@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, req
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.sign import make_key, sign_manifest
+from edgekit.devices.arm64 import enter_arm64
+from edgekit.devices.cache import cache_folder
+from edgekit.devices.find import find_device
 from edgekit.errors import BundleError, UsageError
 from edgekit.package.package import package_bundles
+from edgekit.target import load_target
 
 HERE = Path(__file__).parent
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
@@ -94,6 +99,25 @@ def test_the_cpp_loader_opens_the_first_bundle_that_the_machine_can_run(program:
     code, shown = run_program([program, find_library(), board / "bundles", "--plugin", find_qnn()])
     assert code == 0, shown
     assert f"{QNN}: self-test passed with" in shown
+
+
+def test_the_cpp_loader_runs_on_64_bit_arm(board: Path) -> None:
+    require_program("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
+    missing = find_device("arm64", load_target("xnnpack")).find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    root = cache_folder() / "arm64" / "root"
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        out, inside = Path(folder) / "edgekit_run", f"/{Path(folder).name}"
+        source = board / "cpp" / "main.cc"
+        code, shown = run_program(["aarch64-linux-gnu-g++", *WARNINGS, source, "-o", out, "-ldl"])
+        assert code == 0, shown
+        shutil.copytree(board / "bundles" / XNNPACK, Path(folder) / "bundles" / XNNPACK)
+        library = f"/site/onnxruntime/capi/{find_library().name}"
+        run = [f"{inside}/edgekit_run", library, f"{inside}/bundles", "--cpu", "--only", XNNPACK]
+        code, shown = run_program([*enter_arm64(root, "cortex-a76"), *run])
+    assert code == 0, shown
+    assert f"{XNNPACK}: self-test passed with" in shown
 
 
 def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) -> None:
