@@ -11,10 +11,11 @@ from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.ort_opinion import ask_ort_checker
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Verdict
+from edgekit.errors import RuntimeRefusal
 from edgekit.model import Model, load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
-from edgekit.prepare.clean import prepare_model, sketch_model
+from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, Fix, FixedModel, fix_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets
@@ -51,6 +52,8 @@ def check_targets(
     With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
     report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
 
+    A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
+
     Raises:
         EdgekitError: the model or the recipe is wrong.
     """
@@ -60,8 +63,7 @@ def check_targets(
     observed: dict[str, Observed | NotObserved] = {}
     with work_folder() as work:
         progress("prepare the model")
-        prepare = prepare_model if observe else sketch_model
-        prepared = prepare(source, work / f"{source.name}.onnx", recipe.dims)
+        prepared, refusal = _prepare(source, work, recipe, observe=observe)
         traced = trace_model(source, prepared, recipe.dims)
         for target in targets:
             progress(f"check {target.name}")
@@ -80,7 +82,17 @@ def check_targets(
         recommended=recommend_target(reports, {target.name: target for target in targets}, refused),
         observed=observed,
         ort=ask_ort_checker(model) if compare_ort else None,
+        refusal=refusal,
     )
+
+
+def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
+    """Returns what a provider would be shown, or the model as it is and why ONNX Runtime refuses it."""
+    out = work / f"{source.name}.onnx"
+    try:
+        return (prepare_model if observe else sketch_model)(source, out, recipe.dims), None
+    except RuntimeRefusal as error:
+        return sketch_unloaded(source, out, recipe.dims), error.message
 
 
 def fix_for_target(prepared: Model, out: Path, target: Target) -> tuple[FixedModel, TargetGain]:
@@ -128,5 +140,6 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         "targets": targets,
         "recommendation": describe_recommendation(summary.recommended, summary.targets),
         "recommended": to_plain(summary.recommended),
+        "refusal": summary.refusal,
     }
     return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}

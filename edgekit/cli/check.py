@@ -66,6 +66,8 @@ def show_checks(summary: CheckSummary) -> None:
             click.echo(f"- {remark}")
         for advice in report.advice:
             click.echo(f"- {checked.describe_advice(advice)}")
+    if summary.refusal is not None:
+        click.echo(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
     fates = checked.describe_fates(next(iter(summary.targets.values())))
     if fates:
         click.echo(fates)

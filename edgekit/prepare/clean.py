@@ -15,7 +15,7 @@ from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outpu
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes, restore_stamps, sort_values
 from edgekit.prepare.weights import put_weights
-from edgekit.skim import point_into
+from edgekit.skim import point_into, skim_model
 
 
 def prepare_model(
@@ -97,6 +97,24 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
         _tidy(proto, origin)
         _write(proto, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
+
+
+def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
+    """Writes the graph of a model that ONNX Runtime cannot load: dimensions fixed and nodes named, else as it is.
+
+    Raises:
+        UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
+        OutputError: `out` cannot be written.
+    """
+    proto = skim_model(model.path)
+    _clean_interface(proto, (), {})
+    fix_dims(proto.graph, dims)
+    for tensor in proto.graph.initializer:
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+    with replacing_file(out) as temporary:
+        _write(proto, temporary, out)
+    return load_model(out)
 
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:

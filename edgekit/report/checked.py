@@ -17,6 +17,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A model checked against several targets and which of them to use.
 
     `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
+    `refusal` is why ONNX Runtime cannot load it, on any target.
     """
 
     model: str
@@ -25,12 +26,13 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     recommended: Recommendation
     observed: dict[str, Observed | NotObserved] = {}
     ort: OrtOpinions | None = None
+    refusal: str | None = None
 
     @property
     def is_refused(self) -> bool:
-        """True if a target's verdict is "no", or the vendor's own code made no session."""
+        """True if a target's verdict is "no", or ONNX Runtime or the vendor's own code made no session."""
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
-        return refused or any(report.verdict == "no" for report in self.targets.values())
+        return self.refusal is not None or refused or any(report.verdict == "no" for report in self.targets.values())
 
 
 def describe_check(report: CheckReport) -> str:

@@ -78,6 +78,21 @@ def test_the_text_ends_with_the_recommendation(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1].startswith("recommendation: nnapi: yes, 100% of MACs")
 
 
+def test_a_model_that_cannot_be_loaded_is_told_of_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
+    text = f"{head} g (float[2] x) => (float[2] y) {{ [odd] y = my.domain.Foo(x) }}"
+    model = parse_model(text, tmp_path / "m.onnx")
+    report = _json([str(model), "--target", "nnapi"], capsys, code=1)
+    assert "Foo" in report["refusal"]
+    assert [node["name"] for node in report["targets"]["nnapi"]["node_list"]] == ["odd"]
+    assert report["targets"]["nnapi"]["model_nodes"][0]["fate"] == "kept"
+    assert run_command(["check", str(model), "--target", "nnapi", "--html", str(tmp_path / "c.html")]) == 1
+    assert "refused on any target" in capsys.readouterr().out
+    assert "refused on any target" in (tmp_path / "c.html").read_text()
+
+
 def _node(name: str = "n", **fields: object) -> CheckedNode:
     node = CheckedNode(
         name=name, op="Conv", domain="ai.onnx", taken=True, reasons=(), macs=10, bytes=10, partition=0, unit=name
