@@ -1,7 +1,7 @@
 """The self-test of a bundle: a few golden samples, and what the model in the bundle should make of them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,14 +95,26 @@ def _look(session: CpuSession, golden: Golden) -> Iterator[_Seen]:
 
 
 def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:
-    """Returns the chosen samples by row, each once; a sample that is chosen twice stands for its first reason."""
-    by_energy = sorted(seen, key=lambda item: item.energy)
-    picked = {
-        max(seen, key=lambda item: item.noise).row: "worst-error",
-        max(seen, key=lambda item: item.reach).row: "extreme",
-        by_energy[len(by_energy) // 2].row: "typical",
-    }
+    """Returns the chosen samples by row: each reason has one of its own, as long as there are so many."""
+    left, picked = list(seen), dict[int, str]()
+    for reason, choose in _REASONS.items():
+        if left:
+            chosen = choose(left)
+            picked[chosen.row] = reason
+            left.remove(chosen)
     return tuple(msgspec.convert({"row": row, "reason": picked[row]}, ChosenSample) for row in sorted(picked))
+
+
+def _median_energy(seen: Sequence[_Seen]) -> _Seen:
+    return sorted(seen, key=lambda item: item.energy)[len(seen) // 2]
+
+
+_REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
+    "worst-error": lambda seen: max(seen, key=lambda item: item.noise),
+    "extreme": lambda seen: max(seen, key=lambda item: item.reach),
+    "typical": _median_energy,
+}
+"""What the samples are chosen for, in the order of choice."""
 
 
 def _set_tolerance(seen: Sequence[_Seen], share: float) -> dict[str, float]:
