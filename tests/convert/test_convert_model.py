@@ -10,7 +10,7 @@ from convert_models import make_float, make_qdq, run_ort
 
 from edgekit._files import digest_file
 from edgekit._ort import Level
-from edgekit.convert.convert import convert_model
+from edgekit.convert.convert import convert_model, convert_styles
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.errors import ModelError, OutputError, RuntimeRefusal
 from edgekit.model import load_model
@@ -88,6 +88,16 @@ def test_every_level_gives_the_same_results(tmp_path: Path, style: Style, level:
     write_ort(model, tmp_path / "m.ort", OrtOptions(style=style, cpu="arm", level=level))
     got = run_ort(tmp_path / "m.ort", (1, 3, 8, 8))
     assert np.allclose(got, run_ort(model.path, (1, 3, 8, 8)), atol=1e-5)
+
+
+@pytest.mark.parametrize("level", [Level.DISABLED, Level.BASIC])
+def test_quantized_models_can_be_had_without_fusion_for_debugging(tmp_path: Path, level: Level) -> None:
+    model = make_qdq(tmp_path / "m.onnx")
+    options = OrtOptions(style="full", cpu="arm", level=level)
+    converted = convert_styles(model, tmp_path / "out", options, ("full",))
+    assert converted.census["full"]["Conv"] == 2
+    assert converted.equality["full"].passed
+    assert [node.name for node in converted.unfused["full"]] == ["conv1", "conv2"]
 
 
 def test_a_refused_conversion_leaves_nothing(tmp_path: Path) -> None:
