@@ -13,9 +13,9 @@ from edgekit.convert.convert import ConvertedModel, convert_model, convert_style
 from edgekit.convert.equality import Equality, compare_onnx
 from edgekit.convert.fates import OpFate
 from edgekit.convert.forms import ORT_FILES
-from edgekit.convert.ort_form import OrtOptions, Style, refuse_large
+from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
 from edgekit.errors import ModelError
-from edgekit.model import Model, QuantizedForm, find_quantized_form, load_model, read_proto
+from edgekit.model import Model, QuantizedForm, find_quantized_form, load_model, measure_files, read_proto
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
@@ -104,8 +104,9 @@ def convert_for(
             than its source.
     """
     progress = progress or say_nothing
-    targets, source = load_targets(recipe), load_model(model, custom_ops=options.custom_ops)
-    _refuse_large(source, targets, options)
+    targets = load_targets(recipe)
+    _refuse_large(model, targets, options)
+    source = load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:
         progress("prepare the model")
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
@@ -158,11 +159,11 @@ def _lighten(model: Model, options: ConvertOptions, work: Path) -> LightModel | 
     return None if options.weights is None else lighten_model(model, options.weights, work / "light.onnx")
 
 
-def _refuse_large(source: Model, targets: Sequence[Target], options: ConvertOptions) -> None:
-    """Refuses at once, before gigabytes are copied, what the ORT format cannot hold."""
+def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:
+    """Refuses at once, before gigabytes are read, what the ORT format cannot hold."""
     forms = targets[0].conversion.forms if targets else options.styles
     if set(forms) & set(ORT_FILES):
-        refuse_large(source)
+        refuse_size(model, measure_files(model))
 
 
 def _load_samples(data: Data | None, prepared: Model) -> Samples | None:

@@ -84,6 +84,18 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
     )
 
 
+def measure_files(path: Path) -> int:
+    """Returns the bytes of an ONNX model and its external data, without reading these.
+
+    Raises:
+        ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
+    """
+    external = set(_external_files(_parse(path)))
+    for name in external:
+        _check_external(path, name)
+    return path.stat().st_size + sum((path.parent / name).stat().st_size for name in external)
+
+
 def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
     """Returns the protobuf of a model, with external weights loaded unless `weights` is False.
 

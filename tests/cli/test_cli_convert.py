@@ -1,9 +1,11 @@
 """`convert` and `operators` on the command line: their exit codes, JSON, and refusals."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
 
@@ -80,3 +82,21 @@ def test_operators_of_a_build_are_written_listed_and_compared(
     assert run_command(["operators", full]) == 0
     assert "com.microsoft;1;FusedConv" in capsys.readouterr().out
     assert run_command(["operators", full, "--types"]) == 2
+
+
+def test_a_model_of_3_gb_is_refused_before_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[28000, 28000], data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", "w.data"), ("offset", "0"), ("length", str(28000 * 28000 * 4))):
+        weight.external_data.add(key=key, value=value)
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [1, 28000]) for name in "xy"]
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", ends[:1], ends[1:], [weight])
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), str(tmp_path / "m.onnx"))
+    with (tmp_path / "w.data").open("wb") as file:
+        file.truncate(28000 * 28000 * 4)
+    start = time.process_time()
+    assert run_command(["convert", str(tmp_path / "m.onnx"), "--out", str(tmp_path / "o")]) == 2
+    assert "has 3.1 GB, and the ORT format ends at 2 GB" in capsys.readouterr().err
+    assert time.process_time() - start < 1.0
+    assert not (tmp_path / "o").exists()
