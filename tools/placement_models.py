@@ -135,11 +135,14 @@ def _quantized_models(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
                 onnx.save(version_converter.convert_version(onnx.load(str(source)), 17), str(source))
             for scheme in (*SCHEMES, *QNN_SCHEMES):
                 with contextlib.suppress(*_REFUSALS):
-                    yield f"{name}__{scheme}", _quantize(source, scheme)
+                    yield f"{name}__{scheme}", _quantize(source, scheme, f"{name}__{scheme}")
         source.unlink(missing_ok=True)
 
 
-def _quantize(source: Path, scheme: str) -> onnx.ModelProto:
+def _quantize(source: Path, scheme: str, name: str) -> onnx.ModelProto:
+    """Returns a quantized model; an empty one where a run before has written it."""
+    if source.with_name(f"{name}.onnx").exists():
+        return onnx.ModelProto()
     out = source.with_suffix(".q")
     reader = _Noise(onnx.load(str(source), load_external_data=False))
     if scheme in SCHEMES:
@@ -186,7 +189,7 @@ def _generated_models(folder: Path, seeds: range) -> Iterator[tuple[str, onnx.Mo
             prepare_proto(proto, source)
             for scheme in ("u8s8", "s8s8", "qnn8"):
                 with contextlib.suppress(*_REFUSALS):
-                    yield f"{name}__{scheme}", _quantize(source, scheme)
+                    yield f"{name}__{scheme}", _quantize(source, scheme, f"{name}__{scheme}")
     source.unlink(missing_ok=True)
 
 
