@@ -20,7 +20,7 @@ class When(_Strict, frozen=True, kw_only=True):
 
     `settings`, `below` and `at_least` look at the target's parameters and at `ort_minor`, the 31 of ORT 1.31;
     `attribute` at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs
-    by position, `dims` at single dimensions of inputs by "position:axis", `since` at its version, `fed_by` at
+    by position, `single` at inputs that hold one element, `since` at its version, `fed_by` at
     the operators of which one makes an input.
     """
 
@@ -33,7 +33,7 @@ class When(_Strict, frozen=True, kw_only=True):
     attribute_absent: tuple[str, ...] = ()
     dtypes: dict[str, tuple[str, ...]] = {}
     ranks: dict[str, tuple[int, ...]] = {}
-    dims: dict[str, tuple[int, ...]] = {}
+    single: tuple[int, ...] = ()
     present: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
     inputs_min: int = 0

@@ -55,14 +55,9 @@ def _operands_fit(when: kinds.When, subject: Subject) -> bool:
         and not any(unit.has_input(at) for at in when.absent)
         and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in when.dtypes.items())
         and all(unit.rank_of(int(at)) in ranks for at, ranks in when.ranks.items())
-        and all(_dimension(unit, *map(int, at.split(":"))) in dims for at, dims in when.dims.items())
+        and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in when.single)
         and (not when.fed_by or _is_fed_by(when.fed_by, subject))
     )
-
-
-def _dimension(unit: Unit, position: int, axis: int) -> int | None:
-    shape = unit.inputs[position].shape if unit.has_input(position) else None
-    return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else None
 
 
 def _is_fed_by(ops: tuple[str, ...], subject: Subject) -> bool:
