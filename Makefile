@@ -25,6 +25,7 @@ bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against st
 	$(BIN)/python tools/bench/convert_speed.py
 	$(BIN)/python tools/bench/convert_large.py
 	$(BIN)/python tools/bench/convert_onnx_suite.py
+	$(BIN)/python tools/bench/link_overhead.py
 	$(BIN)/python tools/bench/convert_reproducible.py 20 edgekit/demo/digits_mobilenet.onnx
 	$(BIN)/python tools/bench/convert_arm64.py edgekit/demo/digits_mobilenet.onnx
 	$(BIN)/python tools/bench/runner_figures.py

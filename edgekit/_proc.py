@@ -1,6 +1,7 @@
 """The only door to subprocess: a child with a time limit, whose death is a finding."""
 
 import contextlib
+import fcntl
 import io
 import os
 import resource
@@ -20,6 +21,7 @@ from edgekit.errors import DeviceError
 
 _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
 _JOIN_S = 1.0
 _RUNNING: set[int] = set()
 """The children that run now, in whichever thread: an interrupted command ends them all."""
@@ -204,6 +206,9 @@ def _start(
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
+    if child.stdin is not None and hasattr(fcntl, "F_SETPIPE_SZ"):  # Linux: fewer, larger messages
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child
 
 

@@ -4,6 +4,7 @@ A link stores a set of files in a folder named by its digest, so that what is th
 """
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,8 +92,19 @@ class LocalLink(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest_files(files: Mapping[str, Path]) -> str:
     """Returns the sha256 that names a set of files, by their names, contents and whether they may be executed."""
-    lines = [f"{digest_file(path)} {int(os.access(path, os.X_OK))} {name}" for name, path in sorted(files.items())]
+    lines = [f"{digest_unchanged(path)} {int(os.access(path, os.X_OK))} {name}" for name, path in sorted(files.items())]
     return digest_bytes("\n".join(lines).encode())
+
+
+def digest_unchanged(path: Path) -> str:
+    """Returns the sha256 of a file in hex, read once for as long as its size and times stay what they are."""
+    facts = path.stat()
+    return _digest_known(path, (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_known(path: Path, facts: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the key
+    return digest_file(path)
 
 
 def list_model_files(model: Path) -> dict[str, Path]:

@@ -170,7 +170,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         if missing is not None:
             return missing
         try:
-            return self._find_lacking(_look_at(link, self.python))
+            return self._find_lacking(self._look_at(link))
         except EdgekitError as error:
             return Missing(reason=error.message.removeprefix(f"'{self.name}' "), command=error.hint)
 
@@ -182,7 +182,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         """
         with shared_connection(self._link()) as link:
             require_device(self.name, link.find_absent())
-            machine = _look_at(link, self.python)
+            machine = self._look_at(link)
             require_device(self.name, self._find_lacking(machine))
             program = self._choose_program(machine)
             run = run_remote(msgspec.structs.replace(link, base=machine.base), program, job, work, self._session())
@@ -195,7 +195,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: the machine does not answer.
         """
         link = self._link()
-        msgspec.structs.replace(link, base=_look_at(link, self.python).base).clean()
+        msgspec.structs.replace(link, base=self._look_at(link).base).clean()
 
     def _find_lacking(self, machine: Machine) -> Missing | None:
         if machine.python or (machine.abi and not self.python and self._given(machine.abi)):
@@ -224,6 +224,10 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
     def _given(self, abi: str) -> NativeRunner | None:
         return given_runner(abi, self.runner, self.library)
 
+    def _look_at(self, link: SshLink) -> Machine:
+        linux = [abi for abi in ABIS.values() if not abi.android and not self.python and self._given(abi.name)]
+        return _look_at(link, self.python, [f"Linux {abi.machine}" for abi in linux])
+
     def _session(self) -> Session:
         return Session(provider=self.provider, threads=self.threads)
 
@@ -231,8 +235,8 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         return SshLink(host=self.host, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s)
 
 
-def _look_at(link: SshLink, python: str) -> Machine:
-    """Returns what a machine is.
+def _look_at(link: SshLink, python: str, with_runner: Sequence[str]) -> Machine:
+    """Returns what a machine is; its Python is not looked at on systems for which there is a runner.
 
     Raises:
         DeviceError: it does not answer, or not as a POSIX system does.
@@ -241,6 +245,7 @@ def _look_at(link: SshLink, python: str) -> Machine:
     script = f"""
 uname -sm
 echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
+case "$(uname -sm)" in {" | ".join(map(shlex.quote, [*with_runner, "-"]))}) exit 0 ;; esac
 p=$(command -v {chosen}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
 exit 0"""
     system, base, path, *_ = [*ask(link, script, step="connecting").splitlines(), "", "", ""]

@@ -19,9 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from edgekit._files import digest_file
 from edgekit._proc import Finished
-from edgekit.devices.link import digest_files
+from edgekit.devices.link import digest_files, digest_unchanged
 from edgekit.errors import DeviceError
 
 KEPT_SETS = 12
@@ -202,7 +201,7 @@ exit 0"""
 def _fill(
     shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
 ) -> None:
-    digests = {name: digest_file(path) for name, path in wanted.items()}
+    digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
     needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
     if seen.free_bytes is not None and seen.free_bytes < needed:

@@ -98,7 +98,7 @@ class Stream:
         self.on_close: Callable[[], None] = lambda: None
         self._inbox: queue.Queue[bytes | None] = queue.Queue()
         self._acknowledged = threading.Semaphore(0)
-        self._left = b""
+        self._left = memoryview(b"")
 
     def write(self, data: bytes) -> bool:
         """Sends bytes to the host; False where the host has closed the stream."""
@@ -114,7 +114,7 @@ class Stream:
     def read(self) -> bytes | None:
         """Returns what the host sent next, None at the end."""
         if self._left:
-            data, self._left = self._left, b""
+            data, self._left = bytes(self._left), memoryview(b"")
             return data
         item = self._inbox.get()
         if item is not None:
@@ -123,14 +123,18 @@ class Stream:
         return None if self.closed.is_set() and not item else item
 
     def read_exactly(self, size: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self.read()
-            if part is None:
-                return None
-            parts += part
-        self._left = bytes(parts[size:]) + self._left
-        return bytes(parts[:size])
+        parts: list[memoryview] = []
+        missing = size
+        while missing:
+            if not self._left:
+                data = self.read()
+                if data is None:
+                    return None
+                self._left = memoryview(data)
+            parts.append(self._left[:missing])
+            self._left = self._left[missing:]
+            missing -= len(parts[-1])
+        return b"".join(parts)
 
     def deliver(self, data: bytes) -> None:
         self._inbox.put(data)

@@ -1,0 +1,108 @@
+"""What adb and ssh cost on loopback: 100 samples of 224x224x3 through a device, against a plain copy and the inference.
+
+    python tools/bench/link_overhead.py
+
+The far side is the tests' own, with programs of this machine, so that the transport shows and not an emulator. The
+model is cheap for the same reason. "The inference" is the same job by the same runner on this machine without a link:
+its start, loading and running; the sum of the runner's own latencies alone is printed too. The ways run in turn,
+several times, because this machine may be busy; the least time of each counts. The files of the job are on the device
+already, as they are from the second run on.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from onnx import TensorProto, helper
+
+HERE = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(HERE / "tests" / "devices"), str(HERE / "tests")]
+
+from devices_models import make_job  # noqa: E402 - the tests' own modules
+from far_root.board import ssh_board  # noqa: E402
+from far_root.client import adb_server  # noqa: E402
+from far_root.keeper import far_side  # noqa: E402
+
+from edgekit._ort import CPU_PROVIDER  # noqa: E402
+from edgekit.devices.adb import AdbDevice  # noqa: E402
+from edgekit.devices.device import Device, Job  # noqa: E402
+from edgekit.devices.native import HostNative  # noqa: E402
+from edgekit.devices.runner import build_runner, host_abi  # noqa: E402
+from edgekit.devices.ssh import SshDevice  # noqa: E402
+from edgekit.model import save_proto  # noqa: E402
+
+SAMPLES, ROUNDS, LIMIT = 100, 7, 1.5
+SHAPE = (1, 3, 224, 224)
+
+
+def main() -> int:
+    """Prints the ratio of each link, and returns 1 if one is above the limit."""
+    with tempfile.TemporaryDirectory(prefix="edgekit-link-") as name:
+        folder = Path(name)
+        job = _make_job(folder)
+        payload = folder / "payload"
+        payload.write_bytes(os.urandom(SAMPLES * int(np.prod(SHAPE)) * 4))
+        runner = build_runner(host_abi(), lambda _: None)
+        with adb_server() as adb, far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+            os.environ.update({key: value for key, value in adb.environment.items() if value})
+            phone = AdbDevice(serial=serial, runner=runner.program, library=runner.library, provider=CPU_PROVIDER)
+            push = ["adb", "-s", serial, "push", str(payload), "/data/local/tmp/payload"]
+            over_adb = _compare("adb", phone, job, push, folder)
+        with ssh_board(arm=False) as board:
+            os.environ["PATH"] = f"{board.programs}:{os.environ['PATH']}"
+            machine = SshDevice(host="board", runner=runner.program, library=runner.library, provider=CPU_PROVIDER)
+            copy = ["scp", "-q", "-F", str(board.folder / "ssh_config"), str(payload), "board:/data/home/payload"]
+            over_ssh = _compare("ssh", machine, job, copy, folder)
+    return 0 if over_adb <= LIMIT and over_ssh <= LIMIT else 1
+
+
+def _make_job(folder: Path) -> Job:
+    graph = helper.make_graph(
+        [helper.make_node("GlobalAveragePool", ["x"], ["y"], "mean")],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 3, 1, 1))],
+    )
+    model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
+    path = save_proto(model, folder / "mean.onnx").path
+    sample = {"x": np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)}
+    return make_job(path, "xnnpack", [sample] * SAMPLES, precision="fp32", timeout_s=300)
+
+
+def _compare(name: str, device: Device, job: Job, copy: list[str], folder: Path) -> float:
+    latencies = [_run(device, job, folder / f"{name}-first")]
+    seconds: dict[str, list[float]] = {"plain copy": [], "inference": [], "through the link": []}
+    for index in range(ROUNDS):
+        marks = [time.perf_counter()]
+        subprocess.run(copy, check=True, capture_output=True)
+        marks.append(time.perf_counter())
+        _run(HostNative(), job, folder / f"{name}-here-{index}")
+        marks.append(time.perf_counter())
+        latencies.append(_run(device, job, folder / f"{name}-{index}"))
+        marks.append(time.perf_counter())
+        for kind, start, end in zip(seconds, marks, marks[1:], strict=False):
+            seconds[kind].append(end - start)
+    least = {kind: min(values) for kind, values in seconds.items()}
+    ratio = least["through the link"] / (least["plain copy"] + least["inference"])
+    strict = least["through the link"] / (least["plain copy"] + min(latencies))
+    parts = ", ".join(f"{kind} {least[kind]:.2f} s (median {statistics.median(seconds[kind]):.2f})" for kind in seconds)
+    print(f"{name}: {parts}; ratio {ratio:.2f}, at most {LIMIT}; against the copy and bare latencies {strict:.2f}")
+    return ratio
+
+
+def _run(device: Device, job: Job, place: Path) -> float:
+    """Returns the seconds of inference in a run that must go well."""
+    place.mkdir()
+    run = device.run_job(job, place)
+    if run.failure is not None:
+        raise SystemExit(run.failure)
+    return sum(run.latency_ms) / 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
