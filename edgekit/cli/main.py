@@ -21,7 +21,7 @@ COMMANDS = {
     "devices": "List, install or test what can run a bundle here.",
     "diff": "Say what is different between two versions of a bundle, or of a model.",
     "doctor": "Say what this machine has, what it lacks, and how to get it.",
-    "inspect": "Print what a model contains.",
+    "inspect": "Print what a model contains, or where its bytes are.",
     "join": "Put bundles of several targets into one, and what they share once.",
     "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
     "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",

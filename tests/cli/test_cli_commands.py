@@ -145,7 +145,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*BUILD, "--out", "out", "--labels", str(LABELS)], "labels"),
     ([*BUILD, "--out", "out", "--recipe", "none.toml"], "cannot read 'none.toml'"),
     ([*BUILD[:3], "none.npz", "--out", "out"], "'none.npz' does not exist"),
-    (["verify", "none"], "no bundle 'none'"),
+    (["verify", "none"], "cannot read 'none': No such file"),
     (["devices", "install", "xnnpack-wsam"], "did you mean 'xnnpack-wasm'"),
     (["targets", "qnnn"], "did you mean 'qnn'"),
     (["inspect", "none.onnx"], "no file"),
