@@ -115,3 +115,10 @@ def test_it_says_what_an_app_must_know(tmp_path: Path) -> None:
 def test_unknown_licences_are_said_to_be_unknown(tmp_path: Path) -> None:
     text = (make_bundle(tmp_path).folder / "manifest.json").read_text()
     assert '"licence": {\n    "data": "unknown",\n    "model": "unknown"\n  }' in text
+
+
+def test_a_strange_key_is_refused_in_one_line() -> None:
+    with pytest.raises(BundleError, match="malformed") as caught:
+        decode_manifest(encode_json({**json.loads(V1), "a\nb" * 999: 1}), "odd")
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 400
