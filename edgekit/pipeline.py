@@ -30,6 +30,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.halve import halve_model
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
@@ -131,8 +132,15 @@ def build(
             report=out / "report.html",
         )
         write_file(staging / "report.json", to_json(report).encode())
-        write_file(staging / "report.html", render_build(report).encode())
+        write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
     return report
+
+
+def _draw_worst(
+    built: Sequence[_Built | EdgekitError], reports: Mapping[str, VerifyReport]
+) -> dict[str, tuple[Picture, ...]]:
+    whole = [result for result in built if isinstance(result, _Built) and result.target.name in reports]
+    return {result.target.name: draw_worst(result.bundle, reports[result.target.name]) for result in whole}
 
 
 def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:

@@ -1,8 +1,9 @@
-"""Reports as one HTML page: no script, nothing loaded from elsewhere."""
+"""Builds, verifications and quantizations as one HTML page each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from edgekit.evidence import Evidence
+from edgekit.report.charts import Picture, place_bars, place_layers
 from edgekit.report.checked import describe_taken
 from edgekit.report.layer_chart import BAR_WIDTH, CHART_HEIGHT, draw_layers
 from edgekit.report.pages import make_page
@@ -17,6 +18,7 @@ from edgekit.report.text import (
     list_verify_remarks,
 )
 from edgekit.verify.report import VerifyReport
+from edgekit.verify.scores import describe_difference, format_score
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
     "taken": describe_taken,
@@ -26,18 +28,23 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "remarks": describe_remarks,
     "bytes": format_bytes,
     "prediction": describe_prediction,
+    "bars": place_bars,
+    "chart": place_layers,
+    "score": format_score,
+    "difference": describe_difference,
 }
 
 
-def render_build(report: BuildReport) -> str:
-    """Returns a build as an HTML page."""
-    return make_page("build", _FILTERS, report=report, evidence_kinds=list(Evidence))
+def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
+    """Returns a build as an HTML page; `pictures` holds the worst samples by target."""
+    return make_page("build", _FILTERS, report=report, pictures=pictures or {}, evidence_kinds=list(Evidence))
 
 
-def render_verify(report: VerifyReport) -> str:
+def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str:
     """Returns a verification as an HTML page."""
     remarks = list(list_verify_remarks(report))
-    return make_page("verify", _FILTERS, report=report, remarks=remarks, evidence_kinds=list(Evidence))
+    kinds = list(Evidence)
+    return make_page("verify", _FILTERS, report=report, remarks=remarks, pictures=pictures, evidence_kinds=kinds)
 
 
 def render_quantization(report: QuantizeReport) -> str:

@@ -29,7 +29,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
-    """Returns the report with the loss attributed and, where it does not pass, the first bad layer named.
+    """Returns the report with the loss attributed, the layers measured and, where it does not pass, the first bad one.
 
     `models` holds the models that the bundle was made from, under "prepare" and, for integer precisions, "quantize".
 
@@ -37,14 +37,15 @@ def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
         RuntimeRefusal: ONNX Runtime cannot run one of the models.
     """
     explained = attribute_loss(bundle, report, models)
-    if report.passed or not {"prepare", "quantize"} <= models.keys():
+    if not {"prepare", "quantize"} <= models.keys():
         return explained
     few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, _LOCATING_SAMPLES))
     try:
-        bad = find_first_bad(compare_layers(models["prepare"], models["quantize"], few))
+        layers = compare_layers(models["prepare"], models["quantize"], few)
     except ModelError:
         return explained
-    return msgspec.structs.replace(explained, first_bad_layer=None if bad is None else bad.name)
+    bad = None if report.passed else find_first_bad(layers)
+    return msgspec.structs.replace(explained, layers=layers, first_bad_layer=None if bad is None else bad.name)
 
 
 def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
@@ -97,6 +98,7 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
         attribution=share_loss(steps, next(iter(accuracies), None)),
         attributed_device=explained,
         first_bad_layer=report.first_bad_layer or known.first_bad_layer,
+        layers=report.layers or known.layers,
     )
 
 

@@ -9,6 +9,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
+from edgekit.verify.layers import LayerReport
 from edgekit.verify.scores import TaskReport, judge_task
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
@@ -177,6 +178,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be
     worth its while; a skipped device proves nothing. `taken_macs` is the predicted share of that work. The sizes are
     those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's manifest.
+    `layers` are those of the quantized model against the float one, where both were at hand.
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last good run of the same model and target.
     """
@@ -189,6 +191,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     min_taken_macs: float = 0.0
     attribution: tuple[AttributionStep, ...] = ()
     first_bad_layer: str | None = None
+    layers: tuple[LayerReport, ...] = ()
     attributed_device: str | None = None
     bundle_sha256: str = ""
     size_bytes: int = 0

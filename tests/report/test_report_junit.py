@@ -113,7 +113,7 @@ def test_names_stay_in_their_place_in_xml() -> None:
 
 def test_names_stay_in_their_place_on_the_page() -> None:
     page = render_verify(_hostile())
-    assert "<script" not in page
+    assert page.count("<script") == 1
     assert "&lt;script&gt;" in page
 
 
@@ -123,4 +123,5 @@ def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
     assert "phone: the device failed: the cable fell out" in page
     assert "coreml skipped: no Mac; to run it: buy one" in page
     assert "nothing ran" in render_verify(_report())
-    assert "http" not in page
+    assert "http:" not in page
+    assert "https:" not in page
