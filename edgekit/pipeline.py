@@ -330,7 +330,9 @@ def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> d
     whole = [result for result in built if isinstance(result, _Built)]
 
     def verify(result: _Built) -> VerifyReport:
-        report = verify_bundle(result.bundle, find_devices(result.bundle, result.target, ()), progress=progress)
+        devices = find_devices(result.bundle, result.target, ())
+        float_model = result.models["prepare"].path
+        report = verify_bundle(result.bundle, devices, float_model=float_model, progress=progress)
         report = explain_report(result.bundle, report, result.models)
         write_report(result.bundle, report)
         return report

@@ -90,7 +90,7 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known)
-        report = verify_bundle(bundle, devices, golden=golden, task=task, progress=progress)
+        report = verify_bundle(bundle, devices, golden=golden, task=task, float_model=source.path, progress=progress)
         return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, golden))
 
 

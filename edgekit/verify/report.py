@@ -107,6 +107,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     thresholds: Thresholds
     failure: str | None
     notes: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    traps: tuple[str, ...] = ()
     task: TaskReport | None = None
     reference_cost: Cost | None = None
     log: str = ""
@@ -120,7 +122,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             died = ("nothing was compared" + (": every output is empty" if self.outputs else ""),)
         judged = (line for output in self.outputs for line in judge_output(output, self.thresholds))
         task = () if self.failure is not None else judge_task(self.task, self.thresholds.task)
-        return (*died, *judged, *task, *_judge_placement(self), *_judge_cost(self))
+        found = (*died, *judged, *task, *_judge_placement(self), *_judge_cost(self), *self.findings)
+        return (*found, *self.traps) if found else ()
 
     @property
     def passed(self) -> bool:
@@ -289,7 +292,8 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         return (
             f"{name} has {output.non_finite} values that are NaN or infinite"
             + (f", {own} of them on the float model already" if own else "")
-            + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else ""),
+            + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else "")
+            + (f": it {output.suspect}" if output.suspect else ""),
         )
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
     is_bound = thresholds.gate == "bound"

@@ -14,21 +14,33 @@ _GAIN_DB = 15.0
 """How much better an undone mistake must fit than what came back, to be named."""
 _FIT_DB = 20.0
 _SAMPLES = 4
+_HALF_MAX = 65504.0
+_MOST_ORDERED = 4096
+_LEAST_USED = 0.9
+_ORDER = "holds the reference's values in another order: look at layout and channel order"
+_OVERFLOW = (
+    "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
+    " edgekit compare SOURCE MODEL --layers names the layer, leave it in float"
+)
 
 _Pairs = Sequence[tuple[Floats, Floats]]
 
 
-def find_suspects(reference: Samples, got: Samples, names: Sequence[str]) -> dict[str, str]:
+def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_half: bool = False) -> dict[str, str]:
     """Returns, for those outputs of `names` for which a usual mistake explains what came back, that mistake in words.
 
-    The first samples are looked at. An output that cannot be read or measured has no suspect.
+    The first samples are looked at. An output that cannot be read or measured has no suspect. `is_half` tells that the
+    target computes in half precision.
     """
     rows = _read_rows(reference, got)
     suspects: dict[str, str] = {}
     for name in names:
+        if is_half and _overflows(rows, name):
+            suspects[name] = _OVERFLOW
+            continue
         pairs = _pair(rows, name, name)
         suspect = _find_transform(pairs) if pairs else None
-        suspect = suspect or _find_swapped(rows, name)
+        suspect = suspect or _find_order(pairs) or _find_swapped(rows, name)
         if suspect:
             suspects[name] = suspect
     return suspects
@@ -44,13 +56,6 @@ def undo_scale(wanted: Floats, found: Floats) -> Floats:
 def undo_offset(wanted: Floats, found: Floats) -> Floats:
     """Returns what came back without its constant distance from the reference."""
     return found - float(np.mean(found - wanted))
-
-
-def undo_order(wanted: Floats, found: Floats) -> Floats:
-    """Returns the values that came back in the order of the reference's ranks."""
-    ordered = np.empty_like(found)
-    ordered[np.argsort(wanted, kind="stable")] = np.sort(found)
-    return ordered
 
 
 def undo_softmax(wanted: Floats, found: Floats) -> Floats:
@@ -73,7 +78,6 @@ _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
     "is the reference before its softmax": redo_softmax,
     "is the reference times a factor: look at scales, or at inputs that are not normalised": undo_scale,
     "is the reference plus a constant: look at zero points and the mean of the inputs": undo_offset,
-    "holds the reference's values in another order: look at layout and channel order": undo_order,
 }
 
 
@@ -84,6 +88,36 @@ def _find_transform(pairs: _Pairs) -> str | None:
         if fit > _FIT_DB and fit > plain + _GAIN_DB:
             return words
     return None
+
+
+def _find_order(pairs: _Pairs) -> str | None:
+    """Returns the words for an output in another order, if one order fits all samples.
+
+    Each value of the reference, as a point of its values in all samples, is looked for among those that came back: one
+    sample alone could be sorted into anything.
+    """
+    if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED:
+        return None
+    wanted, found = (np.stack([pair[side] for pair in pairs], axis=1) for side in (0, 1))
+    nearest = np.array([int(((found - row) ** 2).sum(axis=1).argmin()) for row in wanted])
+    if np.array_equal(nearest, np.arange(len(wanted))):
+        return None
+    fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
+    same_share = len(np.unique(nearest)) / max(1, len(np.unique(found, axis=0)))
+    is_order = same_share >= _LEAST_USED and fit > _FIT_DB and fit > _fit(pairs) + _GAIN_DB
+    return _ORDER if is_order else None
+
+
+def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
+    """Returns True if an output is not finite, or at the end of half precision, where the reference is neither."""
+    for wanted, found in rows:
+        first, second = wanted.get(name), found.get(name)
+        if first is None or second is None or first.dtype.kind != "f" or second.dtype.kind != "f" or not second.size:
+            continue
+        fits = bool(np.isfinite(first).all()) and float(np.abs(first).max(initial=0.0)) < _HALF_MAX
+        if fits and not (np.isfinite(second).all() and float(np.abs(second).max()) < _HALF_MAX):
+            return True
+    return False
 
 
 def _find_swapped(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> str | None:

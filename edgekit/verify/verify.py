@@ -12,14 +12,14 @@ from edgekit.bundle.golden import Golden, read_classes, read_inputs, read_labels
 from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data_check import digest_samples
 from edgekit.devices.bundled import make_job, plan_run
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.lab import run_each
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.samples import Samples, select_samples, spread_indices
-from edgekit.target import Form, TaskLimit, Thresholds, Verification
+from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.report import (
@@ -31,6 +31,13 @@ from edgekit.verify.report import (
 )
 from edgekit.verify.suspects import find_suspects
 from edgekit.verify.tasks import measure_task
+from edgekit.verify.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+    golden: Golden | None
+    task: TaskLimit | None
+    float_model: Path | None
 
 
 def verify_bundle(
@@ -39,6 +46,7 @@ def verify_bundle(
     *,
     golden: Golden | None = None,
     task: TaskLimit | None = None,
+    float_model: Path | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
@@ -46,7 +54,8 @@ def verify_bundle(
     A device of the manifest's verification list runs the form and as many samples as stand there, any other device
     runs what an app would load, with all samples. A device that is not there is skipped, with the command that
     installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
-    a metric in place of that in the bundle's thresholds. Devices run at the same time, on a copy of the bundle whose
+    a metric in place of that in the bundle's thresholds. With `float_model` an output that is wrong is held against
+    what that model makes of inputs with a usual mistake. Devices run at the same time, on a copy of the bundle whose
     digests were checked as it was made.
 
     Raises:
@@ -63,8 +72,8 @@ def verify_bundle(
             present.append(device)
         else:
             skipped.append(SkippedDevice(device=device.name, reason=missing.reason, command=missing.command))
-    limit = task or bundle.manifest.thresholds.task
-    runs = _run_devices(bundle, present, golden, limit, progress or say_nothing) if present else ()
+    asked = _Asked(golden=golden, task=task or bundle.manifest.thresholds.task, float_model=float_model)
+    runs = _run_devices(bundle, present, asked, progress or say_nothing) if present else ()
     return VerifyReport(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
         target=bundle.manifest.target,
@@ -114,21 +123,20 @@ def read_known(bundle: Bundle) -> VerifyReport | None:
     return report if report.bundle_sha256 == bundle.sha256 else None
 
 
-def _run_devices(
-    bundle: Bundle, devices: Sequence[Device], golden: Golden | None, task: TaskLimit | None, progress: Progress
-) -> tuple[RunReport, ...]:
+def _run_devices(bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress) -> tuple[RunReport, ...]:
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
         def run(device: Device) -> RunReport:
             progress(f"verify {bundle.manifest.name} on {device.name}")
-            return _run_device(private, device, golden or private.golden, task)
+            return _run_device(private, device, asked)
 
         return run_each(devices, run)
 
 
-def _run_device(bundle: Bundle, device: Device, golden: Golden, task: TaskLimit | None) -> RunReport:
+def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
+    golden, task = asked.golden or bundle.golden, asked.task
     plan = plan_run(bundle, device, golden.samples)
     indices = spread_indices(golden.samples, plan.samples)
     reference = select_samples(read_outputs(golden), indices)
@@ -143,7 +151,10 @@ def _run_device(bundle: Bundle, device: Device, golden: Golden, task: TaskLimit 
             indices = indices[: run.outputs.count]
             reference = select_samples(read_outputs(golden), indices)
             plan = msgspec.structs.replace(plan, samples=len(indices))
-        report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle.manifest.thresholds))
+        report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle))
+        if not report.passed:
+            model = asked.float_model or job.model
+            report = msgspec.structs.replace(report, traps=_find_traps(bundle, run, job, model, report.outputs))
         if classes is not None:
             accuracy = measure_accuracy(reference, run.outputs, [classes[index] for index in indices])
             report = msgspec.structs.replace(report, accuracy=accuracy)
@@ -153,11 +164,24 @@ def _run_device(bundle: Bundle, device: Device, golden: Golden, task: TaskLimit 
         return msgspec.structs.replace(report, task=measured)
 
 
-def _compare(reference: Samples, got: Samples, thresholds: Thresholds) -> tuple[OutputReport, ...]:
+def _find_traps(
+    bundle: Bundle, run: DeviceRun, job: Job, model: Path, outputs: Sequence[OutputReport]
+) -> tuple[str, ...]:
+    """Returns the known traps that may explain a run that does not pass."""
+    found = list(list_traps(bundle, run, job.model, read_cpu_flags()))
+    wrong = next((output.name for output in outputs if judge_output(output, bundle.manifest.thresholds)), None)
+    if wrong is not None and model.suffix == ".onnx":
+        mistake = find_input_mistake(model, job.samples, run.outputs, wrong)
+        found += [] if mistake is None else [f"output '{wrong}' {mistake}"]
+    return tuple(found)
+
+
+def _compare(reference: Samples, got: Samples, bundle: Bundle) -> tuple[OutputReport, ...]:
     """Returns the comparison of the outputs, with a suspect for those that fail."""
     outputs = compare_outputs(reference, got)
-    failing = [output.name for output in outputs if judge_output(output, thresholds)]
-    suspects = find_suspects(reference, got, failing) if failing else {}
+    failing = [output.name for output in outputs if judge_output(output, bundle.manifest.thresholds)]
+    is_half = bundle.manifest.precision == "fp16"
+    suspects = find_suspects(reference, got, failing, is_half=is_half) if failing else {}
     return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
 
 
@@ -165,12 +189,14 @@ def _describe_run(bundle: Bundle, plan: Verification, run: DeviceRun, outputs: t
     counts: dict[str, int] = {}
     for node in run.placement:
         counts[node.provider] = counts.get(node.provider, 0) + 1
+    ignored = find_ignored_optimisations(run, bundle.manifest.session_config) if plan.form == "runtime" else None
     return RunReport(
         device=run.device,
         evidence=run.evidence,
         provider=bundle.manifest.provider,
         form=plan.form,
         samples=plan.samples,
+        findings=() if ignored is None else (ignored,),
         provider_nodes=dict(sorted(counts.items())),
         placement_source=run.placement_source,
         outputs=outputs,
