@@ -136,7 +136,7 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 
 def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
-    if quantizers and all(node.unit == node.name for node in case.nodes if node.is_quantizer):
+    if quantizers and not any(node.grouped for node in case.nodes if node.is_quantizer):
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
 

@@ -167,7 +167,7 @@ def _list_nodes(
                 macs=count_macs(graph, node),
                 bytes=count_bytes(graph, node),
                 partition=places[0] if taken else None,
-                unit=unit.node.name,
+                grouped=unit.node.index != node.index,
                 risks=judge.find_risks(graph, unit) if taken else (),
                 fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
                 reads=tuple(dict.fromkeys(graph.nodes[at].name for at in _makers(graph, node))),

@@ -17,8 +17,8 @@ CROSSING_SHARE = 0.5
 class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node of the model, whether the provider takes it, and if not every reason why.
 
-    `unit` names the target node of the QDQ group that it is in, itself if it is in none. `partition` counts from 0 and
-    is None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the computed values
+    `grouped` is True for a Q or DQ node that belongs to the QDQ group of another node. `partition` counts from 0 and is
+    None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the computed values
     it reads and writes. `fatal` means that the provider claims it and then refuses the whole session because of it,
     `risks` say why it may. `reads` names the nodes that make its inputs.
     """
@@ -31,7 +31,7 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     macs: int
     bytes: int
     partition: int | None
-    unit: str
+    grouped: bool = False
     fatal: bool = False
     risks: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ def make_job(
             macs=0,
             bytes=0,
             partition=0,
-            unit=node.name,
+            grouped=False,
         )
         for node in onnx.load(str(path)).graph.node
     )

@@ -37,7 +37,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def _node(at: int, *, taken: bool = True, reasons: tuple[str, ...] = (), **fields: Any) -> CheckedNode:
     return CheckedNode(
         name=f"n{at}", op="Conv", domain="ai.onnx", taken=taken, reasons=reasons, macs=10, bytes=10,
-        partition=0 if taken else None, unit=f"n{at}", reads=(f"n{at - 1}",) if at else (), **fields,
+        partition=0 if taken else None, reads=(f"n{at - 1}",) if at else (), **fields,
     )  # fmt: skip
 
 
