@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from onnx import numpy_helper
 
 from edgekit.model import Model, read_proto
@@ -21,6 +22,47 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         steps = np.clip(np.rint(values.astype(np.float64) / self.scale) + self.zero, self.low, self.high)
         rounded: Array = ((steps - self.zero) * self.scale).astype(values.dtype)
         return rounded
+
+
+class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """How many steps of its grid a result lies from where it should, channel by channel: sums over the elements."""
+
+    count: int
+    sums: npt.NDArray[np.float64]
+    energies: npt.NDArray[np.float64]
+
+    @property
+    def offset_steps(self) -> float:
+        """The mean distance in steps, with its sign taken away; a wrong zero point makes it one."""
+        return abs(float(self.sums.sum())) / max(1, self.count * len(self.sums))
+
+    @property
+    def channel_steps(self) -> tuple[float, float]:
+        """The root of the mean square in steps, of the worst channel and of the middle one."""
+        roots = np.sqrt(self.energies / max(1, self.count))
+        return float(roots.max()), float(np.median(roots))
+
+
+def measure_steps(grid: Grid, wanted: Array, own: Array) -> StepErrors:
+    """Returns how far a layer's result lies from the float values rounded to its grid: clipping and rounding cancel.
+
+    Channels are the second axis of images, else the last.
+    """
+    steps = (own.astype(np.float64) - grid.round_values(wanted)) / grid.scale
+    rows = np.moveaxis(steps, 1 if steps.ndim > 2 else -1, 0) if steps.ndim else steps.reshape(1)
+    rows = rows.reshape(len(rows), -1)
+    return StepErrors(count=rows.shape[1], sums=rows.sum(axis=1), energies=(rows * rows).sum(axis=1))
+
+
+def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
+    """Returns the sums of two samples together."""
+    if first is None or first.sums.shape != second.sums.shape:
+        return second
+    return StepErrors(
+        count=first.count + second.count,
+        sums=first.sums + second.sums,
+        energies=first.energies + second.energies,
+    )
 
 
 def find_grids(model: Model) -> dict[str, Grid]:
