@@ -124,7 +124,7 @@ ADB_FAULTS = (
     AdbFault("shell-dropped", f"{_READING}: the link broke", _out("drop", "shell", 20)),
     AdbFault("shell-stalled", f"{_READING}: it does not answer", _out("stall", "shell"), quick=True),
     AdbFault("shell-garbage", f"{_READING}: ", _out("garbage", "shell")),
-    AdbFault("cut-at-once", f"{_READING}: ", _in("drop", "shell")),
+    AdbFault("cut-at-once", f"({_READING}|{_LOOKING}): ", _in("drop", "shell")),
     AdbFault("no-exit-packet", "", _out("no-exit", "getprop")),
     # What is there.
     AdbFault("folder-blocked", f"{_LOOKING}: ", prepare=_blocked("data/local/tmp/edgekit")),
@@ -155,8 +155,8 @@ ADB_FAULTS = (
     AdbFault("disk-full-unseen", f"{_SENDING}: .*No space left", prepare=_program("df", _LOTS), space_bytes=4 * MIB),
     AdbFault("no-digests", f"{_CHECKING}: ", prepare=_program("sha256sum", "echo no >&2; exit 1")),
     AdbFault("wrong-digests", f"{_CHECKING}: .*damaged", prepare=_program("sha256sum", "cat >/dev/null; echo 00 -")),
-    AdbFault("check-dropped", f"{_CHECKING}: the link broke", _out("drop", "command -v sha256sum", 15)),
-    AdbFault("check-stalled", f"{_CHECKING}: it does not answer", _out("stall", "command -v sha256sum")),
+    AdbFault("check-dropped", f"{_CHECKING}: the link broke", _out("drop", "printf", 15)),
+    AdbFault("check-stalled", f"{_CHECKING}: it does not answer", _out("stall", "printf")),
     AdbFault("rename-fails", f"{_CHECKING}: mv is broken", prepare=_program("mv", "echo mv is broken >&2; exit 1")),
     # The run.
     AdbFault("run-refused", "before the first outputs: ", _out("refuse", _RUN)),
