@@ -32,8 +32,10 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     `sqnr_db` and `max_abs` measure the error that has piled up there; `own_sqnr_db` the error of this layer alone, fed
     with A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
     makes large. `weight_steps` is the distance in steps of the worst single weight from its float weight, None where
-    the layer has none; otherwise None stands for values that are not finite. `name` and `op` are those of B's node,
-    `tensor` is the name in both models.
+    the layer has none; otherwise None stands for values that are not finite. `offset_steps` (the mean) and
+    `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps of its
+    grid the layer's own result lies from the float values rounded to that grid, None where it has none. `name` and
+    `op` are those of B's node, `tensor` is the name in both models.
     """
 
     name: str
