@@ -11,7 +11,7 @@ from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.ort_opinion import ask_ort_checker
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Verdict
-from edgekit.errors import RuntimeRefusal
+from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model import Model, load_model
 from edgekit.observe import NotObserved, Observed, observe_target
 from edgekit.plain import to_plain
@@ -91,7 +91,7 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
     out = work / f"{source.name}.onnx"
     try:
         return (prepare_model if observe else sketch_model)(source, out, recipe.dims), None
-    except RuntimeRefusal as error:
+    except (ModelError, RuntimeRefusal) as error:
         return sketch_unloaded(source, out, recipe.dims), error.message
 
 

@@ -198,14 +198,15 @@ def _check_text(path: Path, proto: onnx.ModelProto) -> None:
 
 def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:
     opset = opsets.get(_MAIN_DOMAIN, 1)
-    if opset > MAX_OPSET:
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
         raise ModelError(
-            f"'{path}' has opset {opset}, newer than {MAX_OPSET}, the newest that ONNX Runtime supports",
+            f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
             hint=f"export it with opset {MAX_OPSET} or lower",
         )
-    if ir_version > MAX_IR_VERSION:
+    if ir_version > onnx.IR_VERSION:
         raise ModelError(
-            f"'{path}' has IR version {ir_version}, newer than {MAX_IR_VERSION}, the newest that ONNX Runtime loads",
+            f"'{path}' has IR version {ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
             hint=f"save it with ir_version={MAX_IR_VERSION} or lower",
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 
 from edgekit._files import move_file, replacing_file
-from edgekit.model import Model, load_model, read_proto
+from edgekit.model import MAX_OPSET, Model, load_model, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
 from edgekit.prepare.hollow import hollow_weights, skim_weights
@@ -58,7 +58,7 @@ def prepare_model(
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
         folder = model.path.parent
-        if constants or chosen < read_opset(proto):
+        if constants or chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
         if constants:
@@ -90,7 +90,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
     lower_ir_version(proto, chosen)
     shells = hollow_weights(proto)
     with replacing_file(out) as temporary:
-        if chosen < read_opset(proto):
+        if chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, model.path.parent)
         put_weights(proto.graph, shells)

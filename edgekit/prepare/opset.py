@@ -6,7 +6,7 @@ import onnx
 from onnx import shape_inference, version_converter
 
 from edgekit.errors import ModelError, UsageError
-from edgekit.model import MAX_OPSET, iterate_graphs
+from edgekit.model import MAX_IR_VERSION, MAX_OPSET, iterate_graphs
 from edgekit.prepare.lower import find_newer_ops, lower_imports
 from edgekit.prepare.weights import put_weights, weights_aside
 
@@ -26,7 +26,7 @@ def read_opset(proto: onnx.ModelProto) -> int:
 
 
 def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
-    """Returns the opset to have: the wanted one, or the model's own unless that is too old for QDQ.
+    """Returns the opset to have: the wanted one, or the model's own unless QDQ or ONNX Runtime do not have it.
 
     Raises:
         UsageError: ONNX Runtime does not have the wanted opset.
@@ -36,7 +36,7 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     own = read_opset(proto)
     if wanted is not None:
         return wanted
-    return own if own >= OLDEST_OPSET or not _uses_main_domain(proto) else DEFAULT_OPSET
+    return min(own, MAX_OPSET) if own >= OLDEST_OPSET or not _uses_main_domain(proto) else DEFAULT_OPSET
 
 
 def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
@@ -72,11 +72,12 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 def lower_ir_version(proto: onnx.ModelProto, opset: int) -> None:
     """Sets an IR version that old runtimes take too, as far as the opset and the element types allow, in place.
 
-    IR version 9 belongs to the opsets up to 20. Below 8 it is raised: version 3 wants initializers among the inputs.
+    IR version 9 belongs to the opsets up to 20. None is newer than ONNX Runtime's. Below 8 it is raised: version 3
+    wants initializers among the inputs.
     """
     if proto.ir_version > _PORTABLE_IR_VERSION and opset <= 20 and not _uses_new_types(proto):
         proto.ir_version = _PORTABLE_IR_VERSION
-    proto.ir_version = max(proto.ir_version, 8)
+    proto.ir_version = min(max(proto.ir_version, 8), MAX_IR_VERSION)
 
 
 def _uses_main_domain(proto: onnx.ModelProto) -> bool:

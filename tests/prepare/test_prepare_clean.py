@@ -10,7 +10,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
-from edgekit.model import Model, load_model
+from edgekit.model import MAX_IR_VERSION, MAX_OPSET, Model, load_model
 from edgekit.prepare.clean import prepare_model
 
 CONV = (
@@ -227,3 +227,11 @@ def test_real_models_compute_the_same(tmp_path: Path, name: str) -> None:
     expected, got = run_model(model.path, inputs, level), run_model(prepared.path, inputs, level)
     for key, value in expected.items():
         assert np.allclose(value, got[key], rtol=1e-4, atol=1e-5)
+
+
+def test_an_opset_that_onnx_runtime_does_not_have_is_lowered_where_it_can_be(tmp_path: Path) -> None:
+    text = '<ir_version: 14, opset_import: ["" : 28]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "new.onnx")
+    prepared = prepare_model(load_model(tmp_path / "new.onnx"), tmp_path / "out.onnx", {})
+    assert prepared.opsets["ai.onnx"] == MAX_OPSET
+    assert prepared.ir_version <= MAX_IR_VERSION
