@@ -10,12 +10,14 @@ from edgekit.cli.limits import DROP, METRIC
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
 from edgekit.data_check import check_samples
+from edgekit.devices.find import find_device
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.model import load_model
 from edgekit.recipe import load_metric
 from edgekit.samples import limit_samples, load_samples
-from edgekit.verify.models import add_task, compare_models
+from edgekit.target import load_target
+from edgekit.verify.models import add_task, compare_models, compare_on_device
 
 
 @click.command(short_help="Say how far one model lies from another, and in which layer it begins.")
@@ -26,6 +28,8 @@ from edgekit.verify.models import add_task, compare_models
 @options.SAMPLES
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Say no below this signal-to-noise ratio.")
+@click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then finds the layer by cuts.")
+@click.option("--target", metavar="NAME", default="nnapi", help="How the device opens B. Default: nnapi.")
 @METRIC
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
 @DROP
@@ -40,6 +44,8 @@ def command(
     samples: int | None,
     layers: bool,
     min_sqnr: float | None,
+    device: str | None,
+    target: str,
     metric: str | None,
     labels: Path | None,
     max_metric_drop: float | None,
@@ -64,7 +70,11 @@ def command(
     with showing_progress(volume) as progress:
         progress(f"compare on {chosen.count} samples")
         second = load_model(b, custom_ops=custom_ops)
-        report = compare_models(first, second, chosen, layers=layers)
+        if device is None:
+            report = compare_models(first, second, chosen, layers=layers)
+        else:
+            opened = load_target(target)
+            report = compare_on_device(first, second, chosen, find_device(device, opened), opened, layers=layers)
         if metric is not None and labels is not None:
             task = load_metric(metric)
             task = task if max_metric_drop is None else msgspec.structs.replace(task, max_drop=max_metric_drop)

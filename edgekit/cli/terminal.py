@@ -89,6 +89,13 @@ def show_comparison(report: ModelComparison) -> None:
     if report.layers:
         print_table(text.table_layers(report))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
+    if report.failure is not None:
+        click.echo(f"the device failed: {report.failure}")
+    if report.located is not None:
+        found = report.located
+        click.echo(
+            f"first bad layer on {report.device}: {found.layer or 'none'} ({found.runs} runs, {found.cuts} cuts)"
+        )
 
 
 def show_prepared(report: PrepareReport, out: Path) -> None:

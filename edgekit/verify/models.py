@@ -8,14 +8,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.check.check import check_model
+from edgekit.devices.device import Device, Job
 from edgekit.labels import read_task_labels
 from edgekit.model import Model
 from edgekit.samples import Samples, spread_indices
-from edgekit.target import TaskLimit
+from edgekit.target import Target, TaskLimit
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.layers import LayerReport, compare_layers, find_first_bad
+from edgekit.verify.locate import Located, locate_on_device
 from edgekit.verify.report import OutputReport
 from edgekit.verify.scores import TaskReport, judge_task
 from edgekit.verify.tasks import find_metric, measure_task
@@ -23,7 +27,11 @@ from edgekit.verify.trace import adapt_sample
 
 
 class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for."""
+    """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for.
+
+    `device` ran model `b`, None for this machine without optimisation; `failure` is what it did instead of running, and
+    `located` the first layer that it computes otherwise than this machine does.
+    """
 
     a: str
     b: str
@@ -32,16 +40,21 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerReport, ...]
     task: TaskReport | None = None
     task_limit: TaskLimit | None = None
+    device: str | None = None
+    failure: str | None = None
+    located: Located | None = None
 
     @property
     def first_bad_layer(self) -> str | None:
         """The first layer whose own error stands out, None if none does or none was compared."""
+        if self.located is not None:
+            return self.located.layer
         layer = find_first_bad(self.layers)
         return None if layer is None else layer.name
 
     def reaches(self, min_sqnr_db: float | None) -> bool:
         """Returns True if the outputs are comparable, finite and not below this ratio, and the metric is good."""
-        if judge_task(self.task, self.task_limit):
+        if self.failure is not None or judge_task(self.task, self.task_limit):
             return False
         least = -math.inf if min_sqnr_db is None else min_sqnr_db
         return bool(self.outputs) and not any(
@@ -68,6 +81,47 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
         samples=samples.count,
         outputs=compare_outputs(wanted, _run_model(b, samples, dtypes)),
         layers=compare_layers(a, b, samples) if layers else (),
+    )
+
+
+def compare_on_device(
+    a: Model, b: Model, samples: Samples, device: Device, target: Target, *, layers: bool = False
+) -> ModelComparison:
+    """Runs model `a` here and model `b` on a device, and returns how far they lie apart.
+
+    With `layers` the model is cut in two again and again to find the first layer that the device computes otherwise
+    than this machine does: it needs nothing of the device but outputs.
+
+    Raises:
+        DeviceError: the device is not there.
+        UsageError: the samples do not fit a model.
+    """
+    fitting = Samples(
+        source=samples.source, count=samples.count, read=lambda: (adapt_sample(sample, b) for sample in samples)
+    )
+    with work_folder() as work:
+        job = Job(
+            model=b.path,
+            target=target,
+            precision=target.precision,
+            outputs=b.outputs,
+            check=check_model(b, target),
+            samples=fitting,
+        )
+        (work / "run").mkdir()
+        run = device.run_job(job, work / "run")
+        wanted = _run_model(a, samples, {})
+        outputs = compare_outputs(wanted, run.outputs)
+        located = locate_on_device(device, job, work / "cuts") if layers else None
+    return ModelComparison(
+        a=a.name,
+        b=b.name,
+        samples=samples.count,
+        outputs=outputs,
+        layers=(),
+        device=device.name,
+        failure=run.failure,
+        located=located,
     )
 
 
