@@ -22,6 +22,8 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
 	$(BIN)/python tools/bench/check_speed.py
 	$(BIN)/python tools/bench/build_zoo.py
+	$(BIN)/python tools/bench/quantize_zoo.py
+	$(BIN)/python tools/bench/calibrate_ratio.py
 	$(BIN)/python tools/bench/seeded_faults.py
 	$(BIN)/python tools/bench/verify_overhead.py
 	$(BIN)/python tools/bench/convert_speed.py
