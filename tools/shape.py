@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("labels", "recipe", "data_check"),
     ("model", "target", "samples"),
     ("images", "npz", "skim", "_files"),
-    ("tensors", "evidence", "plain", "progress"),
+    ("tensors", "evidence", "machine", "plain", "progress"),
     ("errors",),
 )
 DOORS = {

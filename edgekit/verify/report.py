@@ -183,7 +183,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's manifest.
     `layers` are those of the quantized model against the float one, where both were at hand.
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
-    data, `regressions` what is worse than in the last good run of the same model and target.
+    data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
+    one that edgekit ran on, where emulators and simulators ran too.
     """
 
     bundle: str
@@ -203,6 +204,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     max_size_share: float | None = None
     ancestry: dict[str, str] = {}
     regressions: tuple[str, ...] = ()
+    machine: dict[str, str] = {}
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:

@@ -16,6 +16,7 @@ from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.lab import run_each
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Evidence
+from edgekit.machine import describe_machine
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.samples import Samples, select_samples, spread_indices
@@ -86,6 +87,7 @@ def verify_bundle(
         source_size_bytes=bundle.manifest.source_size_bytes,
         max_size_bytes=bundle.manifest.thresholds.max_size_bytes,
         max_size_share=bundle.manifest.thresholds.max_size_share,
+        machine=describe_machine(),
     )
 
 

@@ -1,0 +1,24 @@
+"""What this machine is, for reports whose figures depend on it."""
+
+import os
+import platform
+from pathlib import Path
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def describe_machine() -> dict[str, str]:
+    """Returns the operating system, the processor and its cores, and Python's version; no name of host or user."""
+    return {
+        "cores": str(os.cpu_count() or 1),
+        "cpu": _name_cpu(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _name_cpu() -> str:
+    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
+    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or "unknown"
