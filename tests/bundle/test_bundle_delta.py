@@ -46,9 +46,12 @@ def test_what_changed_is_named(pair: tuple[Bundle, Bundle], capsys: pytest.Captu
     old, new = (str(bundle.folder) for bundle in pair)
     assert run_command(["diff", old, new, "--json"]) == 1
     delta = json.loads(capsys.readouterr().out)
-    assert {file["name"] for file in delta["files"]} == {"check.json", "golden/expected.npz", "tiny.onnx"} | {
-        name for name in pair[0].manifest.files if name.startswith("app/")
-    } - {"app/ModelSession.kt"}
+    assert {file["name"] for file in delta["files"]} == {
+        "README.md",
+        "check.json",
+        "golden/expected.npz",
+        "tiny.onnx",
+    } | {name for name in pair[0].manifest.files if name.startswith("app/")} - {"app/ModelSession.kt"}
     assert {"key": "versions.onnxruntime", "old": "1.31.1", "new": "1.32.0"} in delta["facts"]
     assert [node["name"] for node in delta["nodes"]] == ["mul"]
     assert {layer["name"]: layer["new_bytes"] - layer["old_bytes"] for layer in delta["layers"]} == {

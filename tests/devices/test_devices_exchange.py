@@ -48,7 +48,8 @@ def test_tensors_come_back_as_they_were_written(tmp_path_factory: pytest.TempPat
         ({}, bytes(7), "its size is not what its header says"),
         ({}, bytes(9), "its size is not what its header says"),
         ({"more": 1}, bytes(8), "header is wrong"),
-        ({"shape": [10**400, 2]}, bytes(8), "has shape [1000"),
+        ({"shape": [10**400, 2]}, bytes(8), "header is wrong"),
+        ({"shape": [10**9, 2]}, bytes(8), "has shape [1000000000"),
     ],
 )
 def test_a_hostile_header_is_refused(tmp_path: Path, change: dict[str, object], payload: bytes, reason: str) -> None:
@@ -64,7 +65,7 @@ def test_a_header_of_other_names_or_form_is_refused(tmp_path: Path, header: obje
         read_tensors(write(tmp_path / "a.tensors", header, bytes(16)), SPEC)
 
 
-@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [1] * 70])
+@pytest.mark.parametrize("shape", [[0, 2**52, 2**52], [1] * 70])
 def test_a_shape_that_numpy_cannot_hold_is_refused(tmp_path: Path, shape: list[int]) -> None:
     path = write(tmp_path / "a.tensors", [{**GOOD[0], "shape": shape, "size_bytes": 0}], b"")
     with pytest.raises(DeviceError, match="too large"):
