@@ -10,7 +10,7 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.errors import DataError, ModelError, UsageError, suggest_name
-from edgekit.model import Model, save_proto
+from edgekit.model import MAX_PROTOBUF_BYTES, Model, save_proto
 from edgekit.quantize.graph import Graph, float_activations, read_graph
 from edgekit.quantize.held_out import HeldOut, save_held_out
 from edgekit.quantize.histogram import HistogramGrower
@@ -78,17 +78,18 @@ def calibrate_model(
     picked = picked_values(len(indices)) if methods != PLAIN_METHODS else 0
     points = {point.tensor for point in judge_points(graph)} if fitting else set[str]()
     whole = _store(
-        observe_graph(graph, points, picked=picked, vectors_from=len(indices) if fitting else 0), work / "whole.onnx"
+        observe_graph(graph, points, picked=picked, vectors_from=len(indices) if fitting else 0), work / "observed.onnx"
     )
     _check_computes(whole, model)
     run = _Run(graph=graph, samples=samples, work=work, tally=Tally(whole), digests={})
     held_out = HeldOut(len(indices), points)
     others = sorted(set(range(samples.count)) - set(indices))
     if indices:
-        _measure(run, work / "whole.onnx", indices, held_out)
+        _measure(run, work / "observed.onnx", indices, held_out)
     if others:
-        _store(observe_graph(graph), work / "extremes.onnx")
-        _measure(run, work / "extremes.onnx", others, HeldOut(0, ()))
+        if indices:
+            _store(observe_graph(graph), work / "observed.onnx")
+        _measure(run, work / "observed.onnx", others, HeldOut(0, ()))
     if fitting:
         save_held_out(work, held_out)
         save_moments(work / "moments.npz", run.tally.moments())
@@ -123,7 +124,10 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
 
 def _store(observation: Observation, path: Path) -> Observation:
     """Writes an observed graph and returns the observation without it, so that its weights are not held in memory."""
-    save_proto(observation.proto, path)
+    if observation.proto.ByteSize() < MAX_PROTOBUF_BYTES:
+        path.write_bytes(observation.proto.SerializeToString())
+    else:
+        save_proto(observation.proto, path)
     return msgspec.structs.replace(observation, proto=onnx.ModelProto())
 
 
