@@ -60,9 +60,12 @@ def is_remote(device: Device) -> bool:
 
 
 def count_slots(cores: int, free_bytes: int | None) -> int:
-    """Returns how many runs this machine bears at once, from its cores and its free memory (None: unknown)."""
+    """Returns how many runs this machine bears at once, from its cores and its free memory (None: unknown).
+
+    Two to a core: programs start and models load while others compute.
+    """
     by_memory = cores if free_bytes is None else free_bytes // MEMORY_A_RUN
-    return max(1, min(cores, by_memory))
+    return max(1, min(2 * cores, by_memory))
 
 
 def _take_turn(device: Device, run: Callable[[Device], _T], *, timed: bool) -> _T:

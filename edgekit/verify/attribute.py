@@ -12,12 +12,13 @@ from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.model import Model
 from edgekit.samples import Samples, select_samples, spread_indices
-from edgekit.tensors import Tensors
+from edgekit.tensors import Array, Tensors
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.layers import compare_layers, find_first_bad
 from edgekit.verify.report import AttributionStep, OutputReport, RunReport, Step, VerifyReport
 
+_MOST_KEPT_BYTES = 32 << 20
 _LOCATING_SAMPLES = 4
 
 
@@ -176,11 +177,17 @@ def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
 
 
 def _run_samples(session: CpuSession, inputs: Samples) -> Samples:
+    """Returns what a session makes of samples, kept where that is little: it is read more than once."""
+
     def read() -> Iterator[Tensors]:
         for sample in inputs:
             yield session.run(sample)
 
-    return Samples(source=inputs.source, count=inputs.count, read=read)
+    first = next(read(), dict[str, Array]())
+    if sum(value.nbytes for value in first.values()) * inputs.count > _MOST_KEPT_BYTES:
+        return Samples(source=inputs.source, count=inputs.count, read=read)
+    kept = tuple(read())
+    return Samples(source=inputs.source, count=inputs.count, read=lambda: iter(kept))
 
 
 def _describe(step: Step, found: OutputReport, accuracy: float | None) -> AttributionStep:

