@@ -10,18 +10,10 @@ from edgekit._files import digest_bytes, digest_file
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest import BundledFile
+from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import BundleError, UsageError
 from edgekit.tensors import TensorSpec
-
-PREFERENCE = (
-    "QNNExecutionProvider",
-    "CoreMLExecutionProvider",
-    "XnnpackExecutionProvider",
-    "NnapiExecutionProvider",
-    "CPUExecutionProvider",
-)
-"""In which order an app should try the providers; NNAPI is deprecated and comes after XNNPACK."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
