@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit.errors import DataError
 from edgekit.samples import Samples
-from edgekit.tensors import Array
+from edgekit.tensors import Array, Tensors
 
 FEW_SAMPLES = 32
 """With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
@@ -32,13 +32,11 @@ def check_samples(samples: Samples) -> SampleFacts:
     """
     digest, contents, inputs = hashlib.sha256(), list[bytes](), dict[str, _Input]()
     for index, sample in enumerate(samples):
-        own = hashlib.sha256()
         for name in sorted(sample):
             _check_finite(sample[name], name, f"sample {index} of '{samples.source}'")
-            own.update(_content(name, sample[name]))
             inputs.setdefault(name, _Input()).add(sample[name])
-        contents.append(own.digest())
-        digest.update(own.digest())
+        contents.append(digest_sample(sample))
+        digest.update(contents[-1])
     if len(contents) != samples.count:
         raise DataError(
             f"'{samples.source}' gave {len(contents)} samples, then {samples.count}",
@@ -46,6 +44,14 @@ def check_samples(samples: Samples) -> SampleFacts:
         )
     warnings = (*_repeated(contents), *(line for name, seen in inputs.items() for line in seen.doubts(name)))
     return SampleFacts(sha256=digest.hexdigest(), count=len(contents), warnings=warnings)
+
+
+def digest_sample(sample: Tensors) -> bytes:
+    """Returns the sha256 of the content of one sample: names, types, shapes and every bit."""
+    digest = hashlib.sha256()
+    for name in sorted(sample):
+        digest.update(_content(name, sample[name]))
+    return digest.digest()
 
 
 def digest_samples(samples: Samples) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.data_check import digest_sample
 from edgekit.errors import DataError, ModelError, UsageError, suggest_name
 from edgekit.model import MAX_PROTOBUF_BYTES, Model, save_proto
 from edgekit.quantize.graph import Graph, float_activations, read_graph
@@ -134,7 +135,7 @@ def _store(observation: Observation, path: Path) -> Observation:
 def _measure(run: _Run, observed: Path, indices: Sequence[int], held_out: HeldOut) -> None:
     session = CpuSession(observed, SessionSettings(level=Level.ALL))
     for place, (index, sample) in enumerate(zip(indices, select_samples(run.samples, indices), strict=False)):
-        run.digests[index] = _digest_sample(sample)
+        run.digests[index] = digest_sample(sample)
         values = session.run(sample)
         if _has_non_finite(values):
             _refuse(run.graph, sample, run.samples.source, index, run.work)
@@ -174,15 +175,6 @@ def _all_ranges(
 def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:
     save_proto(proto, path)
     return CpuSession(path, SessionSettings(level=Level.ALL))
-
-
-def _digest_sample(sample: Tensors) -> bytes:
-    digest = hashlib.sha256()
-    for name in sorted(sample):
-        value = sample[name]
-        digest.update(f"{name}:{value.dtype}:{value.shape};".encode())
-        digest.update(repr(value.tolist()).encode() if value.dtype.kind in "OU" else np.ascontiguousarray(value).data)
-    return digest.digest()
 
 
 def _has_non_finite(values: Tensors) -> bool:
