@@ -28,8 +28,8 @@ def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
 
     A cut never parts a node from the Q and DQ behind it, because the node would then compute in float.
     """
-    nodes = _list_computing(graph)
-    last_read = {name: place for place, node in enumerate(nodes) for name in _iterate_reads(node)}
+    nodes = list_computing(graph)
+    last_read = {name: place for place, node in enumerate(nodes) for name in iterate_reads(node)}
     given = {value.name for value in graph.output}
     rounded = {name for node in nodes if node.op_type == _QUANTIZE for name in (node.input[0], node.output[0])}
     cuts: list[Cut] = []
@@ -51,9 +51,9 @@ def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
     """
     proto = read_proto(model)
     graph = proto.graph
-    kept = _list_computing(graph)[: cut.nodes]
+    kept = list_computing(graph)[: cut.nodes]
     kept = [*_find_constants(graph, kept), *kept]
-    needed = {name for node in kept for name in _iterate_reads(node)} | set(cut.outputs)
+    needed = {name for node in kept for name in iterate_reads(node)} | set(cut.outputs)
     initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
     outputs = [value for value in graph.output if value.name in cut.outputs]
     outputs += [onnx.ValueInfoProto(name=name) for name in cut.outputs if name not in {value.name for value in outputs}]
@@ -62,13 +62,13 @@ def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
     return save_proto(proto, path)
 
 
-def _list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+def list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Returns, in order, the nodes whose result depends on the inputs; the others are constants."""
     constants = {tensor.name for tensor in graph.initializer}
     dynamic = {value.name for value in graph.input if value.name not in constants}
     computing: list[onnx.NodeProto] = []
     for node in order_nodes(graph):
-        if not dynamic.isdisjoint(_iterate_reads(node)):
+        if not dynamic.isdisjoint(iterate_reads(node)):
             computing.append(node)
             dynamic.update(name for name in node.output if name)
     return computing
@@ -76,17 +76,17 @@ def _list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """Returns, in order, the constant nodes that some nodes need."""
-    computed = {name for node in _list_computing(graph) for name in node.output}
-    needed = {name for node in nodes for name in _iterate_reads(node)}
+    computed = {name for node in list_computing(graph) for name in node.output}
+    needed = {name for node in nodes for name in iterate_reads(node)}
     found: list[onnx.NodeProto] = []
     for node in reversed(order_nodes(graph)):
         if computed.isdisjoint(node.output) and not needed.isdisjoint(node.output):
             found.append(node)
-            needed.update(_iterate_reads(node))
+            needed.update(iterate_reads(node))
     return found[::-1]
 
 
-def _iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
+def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yields what a node reads, and what the bodies of a control-flow node read."""
     yield from (name for name in node.input if name)
     for attribute in node.attribute:

@@ -1,8 +1,11 @@
 """The integer grids that the results of a quantized model are rounded to: what rounding alone costs a layer."""
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import onnx
 from onnx import numpy_helper
 
 from edgekit.model import Model, read_proto
@@ -22,6 +25,11 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         steps = np.clip(np.rint(values.astype(np.float64) / self.scale) + self.zero, self.low, self.high)
         rounded: Array = ((steps - self.zero) * self.scale).astype(values.dtype)
         return rounded
+
+    def read_values(self, integers: Array) -> Array:
+        """Returns what DequantizeLinear makes of integers."""
+        values: Array = ((integers.astype(np.float64) - self.zero) * self.scale).astype(np.float32)
+        return values
 
 
 class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,26 +76,22 @@ def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
 def find_grids(model: Model) -> dict[str, Grid]:
     """Returns the grid of each tensor that a QuantizeLinear with one scale reads, by the tensor's name."""
     graph = read_proto(model, weights=False).graph
-    sizes = {tensor.name: int(np.prod(tensor.dims)) for tensor in graph.initializer}
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    grids: dict[str, Grid] = {}
-    for node in graph.node:
-        if node.op_type != "QuantizeLinear" or len(node.input) < 3:
-            continue
-        if any(sizes.get(name) != 1 or not _is_inside(tensors[name]) for name in node.input[1:3]):
-            continue
-        zero = numpy_helper.to_array(tensors[node.input[2]])
-        if zero.dtype.kind not in "iu":
-            continue
-        limits = np.iinfo(zero.dtype)
-        scale = float(numpy_helper.to_array(tensors[node.input[1]]).reshape(()))
-        if scale > 0.0:
-            grids[node.input[0]] = Grid(
-                scale=scale, zero=int(zero.reshape(())), low=int(limits.min), high=int(limits.max)
-            )
-    return grids
+    found = {node.input[0]: read_grid(node, tensors) for node in graph.node if node.op_type == "QuantizeLinear"}
+    return {name: grid for name, grid in found.items() if grid is not None}
 
 
-def _is_inside(tensor: object) -> bool:
-    """Returns True if a tensor's data lies in the model file itself."""
-    return not getattr(tensor, "external_data", ())
+def read_grid(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> Grid | None:
+    """Returns the grid of a QuantizeLinear with one scale, None of another; `tensors` are the graph's initializers."""
+    if len(node.input) < 3 or not all(name in tensors and _is_scalar(tensors[name]) for name in node.input[1:3]):
+        return None
+    scale, zero = (numpy_helper.to_array(tensors[name]).reshape(()) for name in node.input[1:3])
+    if zero.dtype.kind not in "iu" or not float(scale) > 0.0:
+        return None
+    limits = np.iinfo(zero.dtype)
+    return Grid(scale=float(scale), zero=int(zero), low=int(limits.min), high=int(limits.max))
+
+
+def _is_scalar(tensor: onnx.TensorProto) -> bool:
+    """Returns True for one number whose data lies in the model file itself."""
+    return int(np.prod(tensor.dims)) == 1 and not tensor.external_data

@@ -21,7 +21,7 @@ def open_traced(model: Model, names: Sequence[str]) -> CpuSession:
     """Returns a session, with every optimisation off, that gives the tensors `names` as outputs."""
     proto = read_proto(model, weights=False)
     _give_out(proto, names)
-    return _open(proto, model)
+    return open_proto(proto, model)
 
 
 def open_fed(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str, np.dtype[Any]]) -> CpuSession:
@@ -45,7 +45,7 @@ def open_fed(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str
             )
         )
     _give_out(proto, [tensor.in_b for tensor in matched])
-    return _open(proto, model)
+    return open_proto(proto, model)
 
 
 def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
@@ -64,6 +64,13 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
     return adapted
 
 
+def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
+    """Returns a session, with every optimisation off, of a graph that was made from a model and shares its weights."""
+    config = {_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {}
+    settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
+    return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
+
+
 def _both_float(value: Array, dtype: str) -> bool:
     return (value.dtype.kind == "f" and dtype.startswith("float")) or (value.dtype.kind in "UO" and dtype == "string")
 
@@ -73,9 +80,3 @@ def _give_out(proto: onnx.ModelProto, names: Sequence[str]) -> None:
     for name in dict.fromkeys(names):
         if name not in given:
             proto.graph.output.append(onnx.ValueInfoProto(name=name))
-
-
-def _open(proto: onnx.ModelProto, model: Model) -> CpuSession:
-    config = {_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {}
-    settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
-    return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
