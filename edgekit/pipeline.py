@@ -24,7 +24,7 @@ from edgekit.images import Preprocess
 from edgekit.labels import read_task_labels
 from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
-from edgekit.prepare import fix_model, prepare_model
+from edgekit.prepare import ready_model
 from edgekit.prepare.fix import Fix
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
@@ -148,10 +148,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     if metric is not None and (data.labels is None or data.evaluation is None):
         raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
     job.progress("prepare the model")
-    fixed = fix_model(
-        prepare_model(source, job.work / "prepared" / f"{source.name}.onnx", job.recipe.dims),
-        job.work / "fixed" / f"{source.name}.onnx",
-    )
+    fixed = ready_model(source, job.work, job.recipe.dims)
     prepared = fixed.model
     job.progress("read the samples")
     samples = load_samples(data.source, prepared.inputs, data.preprocess)

@@ -11,7 +11,7 @@ from edgekit.data_check import check_samples, warn_if_few
 from edgekit.errors import DataError, UsageError
 from edgekit.labels import read_labels
 from edgekit.model import Model, load_model
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.apply import QuantizedModel, quantize_model
@@ -36,6 +36,7 @@ class _Ready(msgspec.Struct, frozen=True, kw_only=True):
     samples: Samples
     labels: tuple[int, ...] | None
     warnings: tuple[str, ...]
+    fixes: tuple[Fix, ...]
     calibration: Calibration
     target: Target
     precision: Precision
@@ -164,7 +165,8 @@ def read_plan(path: Path) -> QuantPlan:
 def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: Path, progress: Progress) -> _Ready:
     (target,), source = load_targets(recipe), load_model(model)
     precision = choose_precision(target, recipe.precision)
-    prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+    fixed = ready_model(source, work, recipe.dims)
+    prepared = fixed.model
     every = load_samples(data.source, prepared.inputs, data.preprocess)
     labels = None if data.labels is None else read_labels(data.labels, every)
     samples = limit_samples(every, recipe.samples)
@@ -178,6 +180,7 @@ def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: 
         samples=samples,
         labels=labels,
         warnings=warn_if_few(facts),
+        fixes=fixed.fixes,
         calibration=calibrate_model(
             prepared, samples, work=work / "calibration", methods=wanted.methods, fitting=wanted.fitting
         ),
@@ -221,6 +224,7 @@ def _report(
         precision=plan.precision,
         samples=ready.samples.count,
         data_warnings=ready.warnings,
+        fixes={fix.id: len(fix.nodes) for fix in ready.fixes},
         size_before=ready.source.size_bytes,
         size_after=quantized.size_after,
         quantized_nodes=quantized.quantized_nodes,

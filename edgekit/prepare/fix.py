@@ -24,6 +24,7 @@ from edgekit.prepare import (
     sum_to_add,
     trailing_inputs,
 )
+from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.infer import infer_values
 from edgekit.prepare.opset import read_opset
@@ -71,6 +72,19 @@ class FixedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Model
     fixes: tuple[Fix, ...]
+
+
+def ready_model(source: Model, folder: Path, dims: Mapping[str, int]) -> FixedModel:
+    """Writes into a folder what every build starts from: a model prepared, with the rewrites for every provider.
+
+    Raises:
+        UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
+        ModelError: the opset cannot be changed.
+        RuntimeRefusal: ONNX Runtime cannot load the model.
+        OutputError: `folder` cannot be written.
+    """
+    prepared = prepare_model(source, folder / "prepared" / f"{source.name}.onnx", dims)
+    return fix_model(prepared, folder / "fixed" / f"{source.name}.onnx")
 
 
 def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> FixedModel:

@@ -106,9 +106,9 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
-    `predicted` is what it will cost. `trials` are those of a search, in order; `max_drop` is its goal in points, and
-    then `met` says whether the chosen one reaches it. `layers` are the quantized activations, in graph order, where
-    they were asked for.
+    `fixes` counts the nodes that each automatic rewrite changed before. `predicted` is what it will cost. `trials` are
+    those of a search, in order; `max_drop` is its goal in points, and then `met` says whether the chosen one reaches
+    it. `layers` are the quantized activations, in graph order, where they were asked for.
     """
 
     model: str
@@ -117,6 +117,7 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     samples: int
     data_warnings: tuple[str, ...]
+    fixes: dict[str, int]
     size_before: int
     size_after: int
     quantized_nodes: int

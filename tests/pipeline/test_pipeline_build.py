@@ -12,6 +12,7 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.checking import check_targets
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError, OutputError
+from edgekit.model import load_model
 from edgekit.pipeline import build
 from edgekit.quantization import quantize_for
 from edgekit.recipe import Data, Recipe
@@ -151,6 +152,25 @@ def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(tmp_path: 
     assert report.samples == 8
     assert report.quantized_nodes > 30
     assert [path.name for path in tmp_path.iterdir()] == ["q.onnx"]
+
+
+def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
+    weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
+    model = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,4,6,6] y)'
+        f"<float[4,3,3,3] w = {{{weights}}}> {{ c = Conv(x, w)  s = Sum(c, c)  y = Relu(s) }}",
+        tmp_path / "rewritten.onnx",
+    )
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(40, 1, 3, 8, 8)).astype(np.float32))
+    data = Data(source=str(tmp_path / "d.npz"), evaluation=str(tmp_path / "d.npz"))
+    recipe = Recipe(targets=("nnapi", "xnnpack"))
+    bundles = build(model, data, tmp_path / "out", recipe, verify=False).bundles
+    for target, bundle in zip(recipe.targets, bundles, strict=True):
+        out = tmp_path / f"{target}.onnx"
+        report = quantize_for(model, data, out, Recipe(targets=(target,)))
+        assert report.fixes == {"sum-to-add": 1}
+        assert bundle.path is not None
+        assert load_model(out).sha256 == open_bundle(bundle.path).manifest.ancestry.quantized
 
 
 def test_a_model_that_is_quantized_already_is_taken_as_it_is(tmp_path: Path) -> None:
