@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from quantize_zoo import as_samples, read_inputs
+from zoo_tasks import as_samples, read_inputs
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from quantize_zoo import read_inputs
+from zoo_tasks import read_inputs
 
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
