@@ -1,7 +1,7 @@
 """The float graph with reductions added, so that ONNX Runtime measures activations and only scalars come back."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """A graph that measures, and the order in which its extra outputs hold the tensors.
 
     `lows` and `highs` name the tensors of the vectors of minima and maxima, with how many entries each has: one, or
-    one a channel for a tensor that a layer with weights reads. `picks` names the tensors of the vector of
+    one a channel for images and for tensors that a layer with weights reads. `picks` names the tensors of the vector of
     picked values with the number of values of each. `bounds` holds what operators alone say. `aliases` maps a tensor
     before a Relu or Clip to the one after it. `sums` names tensors whose sum is there to catch NaN, which ONNX
     Runtime's minimum and maximum skip. `cuts` says how to read
@@ -57,11 +57,12 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
     channels = {layer.source: layer.channel_axis(graph) for layer in read_layers(graph)}
+    names = sorted(names, key=lambda name: not _is_planes(graph, name, channels.get(name)))
     lows = [name for name in names if bounds.get(name, (None, None))[0] is None]
     highs = [name for name in names if bounds.get(name, (None, None))[1] is None]
     sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
-    builder.concat(LOWS, [builder.reduce("ReduceMin", name, channels.get(name)) for name in lows])
-    builder.concat(HIGHS, [builder.reduce("ReduceMax", name, channels.get(name)) for name in highs])
+    builder.extremes(LOWS, "ReduceMin", {name: channels.get(name) for name in lows})
+    builder.extremes(HIGHS, "ReduceMax", {name: channels.get(name) for name in highs})
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
     picks = tuple((name, builder.pick_count(name, picked)) for name in names)
     picks = tuple((name, count) for name, count in picks if count)
@@ -84,7 +85,14 @@ def picked_values(samples: int) -> int:
 
 
 def _entries(graph: Graph, name: str, axis: int | None) -> int:
+    axis = 1 if _is_planes(graph, name, axis) else axis
     return 1 if axis is None else graph.shapes[name][axis] or 1
+
+
+def _is_planes(graph: Graph, name: str, axis: int | None) -> bool:
+    """Returns True for one image of known channels: its extremes are taken a plane."""
+    shape = graph.shapes.get(name, ())
+    return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
 class _Builder:
@@ -98,11 +106,24 @@ class _Builder:
         self._stored: set[str] = set()
         self._constant("edgekit.flat", np.array([-1]))
 
+    def extremes(self, output: str, op: str, axes: Mapping[str, int | None]) -> None:
+        """Adds an output with the extremes of tensors, given with the axis whose indices are told apart.
+
+        Those of images are joined before they are reshaped: every small node takes some microseconds.
+        """
+        images = [name for name, axis in axes.items() if _is_planes(self._graph, name, axis)]
+        planes = [self._reduce_planes(op, name) for name in images]
+        joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
+        parts = [self._node("Reshape", [name, "edgekit.flat"]) for name in joined]
+        self.concat(output, parts + [self.reduce(op, name, axis) for name, axis in axes.items() if name not in images])
+
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one for each index of an axis."""
-        source = self._reduce_planes(op, name) if len(self._graph.shapes.get(name, ())) == 4 else name
-        others = None if axis is None else [at for at in range(len(self._graph.shapes[name])) if at != axis]
-        return self._node("Reshape", [self._reduce_axes(op, source, others, keepdims=0), "edgekit.flat"])
+        rank = len(self._graph.shapes.get(name, ()))
+        source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
+        others = None if axis is None else [at for at in range(rank) if at != axis]
+        reduced = self._reduce_axes(op, source, others, keepdims=0)
+        return self._node("Reshape", [reduced, "edgekit.flat"]) if axis is None else reduced
 
     def _reduce_planes(self, op: str, name: str) -> str:
         """Adds a reduction of height and width, which leaves little: a pool works in ONNX Runtime's blocked layout.

@@ -142,3 +142,12 @@ def test_batch_sizes_may_differ(tmp_path: Path) -> None:
     assert calibration.ranges["minmax"]["x"].high == pytest.approx(
         max(float(array["x"].max()) for array in arrays), rel=2e-3
     )
+
+
+def test_a_layer_that_multiplies_the_last_of_four_axes_is_measured(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,5,8] x) => (float[1,2,5,3] y) {
+      r = Relu(x) y = MatMul(r, w) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w": (8, 3)})
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    highest = max(float(sample["x"].max()) for sample in random_samples(model))
+    assert calibration.ranges["minmax"]["r"].high == pytest.approx(highest, rel=2e-3)

@@ -23,7 +23,7 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model import Model, load_model
-from edgekit.prepare import prepare_model
+from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.samples import Samples
@@ -98,7 +98,7 @@ def main() -> None:
     for source, *dims in [tuple(args.model)] if args.model else MODELS:
         with tempfile.TemporaryDirectory() as work:
             sizes = {name: int(size) for name, size in (dim.split("=") for dim in dims)}
-            prepared = prepare_model(load_model(Path(source)), Path(work) / "prepared.onnx", sizes)
+            prepared = ready_model(load_model(Path(source)), Path(work), sizes).model
             print(f"{Path(source).stem}, {args.samples} samples, load {os.getloadavg()[0]:.1f}")
             for method in args.method or METHODS:
                 command = [sys.executable, __file__, str(prepared.path), "--child", method]
