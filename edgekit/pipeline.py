@@ -29,6 +29,7 @@ from edgekit.prepare.fix import Fix
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.halve import halve_model
+from edgekit.quantize.predict import predict_drop
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.html import render_build
@@ -289,7 +290,7 @@ def _quantize(inputs: _Inputs, target: Target, precision: Precision, job: _Job, 
     model, known, out = inputs.prepared, inputs.calibration, job.work / target.name / "quantized.onnx"
     if job.recipe.max_drop is None:
         return quantize_model(model, plan_quantization(model, known, target, precision), out)
-    goal = Goal(max_drop=job.recipe.max_drop / 100, samples=inputs.samples)
+    goal = Goal(max_drop=job.recipe.max_drop / 100, measure=partial(predict_drop, model, samples=inputs.samples))
     searched = search_quantization(model, known, target, precision, goal, work=out.parent, progress=job.progress)
     if not searched.met:
         notes.append(f"no plan is expected to drop at most {job.recipe.max_drop:g} points; this is the best")

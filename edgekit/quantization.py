@@ -1,7 +1,8 @@
 """A model as the user has it, quantized for one target: planned, or searched for until it is good enough."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from edgekit._files import replacing_file, work_folder
 from edgekit.data_check import check_samples, warn_if_few
 from edgekit.errors import DataError, UsageError
-from edgekit.labels import read_labels
+from edgekit.labels import Label, read_task_labels
 from edgekit.model import Model, load_model
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Progress, say_nothing
@@ -23,7 +24,9 @@ from edgekit.report.summary import LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
 from edgekit.search import Goal, Searched, search_quantization
 from edgekit.steps import peak_rss_bytes
-from edgekit.target import Precision, Target
+from edgekit.target import Precision, Target, TaskLimit
+from edgekit.verify.drop import TOP1, measure_drop
+from edgekit.verify.tasks import find_metric
 
 MAX_PLAN_BYTES = 1 << 26
 
@@ -34,7 +37,8 @@ class _Ready(msgspec.Struct, frozen=True, kw_only=True):
     source: Model
     prepared: Model
     samples: Samples
-    labels: tuple[int, ...] | None
+    measure: Callable[[Model], Prediction]
+    measured_by: str
     warnings: tuple[str, ...]
     fixes: tuple[Fix, ...]
     calibration: Calibration
@@ -80,8 +84,8 @@ def quantize_for(
 ) -> QuantizeReport:
     """Writes the QDQ form of a model for the one target of the recipe.
 
-    With `max_drop` in the recipe, plans are searched for until one meets it. `data.labels` holds the class of each
-    sample, for the true drop.
+    With `max_drop` in the recipe, plans are searched for until one meets it. `data.labels` holds the label of
+    each sample, for the true drop by the metric of the recipe, or by top-1.
 
     Raises:
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
@@ -104,7 +108,7 @@ def quantize_for(
         quantized = quantize_model(ready.prepared, chosen, temporary)
         if searched is None:
             progress("measure")
-            predicted = predict_drop(ready.prepared, quantized.model, ready.samples, ready.labels)
+            predicted = ready.measure(quantized.model)
         else:
             predicted = searched.chosen.prediction
         if how.layers:
@@ -168,17 +172,19 @@ def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: 
     fixed = ready_model(source, work, recipe.dims)
     prepared = fixed.model
     every = load_samples(data.source, prepared.inputs, data.preprocess)
-    labels = None if data.labels is None else read_labels(data.labels, every)
     samples = limit_samples(every, recipe.samples)
-    if labels is not None and samples.count < every.count:
-        raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
+    limit = recipe.metric or TOP1
+    labels = _read_labels(data.labels, limit, every, samples)
     facts = check_samples(samples)
     progress(f"calibrate with {samples.count} samples")
     return _Ready(
         source=source,
         prepared=prepared,
         samples=samples,
-        labels=labels,
+        measure=partial(predict_drop, prepared, samples=samples)
+        if labels is None
+        else partial(measure_drop, prepared, samples=samples, labels=labels, limit=limit),
+        measured_by="confidence" if labels is None else f"{limit}",
         warnings=warn_if_few(facts),
         fixes=fixed.fixes,
         calibration=calibrate_model(
@@ -187,6 +193,14 @@ def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: 
         target=target,
         precision=precision,
     )
+
+
+def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: Samples) -> Sequence[Label] | None:
+    if path is None:
+        return None
+    if samples.count < every.count:
+        raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
+    return read_task_labels(path, find_metric(limit).labels, every)
 
 
 def _adopt(plan: QuantPlan, ready: _Ready) -> QuantPlan:
@@ -205,7 +219,7 @@ def _plan(ready: _Ready, method: str) -> QuantPlan:
 
 
 def _search(ready: _Ready, max_drop: float, work: Path, state: Path | None, progress: Progress) -> Searched:
-    goal = Goal(max_drop=max_drop, samples=ready.samples, labels=ready.labels)
+    goal = Goal(max_drop=max_drop, measure=ready.measure, measured_by=ready.measured_by)
     return search_quantization(
         ready.prepared, ready.calibration, ready.target, ready.precision, goal, work=work, state=state,
         progress=progress,

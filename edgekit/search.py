@@ -13,8 +13,7 @@ from edgekit.model import Model, load_model
 from edgekit.progress import Progress
 from edgekit.quantize import Calibration, QuantPlan, plan_quantization, quantize_model
 from edgekit.quantize.choose import relieve_step
-from edgekit.quantize.predict import Prediction, predict_drop
-from edgekit.samples import Samples
+from edgekit.quantize.predict import Prediction
 from edgekit.target import Precision, Target
 
 RELIEFS = (3, 8, 20, 40, 80)
@@ -24,11 +23,14 @@ MAX_STATE_BYTES = 1 << 28
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search is for: at most `max_drop` (a share) less accuracy, on `samples` with `labels` where there are."""
+    """What a search is for: a drop of at most `max_drop` (a share), as `measure` finds it for a quantized model.
+
+    `measured_by` says in a word what that is, so that a state is not taken up with another measure.
+    """
 
     max_drop: float
-    samples: Samples
-    labels: tuple[int, ...] | None = None
+    measure: Callable[[Model], Prediction]
+    measured_by: str = "confidence"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +137,7 @@ def _try(search: _Search, step: str, make: Callable[[], QuantPlan | None]) -> Tr
         return None
     with replacing_file(search.work / "trial.onnx") as temporary:
         quantized = quantize_model(search.model, plan, temporary).model
-        prediction = predict_drop(search.model, quantized, search.goal.samples, search.goal.labels)
+        prediction = search.goal.measure(quantized)
         taken = check_model(load_model(temporary), search.target).taken_macs
     return Trial(step=step, plan=plan, prediction=prediction, taken_macs=taken)
 
@@ -152,7 +154,7 @@ def _drop(trial: Trial) -> float:
 def _key(search: _Search) -> str:
     parts = (search.model.sha256, search.calibration.samples_sha256, search.target.name, search.precision)
     settings = [f"{name}={value}" for name, value in sorted(search.target.settings.items())]
-    return " ".join([*parts, *settings, "labels" if search.goal.labels else "no labels"])
+    return " ".join([*parts, *settings, search.goal.measured_by])
 
 
 def _read_state(search: _Search) -> tuple[Trial, ...]:

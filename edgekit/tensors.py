@@ -77,6 +77,16 @@ def _as_array(items: list[Any]) -> Array:
     return value.astype(np.float32) if value.dtype == np.float64 else value
 
 
+def is_numeric(value: Array) -> bool:
+    """Returns True for floats and for integers of 8 or 16 bits, whose distance means something."""
+    return value.dtype.kind == "f" or (value.dtype.kind in "iu" and value.dtype.itemsize <= 2)
+
+
+def ranks_classes(value: Array) -> bool:
+    """Returns True for a numeric output of one axis that counts, such as [1, 1000] or [1, 1000, 1, 1]."""
+    return is_numeric(value) and value.size > 1 and max(value.shape, default=1) == value.size
+
+
 def shape_matches(shape: Sequence[int], spec: TensorSpec) -> bool:
     """Returns True if an array of this shape fits the spec; an unknown dimension fits any size."""
     if spec.shape is None:

@@ -6,16 +6,18 @@ import click
 
 from edgekit._files import write_file
 from edgekit.cli import options
+from edgekit.cli.limits import METRIC
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_lines, showing_progress
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges import METHODS
-from edgekit.recipe import Data, PrecisionChoice, Recipe
+from edgekit.recipe import Data, PrecisionChoice, Recipe, load_metric
 from edgekit.report.html import render_quantization
 from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
+from edgekit.target import TaskLimit
 
 
 @click.command(short_help="Make a static INT8 model for a target.")
@@ -29,7 +31,8 @@ from edgekit.report.summary import QuantizeReport
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), default="auto", help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
 @click.option("--max-drop", type=click.FloatRange(0, 100), metavar="PCT", help="Search until accuracy drops no more.")
-@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each sample of DATA.")
+@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample of DATA.")
+@METRIC
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
 @click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
@@ -49,6 +52,7 @@ def command(
     method: str,
     max_drop: float | None,
     labels: Path | None,
+    metric: str | None,
     state: Path | None,
     plan_only: bool,
     plan: Path | None,
@@ -59,9 +63,12 @@ def command(
 ) -> int:
     """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
 
+    Labels tell the true drop, by top1 or the --metric that is named; else it is estimated.
+
     \b
     Example:
       edgekit quantize model.onnx --data samples.npz --target nnapi --out model.int8.onnx
+      edgekit quantize model.onnx --data samples.npz --labels masks.npy --metric miou --target qnn --out q.onnx
     """
     recipe = Recipe(
         targets=(target,),
@@ -70,19 +77,30 @@ def command(
         precision=precision,
         samples=samples,
         max_drop=max_drop,
+        metric=_read_metric(metric, labels),
     )
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
     if max_drop is not None and (method != "auto" or plan or plan_only):
         raise UsageError("--max-drop plans by itself", hint="leave out --method, --plan and --plan-only")
-    if out is None and not plan_only:
-        raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
     how = QuantizeOptions(method=method, plan=plan, state=state, layers=html is not None)
     with showing_progress(volume) as progress:
-        if out is None or plan_only:
+        if plan_only:
             show_json(plan_for(model, source, recipe, method, progress))
             return YES
-        report = quantize_for(model, source, out, recipe, how, progress)
+        report = quantize_for(model, source, _need_out(out), recipe, how, progress)
     return _show(report, html, as_json=as_json)
+
+
+def _read_metric(metric: str | None, labels: Path | None) -> TaskLimit | None:
+    if metric is not None and labels is None:
+        raise UsageError("--metric needs labels", hint="give --labels FILE")
+    return None if metric is None else load_metric(metric)
+
+
+def _need_out(out: Path | None) -> Path:
+    if out is None:
+        raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
+    return out
 
 
 def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:

@@ -1,5 +1,6 @@
 """A quantization in lines for a terminal."""
 
+import math
 from collections.abc import Iterator
 
 from edgekit.quantize.predict import Prediction
@@ -26,10 +27,13 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
 def describe_prediction(predicted: Prediction) -> str:
     """Returns a prediction in one line."""
     ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
-    if predicted.drop_estimate is None or predicted.drop_interval is None or predicted.top1_agreement is None:
+    if predicted.drop_estimate is None:
         return f"{ratio}; {predicted.source}"
-    low, high = (100 * end for end in predicted.drop_interval)
+    same = "" if predicted.top1_agreement is None else f", {100 * predicted.top1_agreement:.1f} % of decisions the same"
+    known = "" if predicted.got is None else f" from {predicted.reference:.4g} to {predicted.got:.4g},"
+    low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
+    ends = "too few samples for an interval" if predicted.drop_interval is None else f"{low:.2f} to {high:.2f}"
     return (
-        f"{ratio}, {100 * predicted.top1_agreement:.1f} % the same first class, accuracy down by"
-        f" {100 * predicted.drop_estimate:.2f} points ({low:.2f} to {high:.2f}; from {predicted.source})"
+        f"{ratio}{same}; {predicted.measure} down{known} by {100 * predicted.drop_estimate:.2f} points"
+        f" ({ends}; from {predicted.source})"
     )

@@ -6,8 +6,7 @@ import numpy as np
 
 from edgekit.errors import EdgekitError
 from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
-from edgekit.verify.metrics import ranks_classes
+from edgekit.tensors import Array, Tensors, ranks_classes
 from edgekit.verify.report import Accuracy
 
 

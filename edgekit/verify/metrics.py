@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from edgekit.tensors import Array
+from edgekit.tensors import Array, is_numeric, ranks_classes
 from edgekit.verify.agreement import ClassCount, Floats, count_masks, kl_divergence, rank_correlation
 
 DB_LIMIT = 200.0
@@ -132,16 +132,6 @@ def add_errors(first: SampleErrors, second: SampleErrors) -> SampleErrors:
         low=min(first.low, second.low),
         high=max(first.high, second.high),
     )
-
-
-def is_numeric(value: Array) -> bool:
-    """Returns True for floats and for integers of 8 or 16 bits, whose distance means something."""
-    return value.dtype.kind == "f" or (value.dtype.kind in "iu" and value.dtype.itemsize <= 2)
-
-
-def ranks_classes(value: Array) -> bool:
-    """Returns True for a numeric output of one axis that counts, such as [1, 1000] or [1, 1000, 1, 1]."""
-    return is_numeric(value) and value.size > 1 and max(value.shape, default=1) == value.size
 
 
 def agrees_at(reference: Floats, got: Floats, k: int) -> bool:

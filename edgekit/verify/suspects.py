@@ -6,7 +6,7 @@ import numpy as np
 
 from edgekit.errors import EdgekitError
 from edgekit.samples import Samples
-from edgekit.tensors import Tensors
+from edgekit.tensors import Tensors, is_numeric
 from edgekit.verify import metrics
 from edgekit.verify.agreement import Floats
 
@@ -142,7 +142,7 @@ def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pa
         first, second = wanted.get(name), found.get(other)
         if first is None or second is None or first.shape != second.shape or first.size < 2:
             return ()
-        if not metrics.is_numeric(first) or not metrics.is_numeric(second):
+        if not is_numeric(first) or not is_numeric(second):
             return ()
         flat = (first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1))
         if not (np.isfinite(flat[0]).all() and np.isfinite(flat[1]).all()):

@@ -15,12 +15,12 @@ from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageErro
 from edgekit.labels import Label, LabelKind
 from edgekit.samples import Samples
 from edgekit.target import TaskLimit
-from edgekit.tensors import Array, Tensors
+from edgekit.tensors import Array, Tensors, ranks_classes
 from edgekit.verify.decoders import decode_text
 from edgekit.verify.detection import Weights, prepare_map, read_detections
 from edgekit.verify.extras import import_extra
 from edgekit.verify.intervals import bootstrap_pairs, interval_of_pairs
-from edgekit.verify.metrics import DB_LIMIT, decibels, ranks_classes
+from edgekit.verify.metrics import DB_LIMIT, decibels
 from edgekit.verify.scores import TaskReport, Unit
 
 LEAST_FOR_INTERVAL = 30
@@ -77,29 +77,30 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
         DataError: the outputs of the float model or the labels are nothing that the metric reads.
         MissingExtraError: the metric needs a package that is not installed.
     """
-    metric = find_metric(limit)
-    mine = list(_read_records(metric, limit, reference, labels))
-    scores = metric.prepare(mine)
-    whole = np.ones(len(mine), dtype=np.int64)
-    report = TaskReport(
-        name=limit.name,
-        output=limit.output,
-        samples=len(mine),
-        unit=metric.unit,
-        higher_is_better=metric.higher_is_better,
-        reference=scores(whole),
-        got=None,
-    )
+    mine = list(_read_records(limit, reference, labels))
     try:
-        theirs = list(_read_records(metric, limit, got, labels))
+        theirs = list(_read_records(limit, got, labels))
     except MissingExtraError:
         raise
     except EdgekitError as error:
-        return msgspec.structs.replace(report, mismatch=error.message)
+        return _mismatch(limit, mine, error.message)
     if len(theirs) != len(mine):
-        return msgspec.structs.replace(report, mismatch=f"{len(theirs)} of {len(mine)} samples came back")
-    others = metric.prepare(theirs)
-    report = msgspec.structs.replace(report, got=others(whole))
+        return _mismatch(limit, mine, f"{len(theirs)} of {len(mine)} samples came back")
+    return compare_records(limit, mine, theirs)
+
+
+def compare_records(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> TaskReport:
+    """Returns a metric on both sides from what was kept of each sample, with the interval of their difference.
+
+    Raises:
+        UsageError: there is no such metric.
+        DataError: the labels are nothing that the metric reads.
+        MissingExtraError: the metric needs a package that is not installed.
+    """
+    metric = find_metric(limit)
+    scores, others = metric.prepare(mine), metric.prepare(theirs)
+    report = _report_reference(limit, mine, scores)
+    report = msgspec.structs.replace(report, got=others(np.ones(len(mine), dtype=np.int64)))
     if metric.hits:
         interval = interval_of_pairs([bool(record[0]) for record in mine], [bool(record[0]) for record in theirs])
         share = None if report.reference <= 0.0 else tuple(1.0 + end / report.reference for end in interval)
@@ -110,12 +111,37 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
     return msgspec.structs.replace(report, interval=interval, share_interval=share)
 
 
-def _read_records(metric: TaskMetric, limit: TaskLimit, samples: Samples, labels: Sequence[Label]) -> Iterator[Any]:
-    for outputs, label in zip(samples, labels, strict=False):
-        for name, value in outputs.items():
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                raise DataError(f"output '{name}' has values that are not finite", hint="mend the model")
-        yield metric.read(outputs, label, limit)
+def read_record(limit: TaskLimit, outputs: Tensors, label: Label) -> Any:
+    """Returns what the metric of a limit keeps of one sample.
+
+    Raises:
+        DataError: an output is not finite, or is nothing that the metric reads.
+    """
+    for name, value in outputs.items():
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            raise DataError(f"output '{name}' has values that are not finite", hint="mend the model")
+    return find_metric(limit).read(outputs, label, limit)
+
+
+def _mismatch(limit: TaskLimit, mine: Sequence[Any], why: str) -> TaskReport:
+    return msgspec.structs.replace(_report_reference(limit, mine, find_metric(limit).prepare(mine)), mismatch=why)
+
+
+def _report_reference(limit: TaskLimit, mine: Sequence[Any], scores: Scorer) -> TaskReport:
+    metric = find_metric(limit)
+    return TaskReport(
+        name=limit.name,
+        output=limit.output,
+        samples=len(mine),
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        reference=scores(np.ones(len(mine), dtype=np.int64)),
+        got=None,
+    )
+
+
+def _read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) -> Iterator[Any]:
+    return (read_record(limit, outputs, label) for outputs, label in zip(samples, labels, strict=False))
 
 
 def read_hit(outputs: Tensors, label: int, limit: TaskLimit, *, k: int) -> tuple[float, float]:

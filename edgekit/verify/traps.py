@@ -13,7 +13,7 @@ from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
+from edgekit.tensors import Array, Tensors, is_numeric
 from edgekit.verify import metrics
 
 _VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
@@ -121,7 +121,7 @@ def _read_rows(inputs: Samples, got: Samples, output: str) -> list[tuple[Tensors
     try:
         for _, sample, found in zip(range(_SAMPLES), inputs, got, strict=False):
             value = found.get(output)
-            if value is None or not metrics.is_numeric(value) or not np.isfinite(value.astype(np.float64)).all():
+            if value is None or not is_numeric(value) or not np.isfinite(value.astype(np.float64)).all():
                 return []
             rows.append((sample, value))
     except EdgekitError:

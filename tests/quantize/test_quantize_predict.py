@@ -5,8 +5,10 @@ import pytest
 from quantize_models import make_model, make_samples
 
 from edgekit.model import Model
-from edgekit.quantize.predict import predict_drop
+from edgekit.quantize.predict import Prediction, predict_drop
 from edgekit.samples import Samples
+from edgekit.target import TaskLimit
+from edgekit.verify.drop import measure_drop
 
 CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
   <float[4] b = {BIAS}> { y = Add(x, b) }"""
@@ -48,7 +50,7 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     labels = [int(rng.choice(4, p=row / row.sum())) for row in powers.astype(np.float64)]
     samples = make_samples([{"x": row} for row in rows])
     good, off = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "off", "1, 0, -1, 0")
-    guess, truth = predict_drop(good, off, samples), predict_drop(good, off, samples, labels)
+    guess, truth = predict_drop(good, off, samples), measure_drop(good, off, samples, labels)
     assert (guess.source, truth.source) == ("the float model's confidence", "labels")
     assert guess.drop_interval is not None
     assert truth.drop_estimate is not None
@@ -63,3 +65,66 @@ def test_outputs_that_rank_no_classes_have_a_ratio_only(tmp_path: Path) -> None:
     found = predict_drop(model, model, samples)
     assert (found.top1_agreement, found.drop_estimate, found.drop_interval) == (None, None, None)
     assert found.meets(0)
+
+
+def with_bias(folder: Path, shape: str, bias: float, tail: str) -> Model:
+    """A model that adds a bias to the first channel (or to all, where there is one) and then does `tail`."""
+    channels = int(shape.split(",")[1].rstrip("]"))
+    values = ", ".join([str(bias), *["0"] * (channels - 1)])
+    ones = ",1" * (shape.count(",") - 1)
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g ({shape} x) => ({shape} y)
+      <float[1,{channels}{ones}] b = {{{values}}}> {{ z = Add(x, b) y = {tail}(z) }}"""
+    return make_model(text, folder / f"{tail.split('<', maxsplit=1)[0]}-{bias}.onnx")
+
+
+def drop_of(folder: Path, shape: str, tail: str, scale: float, bias: float) -> Prediction:
+    sizes = [int(word) for word in shape.split("[")[1].rstrip("]").split(",")]
+    rng = np.random.default_rng(0)
+    samples = make_samples([{"x": (rng.normal(size=sizes) * scale).astype(np.float32)} for _ in range(40)])
+    return predict_drop(with_bias(folder, shape, 0, tail), with_bias(folder, shape, bias, tail), samples)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tail", "scale", "measure"),
+    [
+        ("float[1,5,16,16]", "Identity", 6, "mean overlap of classes (mIoU)"),
+        ("float[1,5,16,16]", "Softmax<axis=1>", 2, "mean overlap of classes (mIoU)"),
+        ("float[1,1,16,16]", "Sigmoid", 3, "mean overlap of classes (mIoU)"),
+        ("float[1,1]", "Sigmoid", 3, "top-1 accuracy"),
+        ("float[1,7]", "Softmax", 3, "top-1 accuracy"),
+        ("float[1,3,16,16]", "Identity", 0.2, "PSNR of images, 30 dB before"),
+    ],
+)
+def test_what_is_lost_is_measured_by_what_an_output_means(
+    shape: str, tail: str, scale: float, measure: str, tmp_path: Path
+) -> None:
+    same, far = (drop_of(tmp_path, shape, tail, scale, bias) for bias in (1e-4, 4.0))
+    assert (same.measure, far.measure) == (measure, measure)
+    assert same.meets(0.005)
+    assert not far.meets(0.005)
+    assert far.drop_estimate is not None
+    assert far.drop_interval is not None
+    assert far.drop_interval[0] <= far.drop_estimate <= far.drop_interval[1]
+    assert far.drop_estimate > 0.05
+
+
+@pytest.mark.parametrize("shape", ["float[1,64]", "float[1,20,10]", "float[1,85,4,4]"])
+def test_an_embedding_and_a_raw_head_decide_nothing(shape: str, tmp_path: Path) -> None:
+    assert drop_of(tmp_path, shape, "Identity", 0.1, 0.0).drop_estimate is None
+
+
+def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
+    shape = "float[1,5,16,16]"
+    good, bad = (with_bias(tmp_path, shape, bias, "Identity") for bias in (0, 3))
+    rows = np.random.default_rng(0).normal(size=(40, 1, 5, 16, 16)).astype(np.float32) * 3
+    samples = make_samples([{"x": row} for row in rows])
+    masks, images = [row[0].argmax(0) for row in rows], [row + 0.3 for row in rows]
+    overlap = measure_drop(good, bad, samples, masks, TaskLimit(name="miou"))
+    assert (overlap.measure, overlap.source, overlap.reference) == ("miou", "labels", 1.0)
+    assert overlap.drop_estimate is not None
+    assert overlap.got == pytest.approx(1 - overlap.drop_estimate)
+    noise = measure_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=20.0))
+    assert noise.reference == pytest.approx(36.48, abs=0.01)
+    assert noise.got == pytest.approx(24.17, abs=0.01)
+    assert noise.drop_estimate == pytest.approx(1 - (noise.got or 0) / (noise.reference or 1), abs=1e-4)
+    assert measure_drop(good, good, samples, masks, TaskLimit(name="miou")).drop_estimate == 0

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from edgekit.tensors import Array
+from edgekit.tensors import Array, ranks_classes
 from edgekit.verify import metrics
 from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
 
@@ -94,7 +94,7 @@ def test_ties_of_the_reference_count_as_right() -> None:
     ],
 )
 def test_only_one_axis_of_classes_is_ranked(shape: tuple[int, ...], ranked: bool) -> None:
-    assert metrics.ranks_classes(np.zeros(shape, np.float32)) is ranked
+    assert ranks_classes(np.zeros(shape, np.float32)) is ranked
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.bool_, object])

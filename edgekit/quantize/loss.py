@@ -1,0 +1,147 @@
+"""What the difference of two outputs costs, by what the output means, and how sure that is; no labels are needed."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.quantize.meaning import Meaning, Reading, read_decisions, read_probabilities
+from edgekit.tensors import Array
+
+ASSUMED_PSNR_DB = 30.0
+"""How near the images of a float model are taken to come to the truth."""
+
+_Z = 1.96
+_ROUNDS = 200
+_PRIOR_LOSS, _PRIOR_SPREAD = 0.5, 0.5
+_UNKNOWN_LOSS = 0.5
+_RARE = 1e-3
+_DB_LIMIT = 200.0
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """An expected drop as a share, its interval of 95 %, and the share of decisions that are the same."""
+
+    estimate: float
+    interval: tuple[float, float]
+    agreement: float | None = None
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """How outputs of one meaning are held against each other: what is kept of a sample, and what all of it says."""
+
+    name: str
+    record: Callable[[Array, Array, Reading], Array]
+    judge: Callable[[Sequence[Array]], Loss]
+
+
+def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
+    """Returns what a change of the first class costs, by the float model's confidence, and whether there is one."""
+    before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
+    chances = read_probabilities(expected, reading)[:, 0]
+    return np.array([chances[before] - chances[after], before != after])
+
+
+def _judge_classes(records: Sequence[Array]) -> Loss:
+    table = np.stack(records)
+    changed = table[:, 1] > 0
+    interval = _interval_of_losses(table[:, 0], changed)
+    return Loss(estimate=float(table[:, 0].mean()), interval=interval, agreement=float(1 - changed.mean()))
+
+
+def _record_map(expected: Array, found: Array, reading: Reading) -> Array:
+    """Returns the expected intersections and unions of each class, before and after, and the places it got.
+
+    The float model's probabilities stand for the truth. Float64 [6, classes]; the last row counts equal places.
+    """
+    chances = read_probabilities(expected, reading)
+    classes, places = chances.shape
+    masses = chances.sum(axis=1)
+    before, after = read_decisions(expected, reading), read_decisions(found, reading)
+    rows: list[Array] = []
+    for mask in (before, after):
+        own = np.bincount(mask, chances[mask, np.arange(places)], minlength=classes)
+        size = np.bincount(mask, minlength=classes)
+        rows += [own, masses + size - own]
+    counts = np.bincount(before, minlength=classes)
+    same = np.bincount(before[before == after], minlength=classes)
+    return np.stack([*rows, counts, same]).astype(np.float64)
+
+
+def _judge_map(records: Sequence[Array]) -> Loss:
+    table = np.stack(records)
+    total = table.sum(axis=0)
+    kept = total[4] >= _RARE * total[4].sum()
+
+    def score(sums: Array) -> Array:
+        sums = np.maximum(sums[..., kept], 1e-12)
+        lost = sums[..., 0, :] / sums[..., 1, :] - sums[..., 2, :] / sums[..., 3, :]
+        return np.asarray(lost.mean(axis=-1))
+
+    agreement = float(total[5].sum() / total[4].sum())
+    return Loss(estimate=float(score(total)), interval=_bootstrap(table, score), agreement=agreement)
+
+
+def _record_labels(expected: Array, found: Array, reading: Reading) -> Array:
+    same = read_decisions(expected, reading) == read_decisions(found, reading)
+    return np.array([np.count_nonzero(~same), same.size], dtype=np.float64)
+
+
+def _judge_labels(records: Sequence[Array]) -> Loss:
+    """A change costs half of one: how sure the float model was is not to be seen, and at worst it was right."""
+    table = np.stack(records)
+    changed = float(table[:, 0].sum() / table[:, 1].sum())
+    _, most = _bootstrap(table, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
+    if table[:, 1].max() == 1:
+        most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
+    return Loss(estimate=_UNKNOWN_LOSS * changed, interval=(0.0, most), agreement=1 - changed)
+
+
+def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
+    one, two = expected.astype(np.float64), found.astype(np.float64)
+    return np.array([((one - two) ** 2).mean(), one.min(), one.max()])
+
+
+def _judge_image(records: Sequence[Array]) -> Loss:
+    """Errors add up: an image with PSNR t against the truth and q against the float one has t - 10 log10(1 + t'/q')."""
+    table = np.stack(records)
+    peak = max(float(table[:, 2].max() - table[:, 1].min()), 1e-12)
+    errors = np.maximum(table[:, 0] / peak**2, 10 ** (-_DB_LIMIT / 10))
+    lost = 10 * np.log10(1 + errors * 10 ** (ASSUMED_PSNR_DB / 10)) / ASSUMED_PSNR_DB
+    return Loss(estimate=float(lost.mean()), interval=_bootstrap(lost, lambda sums: np.asarray(sums / len(lost))))
+
+
+MEASURES: Mapping[Meaning, Measure] = {
+    "classes": Measure(name="top-1 accuracy", record=_record_classes, judge=_judge_classes),
+    "map": Measure(name="mean overlap of classes (mIoU)", record=_record_map, judge=_judge_map),
+    "labels": Measure(name="equal labels", record=_record_labels, judge=_judge_labels),
+    "image": Measure(name="PSNR of images, 30 dB before", record=_record_image, judge=_judge_image),
+}
+
+
+def wilson_interval(count: int, total: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a share (E. B. Wilson, 1927)."""
+    share, square = count / total, _Z**2 / total
+    middle = (share + square / 2) / (1 + square)
+    half = _Z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _interval_of_losses(losses: Array, changed: Array) -> tuple[float, float]:
+    count, total = int(changed.sum()), len(changed)
+    low, high = wilson_interval(count, total)
+    own = losses[changed]
+    loss = (own.sum() + _PRIOR_LOSS) / (count + 1)
+    spread = math.sqrt((((own - loss) ** 2).sum() + _PRIOR_SPREAD**2) / (count + 1))
+    reach = _Z * spread / math.sqrt(count + 1)
+    ends = [rate * float(np.clip(loss + side * reach, -1, 1)) for rate in (low, high) for side in (-1, 1)]
+    return min(ends), max(ends)
+
+
+def _bootstrap(table: Array, score: Callable[[Array], Array]) -> tuple[float, float]:
+    """Returns the interval of a score of sums over samples (B. Efron, 1979, percentiles), seeded."""
+    count = len(table)
+    weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_ROUNDS)
+    low, high = np.percentile(score(np.tensordot(weights.astype(np.float64), table, axes=1)), [2.5, 97.5])
+    return float(low), float(high)

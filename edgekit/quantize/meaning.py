@@ -1,0 +1,142 @@
+"""What an output means, as far as its values and the graph tell: classes, a map of classes, an image, or values."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from edgekit.quantize.graph import Graph
+from edgekit.tensors import Array, Tensors, ranks_classes
+
+Meaning = Literal["classes", "map", "labels", "image", "values"]
+
+_PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
+_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
+_MOST_CLASSES = 8192
+_IMAGE_CHANNELS = frozenset({1, 3, 4})
+_LEAST_SIDE = 8
+_LEAST_CONFIDENCE = 0.6
+_MOST_UNEVEN = 10.0
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """How an output is read: what it means, along which axis its classes lie, and what squashes it ("" for nothing).
+
+    "classes" are the scores of one decision, "map" those of many (pixels, steps, boxes), "labels" the decisions
+    themselves, made by an ArgMax.
+    """
+
+    meaning: Meaning
+    axis: int = 0
+    squash: str = ""
+
+
+def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading]:
+    """Returns the meaning of each output that has one, from what a float model gave for a few samples.
+
+    Scores that decide nothing are values, such as an embedding, whose largest entry says little. Raw scores of a map
+    are told from other tensors by the confidence that they show, and by classes that are of one size.
+    """
+    return {name: reading for name in outputs[0] for reading in _read(graph, name, [row[name] for row in outputs])}
+
+
+def read_probabilities(value: Array, reading: Reading) -> Array:
+    """Returns the probability of each class at each place, float64 [classes, places]."""
+    rows = np.moveaxis(value.astype(np.float64), reading.axis, 0).reshape(value.shape[reading.axis], -1)
+    if reading.squash == "Sigmoid":
+        rows = np.clip(rows, 0, 1)
+        rows = np.concatenate([1 - rows, rows]) if len(rows) == 1 else rows
+        return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
+    if _is_distribution(rows):
+        return rows
+    powers = np.exp(rows - rows.max(axis=0))
+    return np.asarray(powers / powers.sum(axis=0))
+
+
+def read_decisions(value: Array, reading: Reading) -> Array:
+    """Returns the class that is ranked first at each place, int64 [places]."""
+    if reading.meaning == "labels":
+        return np.asarray(value.astype(np.int64).reshape(-1))
+    if reading.squash == "Sigmoid" and value.shape[reading.axis] == 1:
+        return np.asarray((value.reshape(-1) > 0.5).astype(np.int64))
+    return np.asarray(np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1).argmax(axis=0))
+
+
+def _read(graph: Graph, name: str, values: Sequence[Array]) -> Iterator[Reading]:
+    """Yields the meaning of an output, nothing where its numbers mean nothing to arithmetic."""
+    first, squash = values[0], _find_squash(graph, name)
+    if first.dtype.kind in "iu" and squash == "ArgMax":
+        yield Reading(meaning="labels")
+    elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
+        yield next(_find_classes(values, squash), None) or _read_numbers(first)
+
+
+def _read_numbers(value: Array) -> Reading:
+    sides = value.shape[2:] if len(value.shape) == 4 and value.shape[1] in _IMAGE_CHANNELS else value.shape[1:3]
+    channels = {value.shape[1], value.shape[-1]} if value.ndim == 4 else {0}
+    is_image = bool(channels & _IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
+    return Reading(meaning="image" if is_image else "values")
+
+
+def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
+    """Yields the axis of the classes if there is one."""
+    first = values[0]
+    kind = "Sigmoid" if squash == "Sigmoid" else ""
+    if first.size == 1:
+        if kind:
+            yield Reading(meaning="classes", axis=max(0, first.ndim - 1), squash=kind)
+        return
+    if ranks_classes(first):
+        reading = Reading(meaning="classes", axis=int(np.argmax(first.shape)), squash=kind)
+        if _confidence(values, reading) > _least_confidence(first.size):
+            yield reading
+        return
+    for axis in range(first.ndim):
+        if 1 < first.shape[axis] <= _MOST_CLASSES and first.size > first.shape[axis]:
+            rows = [np.moveaxis(value, axis, 0).astype(np.float64) for value in values]
+            if all(_is_distribution(row) or _is_distribution(np.exp(np.minimum(row, 1))) for row in rows):
+                yield Reading(meaning="map", axis=axis)
+    if kind and first.ndim >= 3 and 1 in first.shape[1:]:
+        yield Reading(meaning="map", axis=1 + first.shape[1:].index(1), squash=kind)
+    elif not squash:
+        yield from _find_raw_scores(values)
+
+
+def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
+    first = values[0]
+    if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in _IMAGE_CHANNELS:
+        axis = 1 if first.shape[1] <= first.shape[3] else 3
+    elif first.ndim == 3:
+        axis = 2
+    else:
+        return
+    reading = Reading(meaning="map", axis=axis)
+    size = first.shape[axis]
+    means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
+    even = float(means.max()) <= _MOST_UNEVEN * max(float(np.median(means)), 1e-12)
+    if 1 < size <= _MOST_CLASSES and even and _confidence(values, reading) >= _LEAST_CONFIDENCE:
+        yield reading
+
+
+def _least_confidence(classes: int) -> float:
+    return 1.15 / classes if classes <= 4 else 2.0 / classes
+
+
+def _confidence(values: Sequence[Array], reading: Reading) -> float:
+    return float(np.mean([read_probabilities(value, reading).max(axis=0).mean() for value in values]))
+
+
+def _is_distribution(rows: Array) -> bool:
+    return bool(rows.min() >= 0 and np.abs(rows.sum(axis=0) - 1).max() < 1e-2)
+
+
+def _find_squash(graph: Graph, name: str) -> str:
+    while name in graph.producers:
+        node = graph.producers[name]
+        if node.op_type in _SQUASHING:
+            return node.op_type
+        if node.op_type not in _PASSED_THROUGH or not node.input:
+            return ""
+        name = node.input[0]
+    return ""
