@@ -19,6 +19,7 @@ from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.devices.lab import run_together
+from edgekit.devices.register import DeviceChoice
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
 from edgekit.images import Preprocess
 from edgekit.labels import read_task_labels
@@ -328,7 +329,7 @@ def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> d
     whole = [result for result in built if isinstance(result, _Built)]
 
     def verify(result: _Built) -> VerifyReport:
-        devices = find_devices(result.bundle, result.target, ())
+        devices = find_devices(result.bundle, result.target, DeviceChoice())
         float_model = result.models["prepare"].path
         report = verify_bundle(result.bundle, devices, float_model=float_model, progress=progress)
         report = explain_report(result.bundle, report, result.models)

@@ -28,7 +28,7 @@ from edgekit.verify.models import add_task, compare_models, compare_on_device
 @options.SAMPLES
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Say no below this signal-to-noise ratio.")
-@click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then finds the layer by cuts.")
+@click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then compares its layers.")
 @click.option("--target", metavar="NAME", default="nnapi", help="How the device opens B. Default: nnapi.")
 @METRIC
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
@@ -58,6 +58,7 @@ def command(
     \b
     Example:
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20
+      edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
 
     Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; or the metric fell too far.
     """

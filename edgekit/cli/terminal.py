@@ -22,7 +22,7 @@ from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
 from edgekit.target import Form, Target
 from edgekit.verify.models import ModelComparison
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import Located, VerifyReport
 
 __all__ = ["print_table", "show_json", "show_line", "show_lines", "showing_progress"]
 """What commands import from here though it is made elsewhere."""
@@ -87,15 +87,21 @@ def show_comparison(report: ModelComparison) -> None:
     for line in text.list_task(report.task, report.task_limit):
         click.echo(line)
     if report.layers:
-        print_table(text.table_layers(report))
+        print_table(text.table_layers(report.layers))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
     if report.failure is not None:
         click.echo(f"the device failed: {report.failure}")
     if report.located is not None:
-        found = report.located
-        click.echo(
-            f"first bad layer on {report.device}: {found.layer or 'none'} ({found.runs} runs, {found.cuts} cuts)"
-        )
+        show_located(report.located, str(report.device))
+
+
+def show_located(found: Located, device: str) -> None:
+    """Prints the layers of a model as a device computes them, and the first that it computes otherwise."""
+    if found.layers:
+        click.echo(f"on {device} against this machine, each layer fed as it was there:")
+        print_table(text.table_layers(found.layers))
+    for line in text.list_located(found, device):
+        click.echo(line)
 
 
 def show_prepared(report: PrepareReport, out: Path) -> None:

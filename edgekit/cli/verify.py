@@ -14,6 +14,7 @@ from edgekit.cli import options
 from edgekit.cli.limits import Limits, taking_limits
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_line, show_verify, showing_progress
+from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.progress import Progress
@@ -41,6 +42,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     labels: Path | None
     reference: Path | None
     samples: int | None
+    layers: bool
     recheck: Path | None
     key: Path | None
     target: str | None
@@ -65,6 +67,7 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
 @click.option("--reference", type=_FILE, metavar="MODEL", help="The float model that the bundle was built from.")
 @options.SAMPLES
+@click.option("--layers", is_flag=True, help="Hold each layer on the device against this machine, right or wrong.")
 @click.option("--recheck", type=_FILE, metavar="FILE", help="Judge this verify.json again; nothing runs.")
 @click.option("--key", type=_FILE, metavar="FILE", help="Refuse what this public key's owner did not sign.")
 @click.option("--target", metavar="NAME", help="Which variant of a bundle of several targets.")
@@ -133,9 +136,10 @@ def _check_options(question: _Question, limits: Limits) -> None:
         "--reference": question.reference,
         "--samples": question.samples,
     }
+    layers = question.layers or None
     if question.recheck is not None:
         of_device = {"--on": question.names or None, "--on-file": question.on_file}
-        of_bundle = {**of_device, "--key": question.key, "--target": question.target}
+        of_bundle = {**of_device, "--layers": layers, "--key": question.key, "--target": question.target}
         _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
     elif question.data is None:
         _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
@@ -183,18 +187,19 @@ def _check_files(question: _Question, *, as_json: bool) -> int:
 
 def _run(bundle: Bundle, question: _Question, limits: Limits, progress: Progress) -> VerifyReport:
     task = limits.find_task(bundle.manifest.thresholds.task)
+    choice = DeviceChoice(names=question.names, file=question.on_file)
     if question.data is None or question.reference is None:
-        return verify_on(bundle, question.names, progress, on_file=question.on_file, task=task)
+        return verify_on(bundle, choice, progress, task=task, layers=question.layers)
     preprocess = load_preprocess(question.preprocess) if question.preprocess else None
     data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
     return verify_with(
         bundle,
         question.reference,
         data,
-        question.names,
-        on_file=question.on_file,
+        choice,
         samples=question.samples,
         task=task,
+        layers=question.layers,
         progress=progress,
     )
 

@@ -15,8 +15,9 @@ from edgekit.report.checked import describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target, TaskLimit
+from edgekit.verify.layers import LayerReport
 from edgekit.verify.models import ModelComparison
-from edgekit.verify.report import RunReport, VerifyReport
+from edgekit.verify.report import Located, RunReport, VerifyReport
 from edgekit.verify.scores import TaskReport, describe_difference, format_score, judge_task
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
@@ -62,6 +63,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
             yield from (f"{run.device}: {line}" for line in list_task(run.task, None))
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: {note}" for note in run.notes)
+        yield from () if run.located is None else list_located(run.located, run.device)
     for skip in report.skipped:
         yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
 
@@ -186,13 +188,20 @@ def table_outputs(report: ModelComparison) -> Table:
     return table
 
 
-def table_layers(report: ModelComparison) -> Table:
-    """Returns the layers of a comparison as a table: the error so far, and the layer's own on correct inputs."""
+def table_layers(layers: Sequence[LayerReport]) -> Table:
+    """Returns layers as a table: the error so far, and the layer's own on correct inputs."""
     table = make_table("layer", "op", "SQNR so far", "own SQNR", "max error")
-    for layer in report.layers:
+    for layer in layers:
         own = _number(layer.own_sqnr_db, "{:.1f} dB")
         table.add_row(layer.name, layer.op, _number(layer.sqnr_db, "{:.1f} dB"), own, _number(layer.max_abs, "{:.4g}"))
     return table
+
+
+def list_located(found: Located, device: str) -> Iterator[str]:
+    """Yields the first layer that a device computes otherwise, how it was found, and what was done otherwise."""
+    how = f"{found.cuts} cuts" if found.found_by == "cuts" else f"{len(found.layers)} layers"
+    yield f"first bad layer on {device}: {found.layer or 'none'} ({found.runs} runs, {how})"
+    yield from (f"- {note}" for note in found.notes)
 
 
 def describe_size(bundle: BundleSummary) -> str:

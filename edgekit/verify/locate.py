@@ -1,6 +1,6 @@
 """Finding the first layer that a device computes wrongly, where the device gives nothing but outputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,17 +12,7 @@ from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.cuts import Cut, plan_cuts, save_beginning
-
-
-class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
-
-    `cuts` is the number of places between which was chosen.
-    """
-
-    layer: str | None
-    runs: int
-    cuts: int
+from edgekit.verify.report import Located, OutputReport
 
 
 def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = 15.0) -> Located:
@@ -39,30 +29,37 @@ def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float
     model = load_model(job.model)
     cuts = plan_cuts(read_proto(model, weights=False).graph)
     runs = 1
-    if not cuts or _is_right(device, job, model, cuts[-1], work / "whole", min_sqnr_db):
+    if not cuts or _begins_right(device, job, model, cuts[-1], work / "whole", min_sqnr_db):
         return Located(layer=None, runs=runs, cuts=len(cuts))
     right, wrong = -1, len(cuts) - 1
     while wrong - right > 1:
         middle = (right + wrong) // 2
         runs += 1
-        if _is_right(device, job, model, cuts[middle], work / str(middle), min_sqnr_db):
+        if _begins_right(device, job, model, cuts[middle], work / str(middle), min_sqnr_db):
             right = middle
         else:
             wrong = middle
     return Located(layer=cuts[wrong].layer, runs=runs, cuts=len(cuts))
 
 
-def _is_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_sqnr_db: float) -> bool:
+def _begins_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_sqnr_db: float) -> bool:
     work.mkdir(parents=True)
     beginning = save_beginning(model, cut, work / "beginning.onnx")
-    reference = _run_here(beginning, job.samples)
+    reference = run_here(beginning, job.samples)
     outputs = tuple(_describe(name, value) for name, value in next(iter(reference), dict[str, Array]()).items())
     folder = work / "run"
     folder.mkdir()
-    run = device.run_job(msgspec.structs.replace(job, model=beginning.path, outputs=outputs), folder)
-    if run.failure is not None:
-        return False
-    reports = compare_outputs(reference, run.outputs)
+    kept = {node.name for node in read_proto(beginning, weights=False).graph.node}
+    check = msgspec.structs.replace(
+        job.check, node_list=tuple(node for node in job.check.node_list if node.name in kept)
+    )
+    part = msgspec.structs.replace(job, model=beginning.path, outputs=outputs, check=check)
+    run = device.run_job(part, folder)
+    return run.failure is None and is_right(compare_outputs(reference, run.outputs), min_sqnr_db)
+
+
+def is_right(reports: Sequence[OutputReport], min_sqnr_db: float) -> bool:
+    """Returns True if outputs came back whole, finite, and not below a signal-to-noise ratio."""
     return bool(reports) and all(
         report.mismatch is None
         and not report.non_finite
@@ -72,7 +69,8 @@ def _is_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_
     )
 
 
-def _run_here(model: Model, samples: Samples) -> Samples:
+def run_here(model: Model, samples: Samples) -> Samples:
+    """Returns what a model makes of samples on this machine, with every optimisation off."""
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
 
     def read() -> Iterator[Tensors]:

@@ -18,9 +18,9 @@ from edgekit.samples import Samples, spread_indices
 from edgekit.target import Target, TaskLimit
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.compare import compare_outputs
+from edgekit.verify.device_layers import find_device_layer
 from edgekit.verify.layers import LayerReport, compare_layers, find_first_bad
-from edgekit.verify.locate import Located, locate_on_device
-from edgekit.verify.report import OutputReport
+from edgekit.verify.report import Located, OutputReport
 from edgekit.verify.scores import TaskReport, judge_task
 from edgekit.verify.tasks import find_metric, measure_task
 from edgekit.verify.trace import adapt_sample
@@ -89,8 +89,8 @@ def compare_on_device(
 ) -> ModelComparison:
     """Runs model `a` here and model `b` on a device, and returns how far they lie apart.
 
-    With `layers` the model is cut in two again and again to find the first layer that the device computes otherwise
-    than this machine does: it needs nothing of the device but outputs.
+    With `layers` the first layer that the device computes otherwise than this machine is looked for, by the tensors
+    inside, or where the device cannot give them by cutting model `b`.
 
     Raises:
         DeviceError: the device is not there.
@@ -112,7 +112,7 @@ def compare_on_device(
         run = device.run_job(job, work / "run")
         wanted = _run_model(a, samples, {})
         outputs = compare_outputs(wanted, run.outputs)
-        located = locate_on_device(device, job, work / "cuts") if layers else None
+        located = find_device_layer(device, job, work / "layers") if layers else None
     return ModelComparison(
         a=a.name,
         b=b.name,

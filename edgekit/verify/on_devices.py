@@ -1,6 +1,5 @@
 """Verifying a bundle that is there already: on devices by name, with its own samples or with others."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,15 +25,13 @@ from edgekit.verify.verify import read_known, verify_bundle, write_report
 
 def verify_on(
     bundle: Bundle,
-    names: Sequence[str],
+    choice: DeviceChoice,
     progress: Progress | None = None,
     *,
-    on_file: Path | None = None,
     task: TaskLimit | None = None,
+    layers: bool = False,
 ) -> VerifyReport:
-    """Verifies a bundle on devices by name and those that a file lists, and writes `verify.json` into it.
-
-    Where neither is given the devices are those of its target.
+    """Verifies a bundle on chosen devices, or those of its target, and writes `verify.json` into it.
 
     What the build knew of the loss stays in it: the models that it was measured with are gone.
 
@@ -42,8 +39,8 @@ def verify_on(
         UsageError: there is no such device, or it runs another provider.
     """
     known = read_known(bundle)
-    devices = find_devices(bundle, read_target(bundle), names, on_file)
-    report = verify_bundle(bundle, devices, task=task, progress=progress)
+    devices = find_devices(bundle, read_target(bundle), choice)
+    report = verify_bundle(bundle, devices, task=task, layers=layers, progress=progress)
     report = msgspec.structs.replace(
         keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.golden)
     )
@@ -55,11 +52,11 @@ def verify_with(
     bundle: Bundle,
     reference: Path,
     data: Data,
-    names: Sequence[str],
+    choice: DeviceChoice,
     *,
-    on_file: Path | None = None,
     samples: int | None = None,
     task: TaskLimit | None = None,
+    layers: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Verifies a bundle with other samples than its golden ones, at most that many; nothing is written into it.
@@ -78,7 +75,7 @@ def verify_with(
             f" that of the bundle's source is {wanted}",
             hint="give the float model that edgekit build was given",
         )
-    devices = find_devices(bundle, read_target(bundle), names, on_file)
+    devices = find_devices(bundle, read_target(bundle), choice)
     every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
     metric = task or bundle.manifest.thresholds.task
     kind = "class" if metric is None else find_metric(metric).labels
@@ -90,18 +87,20 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known)
-        report = verify_bundle(bundle, devices, golden=golden, task=task, float_model=source.path, progress=progress)
+        report = verify_bundle(
+            bundle, devices, golden=golden, task=task, float_model=source.path, layers=layers, progress=progress
+        )
         return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, golden))
 
 
-def find_devices(bundle: Bundle, target: Target, names: Sequence[str], on_file: Path | None = None) -> list[Device]:
-    """Returns the devices of these names and of a file, or those that the bundle's target names.
+def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[Device]:
+    """Returns the chosen devices, or where none is chosen those that the bundle's target names.
 
     Raises:
         UsageError: there is no such device, it runs another provider, or the file is malformed.
     """
     planned = [planned.device for planned in bundle.manifest.verification]
-    return choose_devices(DeviceChoice(names=tuple(names), file=on_file), lambda _: target, default=planned)
+    return choose_devices(choice, lambda _: target, default=planned)
 
 
 def _describe_ancestry(bundle: Bundle, golden: Golden) -> dict[str, str]:

@@ -81,6 +81,21 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
 
 
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
+
+    `found_by` tells whether the device gave the tensors inside, which `layers` then measures, or the model was cut at
+    one of `cuts` places. `notes` say what was done otherwise, and why.
+    """
+
+    layer: str | None
+    runs: int
+    cuts: int
+    found_by: Literal["tensors", "cuts"] = "cuts"
+    layers: tuple[LayerReport, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one device did with the samples.
 
@@ -89,6 +104,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     last words of its program then, and `notes` what it did otherwise than an app on the target. `task` is a metric that
     needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
     none: then they are not judged. `outputs_sha256` is of everything that came back, "" where not all of it did.
+    `located` tells of the layers as the device computes them, None where they were not looked at.
     """
 
     device: str
@@ -113,6 +129,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     reference_cost: Cost | None = None
     log: str = ""
     outputs_sha256: str = ""
+    located: Located | None = None
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -123,7 +140,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         judged = (line for output in self.outputs for line in judge_output(output, self.thresholds))
         task = () if self.failure is not None else judge_task(self.task, self.thresholds.task)
         found = (*died, *judged, *task, *_judge_placement(self), *_judge_cost(self), *self.findings)
-        return (*found, *self.traps) if found else ()
+        return (*found, *self.traps, *_explain_layers(self.located)) if found else ()
 
     @property
     def passed(self) -> bool:
@@ -344,6 +361,19 @@ def _judge_cost(run: RunReport) -> Iterator[str]:
     for name, value, before, most in pairs:
         if value is not None and before and most is not None and value > most * before:
             yield f"{name} is {value / before:.2f} times that of {reference.source}, more than {most:g} times"
+
+
+def _explain_layers(located: Located | None) -> tuple[str, ...]:
+    if located is None:
+        return ()
+    if located.layer is not None:
+        layer = next((layer for layer in located.layers if layer.name == located.layer), None)
+        own = None if layer is None else layer.own_sqnr_db
+        alone = "" if own is None else f": {own:.1f} dB by itself, fed as on the device"
+        return (f"the first layer that the device computes otherwise than this machine is '{located.layer}'{alone}",)
+    if not located.notes or located.found_by == "tensors":
+        return ("each layer computes there what it computes on this machine: the loss is in the model, not the device",)
+    return ()
 
 
 def _name_counts(counts: Mapping[str, int]) -> str:

@@ -23,6 +23,7 @@ from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
+from edgekit.verify.device_layers import look_at_layers
 from edgekit.verify.report import (
     OutputReport,
     RunReport,
@@ -39,6 +40,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     golden: Golden | None
     task: TaskLimit | None
     float_model: Path | None
+    layers: bool
 
 
 def verify_bundle(
@@ -48,6 +50,7 @@ def verify_bundle(
     golden: Golden | None = None,
     task: TaskLimit | None = None,
     float_model: Path | None = None,
+    layers: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
@@ -56,8 +59,9 @@ def verify_bundle(
     runs what an app would load, with all samples. A device that is not there is skipped, with the command that
     installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
     a metric in place of that in the bundle's thresholds. With `float_model` an output that is wrong is held against
-    what that model makes of inputs with a usual mistake. Devices run at the same time, on a copy of the bundle whose
-    digests were checked as it was made.
+    what that model makes of inputs with a usual mistake. Where outputs are wrong, or `layers` asks for it, the layer is
+    looked for that the device computes otherwise (by cutting the model only if asked). Devices run at the same time, on
+    a copy of the bundle whose digests were checked as it was made.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -73,7 +77,7 @@ def verify_bundle(
             present.append(device)
         else:
             skipped.append(SkippedDevice(device=device.name, reason=missing.reason, command=missing.command))
-    asked = _Asked(golden=golden, task=task or bundle.manifest.thresholds.task, float_model=float_model)
+    asked = _Asked(golden=golden, task=task or bundle.manifest.thresholds.task, float_model=float_model, layers=layers)
     runs = _run_devices(bundle, present, asked, progress or say_nothing) if present else ()
     return VerifyReport(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
@@ -127,6 +131,7 @@ def read_known(bundle: Bundle) -> VerifyReport | None:
 
 def _run_devices(bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress) -> tuple[RunReport, ...]:
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
+    forms += ["onnx"] if "onnx" in bundle.manifest.forms else []
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
@@ -157,6 +162,14 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
         if not report.passed:
             model = asked.float_model or job.model
             report = msgspec.structs.replace(report, traps=_find_traps(bundle, run, job, model, report.outputs))
+        is_wrong = any(judge_output(output, report.thresholds) for output in report.outputs)
+        if run.failure is None and (asked.layers or is_wrong) and "onnx" in bundle.manifest.forms:
+            traced = msgspec.structs.replace(job, model=bundle.find_model("onnx"))
+            located = look_at_layers(device, traced, work / "layers", may_cut=asked.layers)
+            if plan.form != "onnx":
+                note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{plan.form}'"
+                located = msgspec.structs.replace(located, notes=(*located.notes, note))
+            report = msgspec.structs.replace(report, located=located)
         if classes is not None:
             accuracy = measure_accuracy(reference, run.outputs, [classes[index] for index in indices])
             report = msgspec.structs.replace(report, accuracy=accuracy)

@@ -11,6 +11,7 @@ from tiny_models import parse_model
 from edgekit.bundle.folder import open_bundle
 from edgekit.checking import check_targets
 from edgekit.devices.find import find_device
+from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError, OutputError
 from edgekit.model import load_model
 from edgekit.pipeline import build
@@ -83,7 +84,7 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
         assert open_bundle(bundle.path).manifest.target == bundle.target
     nnapi = next(bundle.path for bundle in demo.bundles if bundle.target == "nnapi")
     assert nnapi is not None
-    assert verify_on(open_bundle(nnapi), ["emulated"]).passed
+    assert verify_on(open_bundle(nnapi), DeviceChoice(names=("emulated",))).passed
 
 
 def test_the_same_input_gives_the_same_bytes(demo: BuildReport, tmp_path: Path) -> None:

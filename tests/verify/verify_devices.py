@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from verify_models import turn_layer
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.samples import Samples
@@ -54,6 +55,30 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Turning(msgspec.Struct, frozen=True, kw_only=True):
+    """A real device that is handed the model with the sign of one layer's weights turned."""
+
+    inner: Device
+    layer: str
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.inner.evidence
+
+    def find_missing(self) -> Missing | None:
+        return self.inner.find_missing()
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        (work / "turned").mkdir()
+        turned = turn_layer(job.model, work / "turned" / job.model.name, self.layer)
+        (work / "inner").mkdir()
+        return self.inner.run_job(msgspec.structs.replace(job, model=turned), work / "inner")
+
+
 class Absent(InProcess, frozen=True, kw_only=True):
     """Says that it is there, and is not."""
 
@@ -75,4 +100,4 @@ def breaking_after(rows: Sequence[Tensors]) -> Samples:
     return Samples(source="the device", count=len(rows) + 1, read=read)
 
 
-__all__ = ["CPU_PROVIDER", "Absent", "InProcess", "Lie", "breaking_after", "from_list", "tell_truth"]
+__all__ = ["CPU_PROVIDER", "Absent", "InProcess", "Lie", "Turning", "breaking_after", "from_list", "tell_truth"]

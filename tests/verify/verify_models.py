@@ -59,6 +59,20 @@ def quantize(folder: Path) -> tuple[Model, Model]:
     return prepared, quantize_model(prepared, plan, folder / "quantized.onnx").model
 
 
+def turn_layer(source: Path, path: Path, layer: str) -> Path:
+    """Saves a model with the sign of one layer's weights turned, where it has that layer."""
+    proto = onnx.load(str(source))
+    producers = {name: node for node in proto.graph.node for name in node.output}
+    for node in proto.graph.node:
+        if node.name == layer:
+            name = node.input[1]
+            name = producers[name].input[0] if name in producers else name
+            tensor = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
+            tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), name))
+    onnx.save(proto, str(path))
+    return path
+
+
 def break_layer(model: Model, path: Path, layer: str, change: Callable[[np.ndarray], np.ndarray]) -> Model:
     """Saves the model with the quantized weight of one Conv changed."""
     proto = onnx.load(str(model.path))

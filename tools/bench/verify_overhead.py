@@ -22,6 +22,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import open_bundle
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.find import find_device
+from edgekit.devices.register import DeviceChoice
 from edgekit.model import load_model
 from edgekit.pipeline import build
 from edgekit.recipe import Data, Recipe
@@ -33,7 +34,7 @@ from edgekit.verify.on_devices import verify_with
 def verify(bundle: Path, model: Path, data: Path) -> float:
     """Returns the seconds of a verification on the host."""
     start = time.perf_counter()
-    report = verify_with(open_bundle(bundle), model, Data(source=str(data)), ["host"])
+    report = verify_with(open_bundle(bundle), model, Data(source=str(data)), DeviceChoice(names=("host",)))
     seconds = time.perf_counter() - start
     if report.runs[0].failure or not report.runs[0].outputs:
         sys.exit(f"the run failed: {report.runs[0].failures}")

@@ -1,0 +1,64 @@
+"""Tensors inside a model over a link: the layer that a phone or a board computes otherwise is named."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from devices_models import make_job, noise_samples, qdq_conv
+from far_root.board import ssh_board
+from far_root.client import Adb
+from far_root.keeper import far_side
+from onnx import numpy_helper
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.devices.adb import AdbDevice
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.runner import NativeRunner
+from edgekit.devices.ssh import SshDevice
+from edgekit.evidence import Evidence
+from edgekit.verify.device_layers import find_device_layer
+
+
+class Altered(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that is handed the model with other weights."""
+
+    inner: Device
+    name: str = "altered"
+    evidence: Evidence = Evidence.DEVICE
+
+    def find_missing(self) -> Missing | None:
+        return self.inner.find_missing()
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "wq")
+        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), "wq"))
+        (work / "altered").mkdir()
+        onnx.save(proto, str(work / "altered" / "m.onnx"))
+        (work / "inner").mkdir()
+        return self.inner.run_job(msgspec.structs.replace(job, model=work / "altered" / "m.onnx"), work / "inner")
+
+
+def _layers(device: Device, job: Job, work: Path) -> list[tuple[str | None, str]]:
+    honest = find_device_layer(device, job, work / "honest")
+    altered = find_device_layer(Altered(inner=device), job, work / "altered")
+    assert [layer.name for layer in honest.layers] == ["x", "conv"]
+    return [(found.layer, found.found_by) for found in (honest, altered)]
+
+
+def test_a_phone_and_a_board_give_their_layers(
+    adb: Adb, tmp_path: Path, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(3))
+    program, library = host_runner.program, host_runner.library
+    wanted = [(None, "tensors"), ("conv", "tensors")]
+    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+        phone = AdbDevice(serial=serial, runner=program, library=library, provider=CPU_PROVIDER)
+        assert _layers(phone, job, work / "adb") == wanted
+    with ssh_board(arm=False) as board:
+        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
+        native = SshDevice(host="board", runner=program, library=library, provider=CPU_PROVIDER)
+        assert _layers(native, job, work / "ssh") == wanted

@@ -1,0 +1,229 @@
+"""The layer that a device computes otherwise: real devices that are handed an altered layer, and a real bug."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from bundle_models import make_bundle, make_check, save_graph
+from onnx import TensorProto, helper, numpy_helper
+from verify_devices import InProcess, Turning
+from verify_models import LAYERS, make_images, quantize, turn_layer
+
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.find import find_device
+from edgekit.model import Model
+from edgekit.samples import Samples
+from edgekit.target import Precision, load_target
+from edgekit.tensors import Tensors
+from edgekit.verify.device_layers import find_device_layer
+from edgekit.verify.probes import plan_probes
+from edgekit.verify.report import Located
+from edgekit.verify.verify import verify_bundle
+
+FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    return quantize(tmp_path_factory.mktemp("models"))
+
+
+def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) -> Job:
+    chosen = load_target(target)
+    quantized = any(node.op_type == "QuantizeLinear" for node in onnx.load(str(model.path)).graph.node)
+    precision: Precision = "int8" if quantized else "fp32"
+    return Job(
+        model=model.path,
+        target=chosen,
+        precision=precision,
+        outputs=model.outputs,
+        check=make_check(model, chosen),
+        samples=samples or make_images(2),
+    )
+
+
+def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = None) -> Located:
+    device = find_device(name, load_target(target))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    return find_device_layer(device if layer is None else Turning(inner=device, layer=layer), job, work)
+
+
+@pytest.mark.parametrize(
+    ("device", "target", "form"),
+    [
+        pytest.param("host", "nnapi", 0, id="host-float"),
+        pytest.param("host:native", "nnapi", 1, id="native-int8"),
+        pytest.param("xnnpack-wasm", "xnnpack", 1, id="xnnpack-int8"),
+        pytest.param("qnn-htp-sim", "qnn", 0, id="qnn-float"),
+        pytest.param("qnn-htp-sim", "qnn", 1, id="qnn-int8"),
+    ],
+)
+def test_the_altered_layer_is_named_and_no_other(
+    models: tuple[Model, Model], tmp_path: Path, device: str, target: str, form: int
+) -> None:
+    job = job_of(models[form], target)
+    honest = look(device, target, job, tmp_path / "honest")
+    assert (honest.layer, honest.found_by) == (None, "tensors")
+    located = look(device, target, job, tmp_path / "altered", layer="conv2")
+    assert (located.layer, located.found_by, located.runs) == ("conv2", "tensors", 2)
+    own = {layer.name: layer.own_sqnr_db or 0.0 for layer in located.layers}
+    far = {layer.name: layer.sqnr_db or 0.0 for layer in located.layers}
+    assert own.pop("conv2") < 0.0
+    assert min(own.values()) > 40.0
+    assert max(far[f"conv{index}"] for index in range(2, LAYERS)) < 0.0
+
+
+def test_emulated_arm_gives_the_tensors_inside(models: tuple[Model, Model], tmp_path: Path) -> None:
+    job = job_of(models[1], samples=make_images(1))
+    located = look("arm64", "nnapi", job, tmp_path, layer="conv3")
+    assert (located.layer, located.found_by) == ("conv3", "tensors")
+
+
+def _save_confident(path: Path) -> Model:
+    """A classifier whose int8 Softmax reaches one: ONNX Runtime's kernel wrapped around there until July 2026."""
+    weight = np.random.default_rng(0).integers(-100, 100, size=(8, 10)).astype(np.int8)
+    scales = {"xs": 1 / 32, "ws": 0.05, "ms": 0.2, "ss": 1 / 256}
+    zeros = {"z": 0, "sz": -128}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "z"], ["xq"], "x_q"),
+        helper.make_node("DequantizeLinear", ["xq", "xs", "z"], ["xd"], "x_dq"),
+        helper.make_node("DequantizeLinear", ["w", "ws", "z"], ["wd"], "w_dq"),
+        helper.make_node("MatMul", ["xd", "wd"], ["m"], "mul"),
+        helper.make_node("QuantizeLinear", ["m", "ms", "z"], ["mq"], "m_q"),
+        helper.make_node("DequantizeLinear", ["mq", "ms", "z"], ["md"], "m_dq"),
+        helper.make_node("Softmax", ["md"], ["s"], "softmax", axis=-1),
+        helper.make_node("QuantizeLinear", ["s", "ss", "sz"], ["sq"], "s_q"),
+        helper.make_node("DequantizeLinear", ["sq", "ss", "sz"], ["y"], "s_dq"),
+    ]
+    constants = [numpy_helper.from_array(weight, "w")]
+    constants += [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in scales.items()]
+    constants += [numpy_helper.from_array(np.array(value, np.int8), name) for name, value in zeros.items()]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in (("x", 8), ("y", 10)))
+    return save_graph(helper.make_graph(nodes, "confident", [x], [y], constants), path)
+
+
+def test_a_real_bug_of_an_old_runtime_is_named(tmp_path: Path) -> None:
+    """Issue 29727 of ONNX Runtime: the int8 QLinearSoftmax clips to 255, so that a share of one becomes zero."""
+    rows = np.random.default_rng(1).normal(scale=2.0, size=(4, 1, 8)).astype(np.float32)
+    samples = Samples(source="rows", count=4, read=lambda: ({"x": row} for row in rows))
+    job = job_of(_save_confident(tmp_path / "confident.onnx"), "xnnpack", samples)
+    located = look("xnnpack-wasm", "xnnpack", job, tmp_path / "wasm")
+    assert located.layer == "softmax"
+    assert [round(layer.own_sqnr_db or 0.0) for layer in located.layers[:2]] == [200, 200]
+    assert look("host", "xnnpack", job, tmp_path / "host").layer is None
+
+
+def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: Path) -> None:
+    device, job = Turning(inner=InProcess(), layer="conv3"), job_of(models[1])
+    whole = find_device_layer(device, job, tmp_path / "whole")
+    sliced = find_device_layer(device, job, tmp_path / "sliced", slice_bytes=4000)
+    assert (whole.layer, sliced.layer) == ("conv3", "conv3")
+    assert (whole.runs, sliced.runs) == (2, 6)
+    assert sliced.layers == whole.layers
+
+
+class Withholding(InProcess, frozen=True, kw_only=True):
+    """Gives nothing but the outputs that the model had, computes one layer otherwise."""
+
+    layer: str
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        turned = turn_layer(job.model, work / "turned.onnx", self.layer)
+        run = InProcess.run_job(self, msgspec.structs.replace(job, model=turned), work)
+        is_whole = any(spec.name == "y" for spec in job.outputs)
+        rows: list[Tensors] = [{"y": row["y"]} if is_whole else row for row in run.outputs]
+        return msgspec.structs.replace(run, outputs=Samples(source="x", count=len(rows), read=lambda: iter(rows)))
+
+
+@FORMS
+def test_a_device_that_gives_outputs_only_is_bisected(models: tuple[Model, Model], tmp_path: Path, form: int) -> None:
+    job = job_of(models[form])
+    located = find_device_layer(Withholding(layer="conv1"), job, tmp_path / "cut")
+    assert (located.layer, located.found_by) == ("conv1", "cuts")
+    assert located.notes == ("the model was cut, because the device does not give tensors inside",)
+    assert located.runs <= 2 + 2 + math.log2(located.cuts)
+    refused = find_device_layer(Withholding(layer="conv1"), job, tmp_path / "kept", may_cut=False)
+    assert (refused.layer, refused.runs, refused.layers) == (None, 2, ())
+    assert "edgekit verify --layers cuts the model" in refused.notes[0]
+
+
+class Fusing(InProcess, frozen=True, kw_only=True):
+    """Computes a layer otherwise, but not when tensors inside are given out: a fused kernel with a fault."""
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        names = {value.name for value in onnx.load(str(job.model)).graph.output}
+        if {"r1", "r2", "r3"} <= names:
+            return InProcess.run_job(self, job, work)
+        turned = turn_layer(job.model, work / "turned.onnx", "conv2")
+        return InProcess.run_job(self, msgspec.structs.replace(job, model=turned), work)
+
+
+def test_outputs_that_change_as_tensors_are_given_out_are_no_evidence(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
+    located = find_device_layer(Fusing(), job_of(models[0]), tmp_path)
+    assert (located.layer, located.found_by) == ("conv2", "cuts")
+    assert "the outputs change when tensors inside are given out" in located.notes[0]
+
+
+def test_a_device_that_dies_is_bisected(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = find_device_layer(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
+    assert located.layer == "conv0"
+    assert "was ended by SIGSEGV" in located.notes[0]
+
+
+def test_what_is_looked_at_parts_no_group(models: tuple[Model, Model]) -> None:
+    floats = [(probe.layer, probe.op, probe.tensor) for probe in plan_probes(models[0])]
+    convs = [(f"conv{index}", "Conv", f"r{index}") for index in range(LAYERS)]
+    assert floats == [*convs, ("pool", "GlobalAveragePool", "pooled"), ("flatten", "Flatten", "y")]
+    quantized = plan_probes(models[1])
+    assert [probe.layer for probe in quantized] == ["x", *(f"conv{i}" for i in range(LAYERS)), "pool", "flatten"]
+    assert all(probe.grid is not None for probe in quantized)
+
+
+def test_a_value_that_two_nodes_read_is_looked_at(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], "mul"),
+        helper.make_node("Add", ["m", "b"], ["a"], "bias"),
+        helper.make_node("Sigmoid", ["a"], ["s"], "gate"),
+        helper.make_node("Mul", ["a", "s"], ["y"], "silu"),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy")
+    constants = [numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]
+    constants.append(numpy_helper.from_array(np.ones(4, np.float32), "b"))
+    model = save_graph(helper.make_graph(nodes, "g", [x], [y], constants), tmp_path / "silu.onnx")
+    assert [(probe.layer, probe.tensor) for probe in plan_probes(model)] == [("mul", "a"), ("gate", "s"), ("silu", "y")]
+
+
+def test_a_verification_names_the_layer_of_a_device_that_is_wrong(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    (run,) = verify_bundle(bundle, [Turning(inner=InProcess(), layer="mul")]).runs
+    assert run.located is not None
+    assert run.located.layer == "mul"
+    assert any(
+        "the first layer that the device computes otherwise than this machine is 'mul'" in line for line in run.failures
+    )
+    (good,) = verify_bundle(bundle, [InProcess()]).runs
+    assert good.located is None
+    (asked,) = verify_bundle(bundle, [InProcess()], layers=True).runs
+    assert asked.located is not None
+    assert (asked.located.layer, asked.passed) == (None, True)
+
+
+def test_few_samples_are_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    class Counting(InProcess, frozen=True, kw_only=True):
+        """Notes how many samples it is given."""
+
+        def run_job(self, job: Job, work: Path) -> DeviceRun:
+            counts.append(job.samples.count)
+            return InProcess.run_job(self, job, work)
+
+    find_device_layer(Counting(), job_of(models[0], samples=make_images(64)), tmp_path)
+    assert counts == [4, 4]
