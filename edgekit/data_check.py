@@ -17,10 +17,14 @@ _PIXELS = (0.0, 255.0)
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What all samples hold: the sha256 of their content, how many there are, and what looks wrong, a line each."""
+    """What all samples hold: the sha256 of their content, how many there are, and what looks wrong, a line each.
+
+    `digests` holds the sha256 of each sample by itself.
+    """
 
     sha256: str
     count: int
+    digests: tuple[bytes, ...]
     warnings: tuple[str, ...]
 
 
@@ -43,7 +47,7 @@ def check_samples(samples: Samples) -> SampleFacts:
             hint="it must give the same at each pass",
         )
     warnings = (*_repeated(contents), *(line for name, seen in inputs.items() for line in seen.doubts(name)))
-    return SampleFacts(sha256=digest.hexdigest(), count=len(contents), warnings=warnings)
+    return SampleFacts(sha256=digest.hexdigest(), count=len(contents), digests=tuple(contents), warnings=warnings)
 
 
 def digest_sample(sample: Tensors) -> bytes:

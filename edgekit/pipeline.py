@@ -30,6 +30,7 @@ from edgekit.prepare.fix import Fix
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.halve import halve_model
+from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import predict_drop
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.charts import Picture, draw_worst
@@ -57,6 +58,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[Target, ...]
     work: Path
     staging: Path
+    cache: Path | None
     progress: Progress
 
     def wants_integers(self) -> bool:
@@ -98,9 +100,12 @@ def build(
     recipe: Recipe | None = None,
     *,
     verify: bool = True,
+    cache: Path | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Makes a bundle of a model for each target, verifies it, and writes both and a report into `out`.
+
+    `cache` is a folder where the calibration is kept, for the next build of the same model and data.
 
     A target that cannot be built or does not pass is a finding of the report. Bundles appear whole or not at all.
 
@@ -112,7 +117,7 @@ def build(
     targets = load_targets(recipe)
     source = load_model(model)
     with work_folder() as work, staged_entries(out) as staging:
-        job = _Job(recipe=recipe, targets=targets, work=work, staging=staging, progress=progress)
+        job = _Job(recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress)
         inputs = _read_inputs(source, data, job)
         built = [_build_target(inputs, target, job) for target in targets]
         reports = _verify_all(built, progress) if verify else {}
@@ -121,7 +126,7 @@ def build(
             sha256=source.sha256,
             verified=verify,
             calibration_samples=inputs.samples.count,
-            data_warnings=warn_if_few(inputs.facts) if inputs.calibration else inputs.facts.warnings,
+            data_warnings=_list_doubts(inputs),
             golden_samples=inputs.golden.samples,
             fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
             bundles=tuple(
@@ -136,6 +141,11 @@ def build(
         write_file(staging / "report.json", to_json(report).encode())
         write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
     return report
+
+
+def _list_doubts(inputs: _Inputs) -> tuple[str, ...]:
+    warnings = warn_if_few(inputs.facts) if inputs.calibration else inputs.facts.warnings
+    return (*warnings, *inputs.calibration.notes) if isinstance(inputs.calibration, Calibration) else warnings
 
 
 def _draw_worst(
@@ -178,7 +188,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         samples=samples,
         facts=facts,
         golden=golden,
-        calibration=None if is_quantized else _calibrate(prepared, samples, job),
+        calibration=None if is_quantized else _calibrate(prepared, samples, facts, job),
         preprocess=data.preprocess,
         recorded=recorded,
     )
@@ -193,12 +203,12 @@ def _hold_out(samples: Samples) -> tuple[Samples, Samples]:
     return select_samples(samples, others), select_samples(samples, kept)
 
 
-def _calibrate(prepared: Model, samples: Samples, job: _Job) -> Calibration | ModelError | None:
+def _calibrate(prepared: Model, samples: Samples, facts: SampleFacts, job: _Job) -> Calibration | ModelError | None:
     if not job.wants_integers():
         return None
-    job.progress(f"calibrate with {samples.count} samples")
+    cache = None if job.cache is None else Cache(folder=job.cache, digests=facts.digests)
     try:
-        return calibrate_model(prepared, samples, work=job.work / "calibration")
+        return calibrate_model(prepared, samples, work=job.work / "calibration", cache=cache, progress=job.progress)
     except ModelError as error:
         return error
 

@@ -17,10 +17,11 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.diagnose import rank_plan
+from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import Prediction, predict_drop
 from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
-from edgekit.report.summary import LayerReport, QuantizeReport, TrialReport
+from edgekit.report.summary import CalibrationReport, LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
 from edgekit.search import Goal, Searched, search_quantization
 from edgekit.steps import peak_rss_bytes
@@ -65,12 +66,14 @@ class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to quantize: by a method of `plan_quantization`, or by the plan in a file.
 
-    `state` is the file that a search goes on from. With `layers` each activation is also quantized alone.
+    `state` is the file that a search goes on from, `cache` the folder where calibrations are kept. With `layers`
+    each activation is also quantized alone.
     """
 
     method: str = "auto"
     plan: Path | None = None
     state: Path | None = None
+    cache: Path | None = None
     layers: bool = False
 
 
@@ -95,7 +98,7 @@ def quantize_for(
     with work_folder() as work, replacing_file(out) as temporary:
         wanted = _Wanted.of_method(how.method) if given is None else _Wanted.of_plan(given)
         wanted = msgspec.structs.replace(wanted, fitting=wanted.fitting or how.layers)
-        ready = _make_ready(model, data, recipe, wanted, work, progress)
+        ready = _make_ready(model, data, recipe, wanted, how.cache, work, progress)
         searched: Searched | None = None
         if given is not None:
             chosen = _adopt(given, ready)
@@ -119,7 +122,13 @@ def quantize_for(
 
 
 def plan_for(
-    model: Path, data: Data, recipe: Recipe, method: str = "auto", progress: Progress | None = None
+    model: Path,
+    data: Data,
+    recipe: Recipe,
+    method: str = "auto",
+    progress: Progress | None = None,
+    *,
+    cache: Path | None = None,
 ) -> QuantPlan:
     """Returns what quantizing a model for the one target of the recipe would do, without writing a model.
 
@@ -127,9 +136,18 @@ def plan_for(
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
     with work_folder() as work:
-        ready = _make_ready(model, data, recipe, _Wanted.of_method(method), work, progress or say_nothing)
+        ready = _make_ready(model, data, recipe, _Wanted.of_method(method), cache, work, progress or say_nothing)
         plan = _plan(ready, method)
     return msgspec.structs.replace(plan, statistics="")
+
+
+def _describe_calibration(calibration: Calibration) -> CalibrationReport:
+    return CalibrationReport(
+        samples=calibration.samples,
+        measured=calibration.measured,
+        known=calibration.known,
+        notes=calibration.notes,
+    )
 
 
 def _describe_layers(ready: _Ready, plan: QuantPlan) -> Iterator[LayerReport]:
@@ -166,7 +184,9 @@ def read_plan(path: Path) -> QuantPlan:
         raise UsageError(f"'{path}' is no plan: {error}", hint="make one: edgekit quantize --plan-only") from error
 
 
-def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: Path, progress: Progress) -> _Ready:
+def _make_ready(
+    model: Path, data: Data, recipe: Recipe, wanted: _Wanted, cache: Path | None, work: Path, progress: Progress
+) -> _Ready:
     (target,), source = load_targets(recipe), load_model(model)
     precision = choose_precision(target, recipe.precision)
     fixed = ready_model(source, work, recipe.dims)
@@ -176,7 +196,6 @@ def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: 
     limit = recipe.metric or TOP1
     labels = _read_labels(data.labels, limit, every, samples)
     facts = check_samples(samples)
-    progress(f"calibrate with {samples.count} samples")
     return _Ready(
         source=source,
         prepared=prepared,
@@ -188,7 +207,13 @@ def _make_ready(model: Path, data: Data, recipe: Recipe, wanted: _Wanted, work: 
         warnings=warn_if_few(facts),
         fixes=fixed.fixes,
         calibration=calibrate_model(
-            prepared, samples, work=work / "calibration", methods=wanted.methods, fitting=wanted.fitting
+            prepared,
+            samples,
+            work=work / "calibration",
+            methods=wanted.methods,
+            fitting=wanted.fitting,
+            cache=None if cache is None else Cache(folder=cache, digests=facts.digests),
+            progress=progress,
         ),
         target=target,
         precision=precision,
@@ -238,6 +263,7 @@ def _report(
         precision=plan.precision,
         samples=ready.samples.count,
         data_warnings=ready.warnings,
+        calibration=_describe_calibration(ready.calibration),
         fixes={fix.id: len(fix.nodes) for fix in ready.fixes},
         size_before=ready.source.size_bytes,
         size_after=quantized.size_after,

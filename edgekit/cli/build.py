@@ -29,6 +29,7 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 @options.SAMPLES
 @click.option("--max-drop", type=click.FloatRange(0, 100), metavar="PCT", help="Answers that may change, in percent.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
+@options.CACHE
 @click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the bundles go.")
 @options.JSON
@@ -47,6 +48,7 @@ def command(
     samples: int | None,
     max_drop: float | None,
     recipe: Path | None,
+    cache: Path | None,
     verify: bool,
     out: Path,
     as_json: bool,
@@ -76,6 +78,6 @@ def command(
         preprocess=load_preprocess(preprocess) if preprocess else None,
     )
     with showing_progress(volume) as progress:
-        report = build(model, samples_from, out, chosen, verify=verify, progress=progress)
+        report = build(model, samples_from, out, chosen, verify=verify, cache=cache, progress=progress)
     show_json(report) if as_json else show_build(report)
     return YES if report.passed else NO

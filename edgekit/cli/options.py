@@ -27,6 +27,9 @@ TARGET = click.option("--target", required=True, metavar="NAME", help="A target 
 SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")
 DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The size of a dynamic dimension.")
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
+CACHE = click.option(
+    "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Keep the calibration; a killed one goes on."
+)
 CUSTOM_OPS = click.option(
     "--custom-ops",
     "custom_ops",

@@ -34,6 +34,7 @@ from edgekit.target import TaskLimit
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample of DATA.")
 @METRIC
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
+@options.CACHE
 @click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="A page with a chart of every layer.")
@@ -54,6 +55,7 @@ def command(
     labels: Path | None,
     metric: str | None,
     state: Path | None,
+    cache: Path | None,
     plan_only: bool,
     plan: Path | None,
     html: Path | None,
@@ -82,10 +84,10 @@ def command(
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
     if max_drop is not None and (method != "auto" or plan or plan_only):
         raise UsageError("--max-drop plans by itself", hint="leave out --method, --plan and --plan-only")
-    how = QuantizeOptions(method=method, plan=plan, state=state, layers=html is not None)
+    how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=html is not None)
     with showing_progress(volume) as progress:
         if plan_only:
-            show_json(plan_for(model, source, recipe, method, progress))
+            show_json(plan_for(model, source, recipe, method, progress, cache=cache))
             return YES
         report = quantize_for(model, source, _need_out(out), recipe, how, progress)
     return _show(report, html, as_json=as_json)

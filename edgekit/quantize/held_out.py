@@ -37,6 +37,16 @@ class HeldOut:
         self.arrays.update({f"{index}:out:{name}": value for name, value in outputs.items()})
         return True
 
+    def restore(self, arrays: Tensors) -> bool:
+        """Goes on from arrays that were collected before; returns False if they are none."""
+        for name, array in arrays.items():
+            index, side, _ = (*name.split(":", 2), "", "")[:3]
+            if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
+                return False
+            self.arrays[name] = array
+        self._size_bytes = sum(array.nbytes for array in arrays.values())
+        return self._size_bytes <= MOST_BYTES
+
 
 def save_held_out(folder: Path, held_out: HeldOut) -> None:
     """Writes the held-out samples into a folder."""

@@ -48,6 +48,17 @@ class HistogramGrower:
         bins = np.floor(flat.astype(np.float64) * 2.0**-self._exponent).astype(np.int64) + HALF_BINS
         self._counts += np.bincount(np.clip(bins, 0, 2 * HALF_BINS - 1), minlength=2 * HALF_BINS)
 
+    def state(self) -> Array:
+        """Returns everything counted as int64 [2 + bins]: the exponent of the width, the zeros, the bins."""
+        return np.concatenate([[self._exponent, self._zeros], self._counts])
+
+    def restore(self, state: Array) -> bool:
+        """Goes on from a state; returns False, and does nothing, if it is none."""
+        if state.shape != (2 + 2 * HALF_BINS,) or state[1:].min() < 0 or not -126 <= state[0] <= 128:
+            return False
+        self._exponent, self._zeros, self._counts = int(state[0]), int(state[1]), state[2:].copy()
+        return True
+
     def freeze(self) -> Histogram:
         """Returns the histogram of everything counted."""
         used = np.flatnonzero(self._counts)

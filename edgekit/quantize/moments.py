@@ -41,7 +41,12 @@ class MomentGrower:
         self._sum = np.zeros((layer.groups, layer.inputs))
         self._products = np.zeros((layer.groups * self._pieces, size, size), np.float32)
         self._pending: list[Array] = []
-        self._count = 0
+        self._count = np.zeros((), np.int64)
+
+    def arrays(self) -> dict[str, Array]:
+        """Returns the sums themselves, settled: what is written into them is gone on from."""
+        self._flush()
+        return {"count": self._count, "sum": self._sum, "products": self._products}
 
     def add(self, values: Array) -> None:
         """Takes in what the cut gathers from one sample."""
@@ -52,12 +57,12 @@ class MomentGrower:
     def freeze(self, lows: Array, highs: Array) -> Moment:
         """Returns the moments of everything added, given the lowest and highest value of each channel of the source."""
         self._flush()
-        count = max(1, self._count)
+        count = max(1, int(self._count))
         padded = not all(inside.all() for inside in self._cut.inside)
         spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
         taps = math.prod(self._cut.kernel)
         return Moment(
-            count=self._count,
+            count=int(self._count),
             mean=(self._sum / count).astype(np.float32),
             spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
             blocks=self._products / np.float32(count),

@@ -39,6 +39,38 @@ class Tally:
                 if vectors is not None:
                     moment.add(vectors)
 
+    def settle(self) -> None:
+        """Sums what is pending. Sums of floats depend on where that is done: it must be at the same samples always."""
+        self._flush()
+        for moment in self._moments:
+            moment.arrays()
+
+    def extremes(self) -> dict[str, Array]:
+        """Returns the arrays that hold the extremes."""
+        return {f"{end}.{name}": array for end, own in self._ends().items() for name, array in own.arrays().items()}
+
+    def sums(self) -> dict[str, Array]:
+        """Returns arrays with the histograms and the moments; what was pending is summed first."""
+        self._flush()
+        states = {f"histogram.{index}": grower.state() for index, grower in enumerate(self._growers)}
+        return states | self._moment_arrays()
+
+    def restore(self, arrays: Tensors) -> bool:
+        """Goes on from such arrays; returns False if one does not fit, and then this tally is of no use any more."""
+        own = self.extremes() | self._moment_arrays()
+        for name, array in arrays.items():
+            kind, _, index = name.partition(".")
+            if kind == "histogram" and index.isdecimal() and int(index) < len(self._growers):
+                fits = array.dtype == np.int64 and self._growers[int(index)].restore(array)
+            else:
+                fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
+                fits = fits and not np.isnan(array).any()
+                if fits:
+                    own[name][...] = array
+            if not fits:
+                return False
+        return True
+
     def exact_ranges(self) -> dict[str, TensorRange]:
         """Returns the lowest and highest value of each tensor over all samples."""
         lows, highs = self._channel_extremes()
@@ -74,6 +106,16 @@ class Tally:
             lows[name], highs[name] = np.broadcast_arrays(lows[name], highs[name])
         return lows, highs
 
+    def _ends(self) -> dict[str, "_Extremes"]:
+        return {"lows": self._lows, "highs": self._highs}
+
+    def _moment_arrays(self) -> dict[str, Array]:
+        return {
+            f"moment.{index}.{name}": array
+            for index, moment in enumerate(self._moments)
+            for name, array in moment.arrays().items()
+        }
+
     def _flush(self) -> None:
         if not self._pending:
             return
@@ -90,18 +132,21 @@ class _Extremes:
     def __init__(self, parts: Sequence[tuple[str, int]], pick: np.ufunc) -> None:
         self._names = [name for name, _ in parts]
         self._starts = np.cumsum([0, *(count for _, count in parts)])
-        self._pick, self._count = pick, 0
+        self._pick, self._count = pick, np.zeros((), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
         self._sums = np.zeros(len(parts))
 
     def add(self, values: Array | None) -> None:
         if values is not None:
             self._count += 1
-            self._best = self._pick(self._best, values)
+            self._pick(self._best, values, out=self._best)
             self._sums += self._pick.reduceat(values, self._starts[:-1])
+
+    def arrays(self) -> dict[str, Array]:
+        return {"count": self._count, "best": self._best, "sums": self._sums}
 
     def entries(self) -> dict[str, Array]:
         return dict(zip(self._names, np.split(self._best, self._starts[1:-1]), strict=True)) if self._names else {}
 
     def means(self) -> dict[str, float]:
-        return dict(zip(self._names, (self._sums / max(1, self._count)).tolist(), strict=True))
+        return dict(zip(self._names, (self._sums / max(1, int(self._count))).tolist(), strict=True))

@@ -21,7 +21,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
     for tried in report.steps:
         yield f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples"
-    yield from (f"warning: {warning}" for warning in report.data_warnings)
+    yield from (f"warning: {warning}" for warning in (*report.data_warnings, *report.calibration.notes))
 
 
 def describe_prediction(predicted: Prediction) -> str:

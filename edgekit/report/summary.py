@@ -103,6 +103,18 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.seen_low < self.low - margin or self.seen_high > self.high + margin
 
 
+class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranges come from: extremes from all `samples`, histograms and moments from the `measured` ones.
+
+    `known` samples were not run, because a cache knew them. `notes` says what was wrong with a cache.
+    """
+
+    samples: int
+    measured: int
+    known: int
+    notes: tuple[str, ...]
+
+
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
@@ -117,6 +129,7 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     samples: int
     data_warnings: tuple[str, ...]
+    calibration: CalibrationReport
     fixes: dict[str, int]
     size_before: int
     size_after: int

@@ -1,0 +1,233 @@
+"""A calibration that was killed goes on from where it was kept, and gives the same bytes."""
+
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import parse_model
+
+from edgekit.errors import DataError, OutputError
+from edgekit.pipeline import build
+from edgekit.quantization import QuantizeOptions, quantize_for
+from edgekit.quantize.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from edgekit.recipe import Data, Recipe
+from edgekit.report.summary import QuantizeReport
+
+COUNT = 90
+BAD = 86
+"""A sample that gives nothing to histograms."""
+RECIPE = Recipe(targets=("nnapi",))
+SLOW = """
+import time
+import numpy as np
+
+passes = 0
+
+def samples():
+    global passes
+    passes += 1
+    for row in np.load("d.npz")["x"]:
+        time.sleep({seconds} if passes > 3 else 0)  # counted, fitted, judged; then calibrated with
+        yield {{"x": row}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
+    parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,4,6,6] y)'
+        f"<float[4,3,3,3] w = {{{weights}}}> {{ c = Conv(x, w)  e = Exp(c)  y = Relu(e) }}",
+        tmp_path / "m.onnx",
+    )
+    write_data(tmp_path)
+    return tmp_path
+
+
+def write_data(folder: Path, *, bad: int | None = None, count: int = COUNT) -> None:
+    rows = np.random.default_rng(0).normal(size=(count, 1, 3, 8, 8)).astype(np.float32)
+    if bad is not None:
+        rows[bad] *= 1e5  # finite, but its exponential is not
+    np.savez(folder / "d.npz", x=rows)
+
+
+def run(folder: Path, cache: str | None = "cache", method: str = "auto") -> tuple[bytes, QuantizeReport, list[str]]:
+    said: list[str] = []
+    kept = None if cache is None else folder / cache
+    how = QuantizeOptions(method=method, cache=kept)
+    data = Data(source=str(folder / "d.npz"))
+    report = quantize_for(folder / "m.onnx", data, folder / "q.onnx", RECIPE, how, said.append)
+    return (folder / "q.onnx").read_bytes(), report, [step for step in said if "calibrat" in step]
+
+
+def parts(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.glob("cache/calibration-*/*")}
+
+
+def test_a_finished_calibration_is_read_and_gives_the_same_bytes(folder: Path) -> None:
+    without, first, again = run(folder, None), run(folder), run(folder)
+    assert without[0] == first[0] == again[0]
+    assert (first[1].calibration.known, again[1].calibration.known) == (0, COUNT)
+    assert again[2] == [f"the calibration with {COUNT} samples is read from the cache"]
+    assert [stat & 0o77 for stat in (path.parent.stat().st_mode for path in parts(folder).values())] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("part", ["measured", "extremes"])
+def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder: Path, part: str) -> None:
+    (folder / "slow.py").write_text(SLOW.format(seconds=0.02))
+    arguments = ["quantize", "m.onnx", "--data", "slow:samples", "--target", "nnapi", "--cache", "cache"]
+    command = [sys.executable, "-m", "edgekit", *arguments, "--out", "q.onnx", "--json", "-v"]
+    child = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    wait_for(folder, part)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    assert not (folder / "q.onnx").exists()
+    (folder / "slow.py").write_text(SLOW.format(seconds=0))
+    again = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    known = json.loads(again.stdout)["calibration"]["known"]
+    assert known in (range(8, 64, 8) if part == "measured" else range(65, COUNT))
+    assert f"{known} known from the cache" in again.stderr
+    assert (folder / "q.onnx").read_bytes() == run(folder, None)[0]
+
+
+def wait_for(folder: Path, part: str) -> None:
+    end = time.monotonic() + 60
+    while part not in parts(folder):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_bad_sample_that_is_mended_costs_only_what_follows(folder: Path) -> None:
+    write_data(folder, bad=BAD)
+    with pytest.raises(DataError, match=f"sample {BAD} .* infinity in tensor 'e'"):
+        run(folder)
+    write_data(folder)
+    mended = run(folder)
+    assert mended[1].calibration.known == COUNT - 2
+    assert mended[0] == run(folder, None)[0]
+
+
+def test_other_data_settings_or_models_are_measured_anew(folder: Path) -> None:
+    run(folder)
+    assert run(folder, method="mse")[1].calibration.known == 0
+    assert run(folder, method="minmax")[1].calibration.known == 0
+    write_data(folder, count=COUNT + 1)
+    assert run(folder)[1].calibration.known == 0
+    rows = np.load(folder / "d.npz")["x"]
+    np.savez(folder / "d.npz", x=rows[::-1])
+    other = run(folder)
+    assert other[1].calibration.known == 0
+    assert "it is of other samples" in other[1].calibration.notes[0]
+    model = (folder / "m.onnx").read_bytes()
+    (folder / "m.onnx").write_bytes(model.replace(b"c", b"d"))
+    assert run(folder)[1].calibration.known == 0
+
+
+def flip(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+
+
+HOSTILE: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": flip,
+    "cut": lambda data: data[:-100],
+    "empty": lambda _data: b"",
+    "longer": lambda data: data + b"x",
+    "foreign": lambda _data: b"PK\x03\x04" * 100,
+    "header beyond the file": lambda data: data[:22] + struct.pack("<Q", 1 << 62) + data[30:],
+    "huge": lambda data: data + bytes(200 << 20),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_damaged_file_is_noticed_and_measured_again(folder: Path, how: str) -> None:
+    good = run(folder)[0]
+    path = parts(folder)["measured"]
+    path.write_bytes(HOSTILE[how](path.read_bytes()))
+    again = run(folder)
+    assert again[0] == good
+    assert again[1].calibration.known == 0
+    assert again[1].calibration.notes[0].startswith(f"'{path}' is not used: ")
+    assert run(folder)[1].calibration.known == COUNT
+
+
+def test_a_well_formed_file_of_another_shape_is_noticed(folder: Path) -> None:
+    good = run(folder)[0]
+    path = parts(folder)["measured"]
+    key = read_key(path)
+    found = read_checkpoint(path, key, 1 << 28)
+    assert found is not None
+    for name, array in (
+        ("lows.best", np.zeros(3)),
+        ("lows.best", found.arrays["lows.best"] * np.nan),
+        ("histogram.0", found.arrays["histogram.0"] - 1),
+        ("histogram.9", found.arrays["histogram.0"]),
+        ("held.1:in:x", np.zeros(3)),
+        ("unknown", np.zeros(3)),
+    ):
+        write_checkpoint(path, key, Checkpoint(seen=found.seen, arrays={**found.arrays, name: array}))
+        again = run(folder)
+        assert again[0] == good, name
+        assert "does not fit this model" in again[1].calibration.notes[0]
+    with pytest.raises(DataError, match="another model, other settings"):
+        read_checkpoint(path, "0" * 64, 1 << 28)
+
+
+def read_key(path: Path) -> str:
+    data = path.read_bytes()
+    at = data.index(b"\xa3key\xd9\x40") + 6
+    return data[at : at + 64].decode()
+
+
+def test_links_and_pipes_are_not_read(folder: Path) -> None:
+    run(folder)
+    path = parts(folder)["measured"]
+    path.rename(folder / "elsewhere")
+    path.symlink_to(folder / "elsewhere")
+    assert run(folder)[1].calibration.known == 0
+    path.unlink()
+    os.mkfifo(path)
+    assert run(folder)[1].calibration.known == 0
+
+
+def test_a_cache_that_another_run_has_open_is_left_to_it(folder: Path) -> None:
+    run(folder)
+    path = parts(folder)["measured"]
+    written = path.stat().st_mtime_ns
+    with path.with_name("lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        again = run(folder)
+    assert again[1].calibration.notes == (f"another run has '{path.parent}' open: this one keeps nothing",)
+    assert path.stat().st_mtime_ns == written
+
+
+def test_what_a_killed_run_left_half_written_is_swept_up(folder: Path) -> None:
+    run(folder)
+    (parts(folder)["lock"].parent / ".edgekit-abc").mkdir()
+    run(folder)
+    assert parts(folder).keys() == {"lock", "measured", "extremes"}
+
+
+def test_a_cache_that_cannot_be_made_is_refused(folder: Path) -> None:
+    (folder / "cache").touch()
+    with pytest.raises(OutputError, match="cannot write"):
+        run(folder)
+
+
+def test_a_build_reads_what_quantize_kept(folder: Path) -> None:
+    data = str(folder / "d.npz")
+    steps: list[str] = []
+    run(folder)
+    build(
+        folder / "m.onnx", Data(source=data, evaluation=data), folder / "out", RECIPE,
+        verify=False, cache=folder / "cache", progress=steps.append,
+    )  # fmt: skip
+    assert f"the calibration with {COUNT} samples is read from the cache" in steps
