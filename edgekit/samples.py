@@ -45,6 +45,12 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
     Raises:
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
     """
+    other = next((spec for spec in inputs if not spec.is_tensor), None)
+    if other is not None:
+        raise DataError(
+            f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors",
+            hint="export the model with tensors as inputs",
+        )
     raw = _open_source(source, inputs, preprocess)
     if raw.count == 0:
         raise DataError(f"'{source}' holds no sample", hint="give at least one, better 100")

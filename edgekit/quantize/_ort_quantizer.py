@@ -130,6 +130,10 @@ def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any
     }
     for name, grid in request.grids.items():
         overrides[name] = [_grid_override(grid, request.activation)]
+    for name in _shown_before_clamps(proto) & request.ranges.keys():
+        low, high = request.ranges[name]
+        own = {"rmin": np.float32(low), "rmax": np.float32(high)}
+        overrides[name] = [{"quant_type": _TYPES[request.activation], **own}]
     for name, (low, high) in request.wide.items():
         overrides[name] = [{"quant_type": QuantType.QUInt16, "rmin": np.float32(low), "rmax": np.float32(high)}]
     if request.scheme == "qnn":
@@ -152,6 +156,12 @@ def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any
         "WeightSymmetric": request.weight_symmetric,
         "TensorQuantOverrides": overrides,
     }, list(request.op_types)
+
+
+def _shown_before_clamps(proto: onnx.ModelProto) -> set[str]:
+    """Returns the outputs that a Relu or Clip reads: ORT would give them the range behind it, as if nobody saw them."""
+    clamped = {node.input[0] for node in proto.graph.node if node.op_type in {"Relu", "Clip"}}
+    return clamped & {value.name for value in proto.graph.output}
 
 
 def _opset(proto: onnx.ModelProto) -> int:

@@ -146,7 +146,8 @@ def _all_ranges(
             name: choose(Seen(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), readers.get(name))
             for name, span in exact.items()
         }
-        for name in reversed(list(aliases)):
-            chosen[name] = chosen[aliases[name]]
+        for name, source in reversed(list(aliases.items())):
+            if source in chosen:
+                chosen[name] = chosen[source]
         ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
     return ranges

@@ -194,6 +194,13 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
             f"'{model.path.name}' has opset {opset}, quantizing needs {MINIMUM_OPSET}",
             hint="edgekit prepare MODEL --opset 17 --out FILE",
         )
+    fed = {value.name for value in proto.graph.input}
+    through = next((value.name for value in proto.graph.output if value.name in fed), None)
+    if through is not None:
+        raise ModelError(
+            f"output '{through}' of '{model.path.name}' is an input of it, which Q and DQ nodes cannot stand between",
+            hint="leave it out: edgekit prepare MODEL --outputs NAMES --out FILE",
+        )
 
 
 def _lift_constants(graph: onnx.GraphProto) -> None:

@@ -74,7 +74,12 @@ def judge_candidate(
 
 
 def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
-    """Returns the power of a tensor of the float model and that of the difference, float64 [2]."""
+    """Returns the power of a tensor of the float model and that of the difference, float64 [2].
+
+    Where the values decide how many there are and quantizing changed that, the difference is infinite.
+    """
+    if expected.size != found.size:
+        return np.array([1.0, np.inf])
     one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
     if point.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)

@@ -20,7 +20,7 @@ from edgekit.quantize.checkpoint import Checkpoint
 from edgekit.quantize.graph import Graph, float_activations
 from edgekit.quantize.held_out import MOST_BYTES, HeldOut
 from edgekit.quantize.keeper import Cache, Keeper, opened_keeper
-from edgekit.quantize.observe import Observation, observe_graph
+from edgekit.quantize.observe import HIGHS, LOWS, Observation, observe_graph
 from edgekit.quantize.tally import Tally
 from edgekit.samples import Samples, select_samples
 from edgekit.tensors import Array, Tensors
@@ -217,7 +217,12 @@ def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:
 
 
 def _has_non_finite(values: Tensors) -> bool:
-    return any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in values.values())
+    """Returns True if a value is NaN or infinite; an empty tensor has infinity as minimum and less as maximum."""
+    empty = {LOWS: np.inf, HIGHS: -np.inf}
+    return any(
+        value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
+        for name, value in values.items()
+    )
 
 
 def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) -> None:
@@ -229,11 +234,31 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
     computed = [name for name in float_activations(graph) if name in graph.producers]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in computed)
     for name, value in _load(proto, work / "located.onnx").run(sample).items():
-        _refuse_value(value, f"tensor '{name}' (made by {graph.producers[name].op_type})", source, index)
+        maker = graph.producers[name]
+        if not _is_finite(value):
+            _refuse_weights(graph, maker)
+        _refuse_value(value, f"tensor '{name}' (made by {maker.op_type})", source, index)
     raise DataError(f"sample {index} of '{source}' gives a value that is not finite", hint="mend or drop the sample")
 
 
+def _refuse_weights(graph: Graph, node: onnx.NodeProto) -> None:
+    for name in node.input:
+        weight = graph.constant(name)
+        if weight is not None and not _is_finite(weight):
+            raise ModelError(
+                f"weight '{name}' of {node.op_type} '{node.name}' holds {_kind(weight)}",
+                hint="export or train the model again",
+            )
+
+
 def _refuse_value(value: Array, what: str, source: str, index: int) -> None:
-    if value.dtype.kind == "f" and not np.isfinite(value).all():
-        kind = "NaN" if np.isnan(value).any() else "infinity"
-        raise DataError(f"sample {index} of '{source}' gives {kind} in {what}", hint="mend or drop the sample")
+    if not _is_finite(value):
+        raise DataError(f"sample {index} of '{source}' gives {_kind(value)} in {what}", hint="mend or drop the sample")
+
+
+def _is_finite(value: Array) -> bool:
+    return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+
+
+def _kind(value: Array) -> str:
+    return "NaN" if np.isnan(value).any() else "infinity"

@@ -1,6 +1,6 @@
 """What quantizing a model for a target will do, as plain data that can be read before anything runs."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import msgspec
@@ -84,8 +84,8 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     op_types = _op_types(graph, rules)
     widens = precision == "int8" and "int16" in target.precisions
     delicate = delicate_islands(graph) if precision == "int8" else {}
-    float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else delicate))
     exact = calibration.ranges["minmax"]
+    float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else delicate, exact.keys()))
     plan = QuantPlan(
         model_sha256=model.sha256,
         samples_sha256=calibration.samples_sha256,
@@ -153,7 +153,10 @@ def _float_computing(graph: Graph) -> list[onnx.NodeProto]:
     ]
 
 
-def _float_nodes(graph: Graph, op_types: tuple[str, ...], delicate: dict[str, str]) -> Iterator[FloatNode]:
+def _float_nodes(
+    graph: Graph, op_types: tuple[str, ...], delicate: dict[str, str], measured: Collection[str]
+) -> Iterator[FloatNode]:
+    unmeasured = {name for name in float_activations(graph) if name not in measured}
     islands = delicate | float_islands(graph)
     for node in graph.proto.graph.node:
         if any(graph.elem_types.get(name) == onnx.TensorProto.FLOAT16 for name in (*node.input, *node.output)):
@@ -161,10 +164,14 @@ def _float_nodes(graph: Graph, op_types: tuple[str, ...], delicate: dict[str, st
     for node in _float_computing(graph):
         if node.name in islands:
             yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])
+        elif unmeasured & {*node.input, *node.output}:
+            reason = "its input or output is empty for some samples, and ONNX Runtime's integer kernels crash on that"
+            yield FloatNode(name=node.name, op=node.op_type, reason=reason)
         elif node.op_type not in op_types:
             yield FloatNode(name=node.name, op=node.op_type, reason=f"no rule of this target quantizes {node.op_type}")
-        elif node.op_type in {"Relu", "Clip"} and node.input[0] in graph.captured:
-            yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input")
+        elif node.op_type in {"Relu", "Clip"} and {node.input[0], node.output[0]} & graph.captured:
+            # ORT's quantizer folds it into the node before, of whose output the body would read what is not clamped.
+            yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input or output")
 
 
 def _wide_tensors(graph: Graph, nodes: set[str], exact: dict[str, TensorRange]) -> dict[str, TensorRange]:

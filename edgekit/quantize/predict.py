@@ -99,8 +99,8 @@ class Likeness:
         self._count += 1
         _add_powers(self._powers, pair.expected, pair.found)
         for name, reading in self._readings.items():
-            expected, found = pair.expected[name], pair.found[name]
-            if found.shape == expected.shape:
+            expected, found = pair.expected[name], pair.found.get(name)
+            if found is not None and found.shape == expected.shape:
                 self._records[name].append(MEASURES[reading.meaning].record(expected, found, reading))
 
     def predict(self) -> Prediction:
@@ -145,8 +145,14 @@ def _choose_outputs(readings: dict[str, Reading]) -> dict[str, Reading]:
 
 
 def _add_powers(powers: dict[str, Array], expected: Tensors, found: Tensors) -> None:
+    """Adds the powers of outputs and differences; what has another shape, where values decide it, is all wrong."""
     for name, value in expected.items():
-        if value.dtype.kind == "f" and found[name].shape == value.shape:
-            one, two = value.astype(np.float64), found[name].astype(np.float64)
-            powers.setdefault(name, np.zeros(2))
-            powers[name] += np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+        if value.dtype.kind != "f":
+            continue
+        powers.setdefault(name, np.zeros(2))
+        other = found.get(name)
+        if other is None or other.shape != value.shape:
+            powers[name] += np.array([0.0, np.inf])
+            continue
+        one, two = value.astype(np.float64), other.astype(np.float64)
+        powers[name] += np.array([(one**2).sum(), ((one - two) ** 2).sum()])

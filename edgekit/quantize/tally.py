@@ -72,8 +72,10 @@ class Tally:
         return True
 
     def exact_ranges(self) -> dict[str, TensorRange]:
-        """Returns the lowest and highest value of each tensor over all samples."""
+        """Returns the lowest and highest value of each tensor over all samples, without what was empty in some."""
         lows, highs = self._channel_extremes()
+        for name in self._lows.sometimes_empty() | self._highs.sometimes_empty():
+            del lows[name]
         return {name: TensorRange(low=float(lows[name].min()), high=float(highs[name].max())) for name in lows}
 
     def mean_ranges(self) -> dict[str, TensorRange]:
@@ -103,7 +105,7 @@ class Tally:
             if high is not None:
                 highs[name] = np.array([high])
         for name in lows:
-            lows[name], highs[name] = np.broadcast_arrays(lows[name], highs[name])
+            lows[name], highs[name] = np.broadcast_arrays(_or_zero(lows[name]), _or_zero(highs[name]))
         return lows, highs
 
     def _ends(self) -> dict[str, "_Extremes"]:
@@ -127,26 +129,39 @@ class Tally:
 
 
 class _Extremes:
-    """The lowest or highest value of every entry over all samples, and the sum over samples of each tensor's."""
+    """The lowest or highest value of every entry over all samples, and the sum over samples of each tensor's.
+
+    An empty tensor has infinite ones, which count for nothing.
+    """
 
     def __init__(self, parts: Sequence[tuple[str, int]], pick: np.ufunc) -> None:
         self._names = [name for name, _ in parts]
         self._starts = np.cumsum([0, *(count for _, count in parts)])
-        self._pick, self._count = pick, np.zeros((), np.int64)
+        self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
         self._sums = np.zeros(len(parts))
 
     def add(self, values: Array | None) -> None:
         if values is not None:
-            self._count += 1
+            own = self._pick.reduceat(values, self._starts[:-1])
             self._pick(self._best, values, out=self._best)
-            self._sums += self._pick.reduceat(values, self._starts[:-1])
+            self._runs += 1
+            self._counts += np.isfinite(own)
+            self._sums += _or_zero(own)
 
     def arrays(self) -> dict[str, Array]:
-        return {"count": self._count, "best": self._best, "sums": self._sums}
+        return {"runs": self._runs, "counts": self._counts, "best": self._best, "sums": self._sums}
 
     def entries(self) -> dict[str, Array]:
         return dict(zip(self._names, np.split(self._best, self._starts[1:-1]), strict=True)) if self._names else {}
 
+    def sometimes_empty(self) -> set[str]:
+        return {name for name, count in zip(self._names, self._counts, strict=True) if count < self._runs}
+
     def means(self) -> dict[str, float]:
-        return dict(zip(self._names, (self._sums / max(1, int(self._count))).tolist(), strict=True))
+        return dict(zip(self._names, (self._sums / np.maximum(1, self._counts)).tolist(), strict=True))
+
+
+def _or_zero(values: Array) -> Array:
+    """Returns extremes with zeros for what had no value."""
+    return np.where(np.isfinite(values), values, 0.0)

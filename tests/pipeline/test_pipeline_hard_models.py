@@ -1,0 +1,50 @@
+"""`edgekit quantize` gives awkward models a correct INT8 form, or refuses them in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hard_models import REFUSED, TAKEN, Hard
+
+from edgekit.cli.main import run_command
+
+FEWEST_DB = {"no values at all": 0.0, "as many values as are not zero": -20.0}
+"""Where values decide how many there are, 8 bits leave another number of them, and that is told."""
+
+
+def quantize(hard: Hard, folder: Path, target: str = "nnapi") -> int:
+    onnx.save(hard.proto, str(folder / "m.onnx"))
+    np.savez(folder / "d.npz", **hard.data)  # type: ignore[arg-type]
+    dims = [part for name, size in hard.dims.items() for part in ("--dim", f"{name}={size}")]
+    arguments = ["quantize", str(folder / "m.onnx"), "--data", str(folder / "d.npz"), "--target", target]
+    return run_command([*arguments, *dims, "--out", str(folder / "q.onnx"), "--json"])
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_becomes_a_correct_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(TAKEN[name], tmp_path) == 0, capsys.readouterr().err
+    report = json.loads(capsys.readouterr().out)
+    assert report["quantized_nodes"] > 0
+    assert report["predicted"]["sqnr_db"] > FEWEST_DB.get(name, 30.0) - 0.1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hard, pattern = REFUSED[name]
+    assert quantize(hard, tmp_path) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert re.search(pattern, message), message
+    assert not (tmp_path / "q.onnx").exists()
+
+
+def test_a_quantized_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(TAKEN["opset 7"], tmp_path) == 0
+    again = Hard(proto=onnx.load(str(tmp_path / "q.onnx")), data=TAKEN["opset 7"].data)
+    capsys.readouterr()
+    (tmp_path / "q.onnx").unlink()
+    assert quantize(again, tmp_path) == 2
+    assert "is quantized already" in capsys.readouterr().err
