@@ -12,7 +12,8 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import read_inputs
 from edgekit.samples import select_samples, spread_indices
 from edgekit.tensors import Array
-from edgekit.verify.layers import LayerReport, find_first_bad
+from edgekit.verify.layers import LayerReport
+from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
 
 _MOST_LAYERS = 400

@@ -15,7 +15,8 @@ from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
-from edgekit.verify.layers import compare_layers, find_first_bad
+from edgekit.verify.layers import compare_layers
+from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.report import AttributionStep, OutputReport, RunReport, Step, VerifyReport
 
 _MOST_KEPT_BYTES = 32 << 20
@@ -30,7 +31,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
-    """Returns the report with the loss attributed, the layers measured and, where it does not pass, the first bad one.
+    """Returns the report with the loss attributed, the layers measured, and the first of them that stands out.
 
     `models` holds the models that the bundle was made from, under "prepare" and, for integer precisions, "quantize".
 
@@ -45,7 +46,7 @@ def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
         layers = compare_layers(models["prepare"], models["quantize"], few)
     except ModelError:
         return explained
-    bad = None if report.passed else find_first_bad(layers)
+    bad = find_first_bad(layers)
     return msgspec.structs.replace(explained, layers=layers, first_bad_layer=None if bad is None else bad.name)
 
 

@@ -1,15 +1,13 @@
 """Cutting a model: its beginning, up to each place where only whole layers lie before the cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import onnx
 
-from edgekit.model import Model, iterate_graphs, read_proto, save_proto
-from edgekit.verify.match import order_nodes
-
-_QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+from edgekit.model import Model, read_proto, save_proto
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE, iterate_reads, list_computing, order_nodes
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +29,12 @@ def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
     nodes = list_computing(graph)
     last_read = {name: place for place, node in enumerate(nodes) for name in iterate_reads(node)}
     given = {value.name for value in graph.output}
-    rounded = {name for node in nodes if node.op_type == _QUANTIZE for name in (node.input[0], node.output[0])}
+    rounded = {name for node in nodes if node.op_type == QUANTIZE for name in (node.input[0], node.output[0])}
     cuts: list[Cut] = []
     live: list[str] = []
     layer = ""
     for place, node in enumerate(nodes):
-        layer = layer or node.input[0] if node.op_type in {_QUANTIZE, _DEQUANTIZE} else node.name or node.output[0]
+        layer = layer or node.input[0] if node.op_type in {QUANTIZE, DEQUANTIZE} else node.name or node.output[0]
         live = [name for name in (*live, *node.output) if name in given or last_read.get(name, -1) > place]
         if live and not any(name in rounded and last_read.get(name, -1) > place for name in live):
             cuts.append(Cut(nodes=place + 1, outputs=tuple(live), layer=layer))
@@ -62,18 +60,6 @@ def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
     return save_proto(proto, path)
 
 
-def list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Returns, in order, the nodes whose result depends on the inputs; the others are constants."""
-    constants = {tensor.name for tensor in graph.initializer}
-    dynamic = {value.name for value in graph.input if value.name not in constants}
-    computing: list[onnx.NodeProto] = []
-    for node in order_nodes(graph):
-        if not dynamic.isdisjoint(iterate_reads(node)):
-            computing.append(node)
-            dynamic.update(name for name in node.output if name)
-    return computing
-
-
 def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """Returns, in order, the constant nodes that some nodes need."""
     computed = {name for node in list_computing(graph) for name in node.output}
@@ -84,13 +70,3 @@ def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> 
             found.append(node)
             needed.update(iterate_reads(node))
     return found[::-1]
-
-
-def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields what a node reads, and what the bodies of a control-flow node read."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            for graph in iterate_graphs(body):
-                yield from (name for inner in graph.node for name in inner.input if name)
-                yield from (value.name for value in graph.output)

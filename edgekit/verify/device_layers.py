@@ -17,9 +17,10 @@ from edgekit.tensors import Array, Tensors, TensorSpec
 from edgekit.verify import metrics
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.grids import StepErrors, add_steps, measure_steps
-from edgekit.verify.layers import LayerReport, find_first_bad
+from edgekit.verify.layers import LayerReport
 from edgekit.verify.locate import is_right, locate_on_device, run_here
 from edgekit.verify.metrics import SampleErrors
+from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.probes import Probe, find_sources, open_layers, plan_probes, save_probed
 from edgekit.verify.report import Located, OutputReport
 from edgekit.verify.trace import FED_PREFIX
@@ -261,6 +262,8 @@ def _add(before: _Sums, more: _Sums) -> _Sums:
 
 def _report(probe: Probe, sums: _Sums) -> LayerReport:
     found, own, steps = sums.found, sums.own, sums.steps
+    step = 0.0 if probe.grid is None else probe.grid.step
+    is_stepped = steps is not None and step > 0.0 and not own.non_finite
     return LayerReport(
         name=probe.layer,
         op=probe.op,
@@ -269,8 +272,8 @@ def _report(probe: Probe, sums: _Sums) -> LayerReport:
         max_abs=None if found.non_finite else found.max_abs,
         own_sqnr_db=None if own.non_finite else metrics.sqnr_db([own]),
         own_bias=None if own.non_finite else metrics.bias_share([own]),
-        offset_steps=None if steps is None or own.non_finite else steps.offset_steps,
-        channel_steps=None if steps is None or own.non_finite else steps.channel_steps,
+        offset_steps=steps.measure_offset(step) if steps is not None and is_stepped else None,
+        channel_steps=steps.measure_channels(step) if steps is not None and is_stepped else None,
         non_finite=found.non_finite,
     )
 

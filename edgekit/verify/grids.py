@@ -1,6 +1,7 @@
-"""The integer grids that the results of a quantized model are rounded to: what rounding alone costs a layer."""
+"""The grids that the results of a quantized model are rounded to: what rounding alone costs a layer, in steps."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,6 +12,11 @@ from onnx import numpy_helper
 from edgekit.model import Model, read_proto
 from edgekit.tensors import Array
 
+_STEPS = 255.0
+"""The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs."""
+
+_Floats = npt.NDArray[np.float64]
+
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """Scale, zero point and limits of a tensor's integers."""
@@ -20,11 +26,15 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     low: int
     high: int
 
-    def round_values(self, values: Array) -> Array:
+    @property
+    def step(self) -> float:
+        """The size of a step if the grid had 8 bits."""
+        return self.scale * max(1.0, (self.high - self.low) / _STEPS)
+
+    def round_values(self, values: Array) -> _Floats:
         """Returns what QuantizeLinear and DequantizeLinear make of the values."""
         steps = np.clip(np.rint(values.astype(np.float64) / self.scale) + self.zero, self.low, self.high)
-        rounded: Array = ((steps - self.zero) * self.scale).astype(values.dtype)
-        return rounded
+        return np.asarray((steps - self.zero) * self.scale, dtype=np.float64)
 
     def read_values(self, integers: Array) -> Array:
         """Returns what DequantizeLinear makes of integers."""
@@ -33,43 +43,75 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """How many steps of its grid a result lies from where it should, channel by channel: sums over the elements."""
+    """How far a result lies from where it should: sums over the elements, in the result's own unit.
+
+    `energies` holds the sums of squares channel by channel, once for each axis that may hold the channels. `low` and
+    `high` are the ends of the values that should be.
+    """
 
     count: int
-    sums: npt.NDArray[np.float64]
-    energies: npt.NDArray[np.float64]
+    total: float
+    energies: tuple[_Floats, ...]
+    low: float
+    high: float
 
-    @property
-    def offset_steps(self) -> float:
-        """The mean distance in steps, with its sign taken away; a wrong zero point makes it one."""
-        return abs(float(self.sums.sum())) / max(1, self.count * len(self.sums))
+    def find_step(self, grid: Grid | None, least: float = 0.0) -> float:
+        """Returns the size of a step: that of the grid, or a 255th of the range of the values where there is none."""
+        own = grid.step if grid is not None else (self.high - self.low) / _STEPS
+        return max(own, least)
 
-    @property
-    def channel_steps(self) -> tuple[float, float]:
-        """The root of the mean square in steps, of the worst channel and of the middle one."""
-        roots = np.sqrt(self.energies / max(1, self.count))
-        return float(roots.max()), float(np.median(roots))
+    def measure_offset(self, step: float) -> float:
+        """Returns the mean distance in steps, with its sign taken away; a wrong zero point makes it one."""
+        return abs(self.total) / max(1, self.count) / step
+
+    def measure_channels(self, step: float) -> tuple[float, float]:
+        """Returns the root of the mean square in steps, of the worst channel and of the middle one beside it."""
+        found = [(0.0, 0.0)]
+        for energies in self.energies:
+            roots = np.sqrt(energies * len(energies) / max(1, self.count)) / step
+            found.append((float(roots.max()), float(np.median(roots))))
+        return max(found)
+
+    def expect_rounding(self, step: float, noise: float) -> tuple[float, float]:
+        """Returns what may be expected of a channel, and of the mean of all, where weights are rounded: in steps.
+
+        `noise` is what the weights add to each channel, independently. The mean of n rounded values may be off by the
+        root of n less than one of them.
+        """
+        channels = min(len(energies) for energies in self.energies)
+        noise_steps = noise / step
+        return noise_steps, noise_steps / math.sqrt(channels) + 1.0 / math.sqrt(max(1, self.count))
 
 
-def measure_steps(grid: Grid, wanted: Array, own: Array) -> StepErrors:
+def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
     """Returns how far a layer's result lies from the float values rounded to its grid: clipping and rounding cancel.
 
-    Channels are the second axis of images, else the last.
+    Channels are the last axis and, of results with three axes and more, the second one too.
     """
-    steps = (own.astype(np.float64) - grid.round_values(wanted)) / grid.scale
-    rows = np.moveaxis(steps, 1 if steps.ndim > 2 else -1, 0) if steps.ndim else steps.reshape(1)
-    rows = rows.reshape(len(rows), -1)
-    return StepErrors(count=rows.shape[1], sums=rows.sum(axis=1), energies=(rows * rows).sum(axis=1))
+    exact = np.asarray(wanted, dtype=np.float64)
+    target = exact if grid is None else grid.round_values(exact)
+    error = np.asarray(own, dtype=np.float64) - target
+    axes = [error.ndim - 1] if error.ndim < 3 else [error.ndim - 1, 1]
+    squares = error * error
+    return StepErrors(
+        count=error.size,
+        total=float(error.sum()),
+        energies=tuple(_sum_along(squares, axis) for axis in axes),
+        low=float(target.min()),
+        high=float(target.max()),
+    )
 
 
 def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
-    """Returns the sums of two samples together."""
-    if first is None or first.sums.shape != second.sums.shape:
+    """Returns the sums of two samples together; where a channel axis changes its length, the worse one counts."""
+    if first is None:
         return second
     return StepErrors(
         count=first.count + second.count,
-        sums=first.sums + second.sums,
-        energies=first.energies + second.energies,
+        total=first.total + second.total,
+        energies=tuple(_add_channels(one, other) for one, other in zip(first.energies, second.energies, strict=False)),
+        low=min(first.low, second.low),
+        high=max(first.high, second.high),
     )
 
 
@@ -95,3 +137,16 @@ def read_grid(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> 
 def _is_scalar(tensor: onnx.TensorProto) -> bool:
     """Returns True for one number whose data lies in the model file itself."""
     return int(np.prod(tensor.dims)) == 1 and not tensor.external_data
+
+
+def _sum_along(squares: _Floats, axis: int) -> _Floats:
+    if squares.ndim == 0:
+        return squares.reshape(1)
+    others: Sequence[int] = [place for place in range(squares.ndim) if place != axis]
+    return np.atleast_1d(np.asarray(squares.sum(axis=tuple(others)), dtype=np.float64))
+
+
+def _add_channels(first: _Floats, second: _Floats) -> _Floats:
+    if first.shape == second.shape:
+        return first + second
+    return first if first.mean() * len(first) >= second.mean() * len(second) else second

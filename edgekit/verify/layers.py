@@ -9,21 +9,15 @@ from edgekit._ort import CpuSession
 from edgekit.errors import ModelError
 from edgekit.model import Model, read_proto
 from edgekit.samples import Samples
-from edgekit.tensors import Tensors
+from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
-from edgekit.verify.grids import StepErrors, add_steps, find_grids, measure_steps
+from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, measure_steps
 from edgekit.verify.match import MatchedTensor, match_tensors
 from edgekit.verify.metrics import SampleErrors
+from edgekit.verify.overflows import HALF_MAX, find_reach, find_size, settle_infinities
+from edgekit.verify.regions import ROUNDING, Arithmetic, Region, find_regions
 from edgekit.verify.trace import FED_PREFIX, adapt_sample, open_fed, open_traced
-from edgekit.verify.weights import FAR_STEPS, measure_weights
-
-_NEGLIGIBLE_DB = 60.0
-_OUTLIER_DB = 12.0
-_OUTLIER_BIAS = 0.8
-_FAR_CHANNEL_STEPS = 2.5
-_FAR_OFFSET_STEPS = 0.5
-"""Measured by tools/bench/seeded_faults.py: no channel of a clean layer was farther off than 0.71 steps, no clean layer
-on the whole more than 0.03; a zero point off by one is 1.0, two swapped channels are 28 and more."""
+from edgekit.verify.weights import WeightFacts, measure_weights
 
 
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +27,13 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     with A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
     makes large. `weight_steps` is the distance in steps of the worst single weight from its float weight, None where
     the layer has none; otherwise None stands for values that are not finite. `offset_steps` (the mean) and
-    `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps of its
-    grid the layer's own result lies from the float values rounded to that grid, None where it has none. `name` and
-    `op` are those of B's node, `tensor` is the name in both models.
+    `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps the
+    layer's own result lies from the float values rounded to its grid, where it has one; a step is that of an 8-bit
+    grid, or a 255th of the range of the values. `arithmetic` is the coarsest that computes the layer,
+    `roundings` counts those inside it, `jumps` tells that a small change may make it jump, and `overflows` that A's
+    values lie beyond half precision there, where that is what B computes in. `name` and `op` are those of B's node,
+    `tensor` is the name in A.
+    `rounding_steps` is what rounding weights and result may be expected to cost a channel of it, and all of it.
     """
 
     name: str
@@ -48,7 +46,22 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_steps: float | None = None
     offset_steps: float | None = None
     channel_steps: tuple[float, float] | None = None
+    arithmetic: Arithmetic | None = None
+    roundings: int = 0
+    jumps: bool = False
+    overflows: bool = False
+    rounding_steps: tuple[float, float] | None = None
     non_finite: int = 0
+
+
+class _Sums(msgspec.Struct):
+    """What is known of a layer so far: its errors, and the largest value and the largest RMS it read."""
+
+    found: SampleErrors | None = None
+    own: SampleErrors | None = None
+    steps: StepErrors | None = None
+    reach: float = 0.0
+    size: float = 0.0
 
 
 def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:
@@ -61,65 +74,55 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         ModelError: no float tensor of `b` bears the name of one of `a`.
         UsageError: the samples do not fit a model.
     """
-    matched = match_tensors(read_proto(a, weights=False).graph, read_proto(b, weights=False).graph)
+    graphs = read_proto(a, weights=False).graph, read_proto(b, weights=False).graph
+    matched = match_tensors(*graphs)
     traced_a, traced_b = (
         open_traced(a, [tensor.in_a for tensor in matched]),
         open_traced(b, [tensor.in_b for tensor in matched]),
     )
     fed: CpuSession | None = None
-    sums: dict[str, tuple[SampleErrors, SampleErrors]] = {}
-    grids, stepped = find_grids(b), dict[str, StepErrors]()
+    sums: dict[str, _Sums] = {}
+    grids, regions = find_grids(b), dict[str, Region]()
     for sample in samples:
         wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
         if fed is None:
             matched = _keep_comparable(matched, wanted, found)
+            regions = find_regions(*graphs, matched)
             fed = open_fed(b, matched, {tensor.tensor: found[tensor.in_b].dtype for tensor in matched})
-        feed = {FED_PREFIX + item.tensor: wanted[item.in_a].astype(found[item.in_b].dtype) for item in matched}
+        feed = {FED_PREFIX + item.tensor: _cast(wanted[item.in_a], found[item.in_b]) for item in matched}
         own = fed.run({**adapt_sample(sample, b), **feed})
+        reaches = {item.tensor: find_reach(wanted[item.in_a]) for item in matched}
+        sizes = {item.tensor: find_size(wanted[item.in_a]) for item in matched}
         for item in matched:
-            measured = [metrics.measure_sample(wanted[item.in_a], side[item.in_b]) for side in (found, own)]
-            before = sums.get(item.tensor, (None, None))
-            sums[item.tensor] = (_add(before[0], measured[0]), _add(before[1], measured[1]))
-            if item.tensor in grids:
-                moved = measure_steps(grids[item.tensor], wanted[item.in_a], own[item.in_b])
-                stepped[item.tensor] = add_steps(stepped.get(item.tensor), moved)
+            known = sums.setdefault(item.tensor, _Sums())
+            known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
+            known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
+            _add_sample(known, wanted[item.in_a], found[item.in_b], [own[name] for name in sorted(item.twins_in_b)],
+                        grids.get(item.raw_b))  # fmt: skip
     if not sums:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    steps = measure_weights(a, b)
+    weights = measure_weights(a, b, matched)
     return tuple(
-        _add_steps(_report(item, sums[item.tensor], steps.get(item.layer)), stepped.get(item.tensor))
+        _report(item, sums[item.tensor], regions[item.tensor], grids.get(item.raw_b), weights.get(item.tensor))
         for item in matched
     )
 
 
-def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
-    """Returns the first layer whose own error stands out from that of the others, None if none does.
-
-    A layer stands out if its own output is not finite; or if a weight is far from where it was rounded; or if its own
-    SQNR is below 60 dB and a channel lies farther from the rounded float values than `_FAR_CHANNEL_STEPS`, or all of it
-    farther than `_FAR_OFFSET_STEPS`: rounding and clipping are then no excuse. Where the result has no grid, its
-    SQNR must not lie below the median by `_OUTLIER_DB` and four times the median distance from it (Leys et al. 2013),
-    and its error must not be mostly an offset.
-    """
-    known = [layer.own_sqnr_db for layer in layers if layer.own_sqnr_db is not None]
-    if not known:
-        return next(iter(layers), None)
-    median = float(np.median(known))
-    spread = float(np.median(np.abs(np.array(known) - median)))
-    least = median - max(_OUTLIER_DB, 4.0 * spread)
-    return next((layer for layer in layers if _stands_out(layer, least)), None)
+def _add_sample(known: _Sums, wanted: Array, found: Array, own: Sequence[Array], grid: Grid | None) -> None:
+    """Adds what one sample says of a layer; of its own results, where several nodes round it, the worst counts."""
+    piled = metrics.measure_sample(*settle_infinities(wanted, found))
+    known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
+    pairs = [settle_infinities(wanted, value) for value in own]
+    measured = [metrics.measure_sample(*pair) for pair in pairs]
+    worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
+    known.own = measured[worst] if known.own is None else metrics.add_errors(known.own, measured[worst])
+    if not measured[worst].non_finite:
+        known.steps = add_steps(known.steps, measure_steps(grid, *pairs[worst]))
 
 
-def _stands_out(layer: LayerReport, least_db: float) -> bool:
-    if layer.own_sqnr_db is None or layer.own_bias is None:
-        return True
-    if (layer.weight_steps or 0.0) > FAR_STEPS:
-        return True
-    if layer.own_sqnr_db > _NEGLIGIBLE_DB:
-        return False
-    if layer.channel_steps is not None and layer.offset_steps is not None:
-        return layer.channel_steps[0] > _FAR_CHANNEL_STEPS or layer.offset_steps > _FAR_OFFSET_STEPS
-    return layer.own_sqnr_db < least_db or layer.own_bias > _OUTLIER_BIAS
+def _cast(wanted: Array, found: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return wanted.astype(found.dtype)
 
 
 def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
@@ -132,30 +135,32 @@ def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: T
     )
 
 
-def _add(before: SampleErrors | None, measured: SampleErrors) -> SampleErrors:
-    return measured if before is None else metrics.add_errors(before, measured)
-
-
-def _add_steps(layer: LayerReport, found: StepErrors | None) -> LayerReport:
-    if found is None or layer.own_sqnr_db is None:
-        return layer
-    return msgspec.structs.replace(layer, offset_steps=found.offset_steps, channel_steps=found.channel_steps)
-
-
 def _report(
-    item: MatchedTensor,
-    sums: tuple[SampleErrors, SampleErrors],
-    weight_steps: float | None,
+    item: MatchedTensor, sums: _Sums, region: Region, grid: Grid | None, weights: WeightFacts | None
 ) -> LayerReport:
-    found, own = sums
-    return LayerReport(
+    found, own, moved = sums.found, sums.own, sums.steps
+    is_whole = own is not None and not own.non_finite
+    layer = LayerReport(
         name=item.layer,
         op=item.op,
         tensor=item.tensor,
-        sqnr_db=None if found.non_finite else metrics.sqnr_db([found]),
-        max_abs=None if found.non_finite else found.max_abs,
-        own_sqnr_db=None if own.non_finite else metrics.sqnr_db([own]),
-        own_bias=None if own.non_finite else metrics.bias_share([own]),
-        weight_steps=weight_steps,
-        non_finite=found.non_finite,
+        sqnr_db=None if found is None or found.non_finite else metrics.sqnr_db([found]),
+        max_abs=None if found is None or found.non_finite else found.max_abs,
+        own_sqnr_db=metrics.sqnr_db([own]) if own is not None and is_whole else None,
+        own_bias=metrics.bias_share([own]) if own is not None and is_whole else None,
+        weight_steps=None if weights is None else weights.steps,
+        arithmetic=region.arithmetic,
+        roundings=region.roundings,
+        jumps=region.jumps,
+        overflows=region.arithmetic == "half" and sums.reach > HALF_MAX,
+        non_finite=0 if found is None else found.non_finite,
+    )
+    step = 0.0 if moved is None else moved.find_step(grid, ROUNDING[region.arithmetic] * sums.reach)
+    if moved is None or not is_whole or step <= 0.0:
+        return layer
+    return msgspec.structs.replace(
+        layer,
+        offset_steps=moved.measure_offset(step),
+        channel_steps=moved.measure_channels(step),
+        rounding_steps=moved.expect_rounding(step, 0.0 if weights is None else weights.noise * sums.size),
     )

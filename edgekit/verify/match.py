@@ -5,49 +5,63 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import onnx
 
-_QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+from edgekit.verify.align import align_tensors
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE, order_nodes
+
+_NAMES_COUNT = 0.8
+"""Names are believed where they match at least so many of the operators that their order matches."""
 _CONSTANT_OPS = frozenset({"Constant", "ConstantOfShape", "Shape"})
 
 
 class MatchedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that both models compute.
 
-    `in_a` and `in_b` name what the nodes after it read: the value behind Q and DQ, where there are such. `twins_in_b`
-    are all tensors of the second model that hold this value. `layer` and `op` are those of the node that computes it
-    in the second model.
+    `tensor` is its name in the first model and `raw_b` that in the second. `in_a` and `in_b` name what the nodes after
+    it read: the value behind Q and DQ, where there are such. `twins_in_b` are all tensors of the second model that hold
+    this value. `layer` and `op` are those of the node that computes it in the second model.
     """
 
     tensor: str
     layer: str
     op: str
     in_a: str
+    raw_b: str
     in_b: str
     twins_in_b: frozenset[str]
 
 
 def match_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> tuple[MatchedTensor, ...]:
-    """Returns the tensors of both graphs that bear one name, inputs included, in the order of computation of `a`.
+    """Returns the tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
-    ONNX Runtime's quantizer keeps the names of activations, gives a Conv whose Relu or Clip it folds the name of that
-    node's output, and reads what it quantized through Q and DQ (`onnxruntime.quantization.qdq_quantizer`).
+    They are matched by name: ONNX Runtime's quantizer keeps the names of activations, gives a Conv whose Relu or Clip
+    it folds the name of that node's output, and reads what it quantized through Q and DQ
+    (`onnxruntime.quantization.qdq_quantizer`). Where the order of the operators matches more of them than the names do,
+    as after another export, the order counts.
     """
+    named = _match_pairs(a, b, [(name, name) for name in ordered_tensors(a)])
+    aligned = _match_pairs(a, b, align_tensors(a, b))
+    return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
+
+
+def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[str, str]]) -> tuple[MatchedTensor, ...]:
     reads_a, reads_b = _find_readers(a), _find_readers(b)
     producers_b = {name: node for node in b.node for name in node.output}
     known_b = producers_b.keys() | {value.name for value in b.input}
     matched: list[MatchedTensor] = []
-    for name in _ordered_tensors(a):
-        if name not in known_b:
+    for name, raw in pairs:
+        if raw not in known_b:
             continue
-        behind_a, behind_b = _look_behind(name, reads_a), _look_behind(name, reads_b)
-        node = producers_b.get(name)
-        if node is None and behind_b == (name,):
+        behind_a, behind_b = _look_behind(name, reads_a), _look_behind(raw, reads_b)
+        node = producers_b.get(raw)
+        if node is None and behind_b == (raw,):
             continue
         matched.append(
             MatchedTensor(
                 tensor=name,
-                layer=_name_layer(name, node, producers_b),
+                layer=_name_layer(raw, node, producers_b),
                 op="Input" if node is None else _real_node(node, producers_b).op_type,
                 in_a=behind_a[0],
+                raw_b=raw,
                 in_b=behind_b[0],
                 twins_in_b=frozenset(behind_b),
             )
@@ -55,31 +69,18 @@ def match_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> tuple[MatchedTensor
     return tuple(matched)
 
 
-def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
-    """Returns the nodes so that each comes after those it reads from; a quantizer appends its nodes out of order."""
-    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    done: set[int] = set()
-    ordered: list[onnx.NodeProto] = []
-    for start in range(len(graph.node)):
-        stack = [start]
-        while stack:
-            index = stack[-1]
-            waiting = [
-                producers[name]
-                for name in graph.node[index].input
-                if name in producers and producers[name] not in done and producers[name] != index
-            ]
-            if waiting and index not in done:
-                stack.extend(waiting)
-                continue
-            stack.pop()
-            if index not in done:
-                done.add(index)
-                ordered.append(graph.node[index])
-    return tuple(ordered)
+def _count_alike(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[MatchedTensor]) -> int:
+    """Returns how many of the matched tensors come from the same operator in both graphs."""
+    producers_a, producers_b = ({name: node for node in graph.node for name in node.output} for graph in (a, b))
+    return sum(
+        item.tensor in producers_a and _real_node(producers_a[item.tensor], producers_a).op_type == item.op
+        for item in matched
+        if item.raw_b in producers_b
+    )
 
 
-def _ordered_tensors(graph: onnx.GraphProto) -> Iterable[str]:
+def ordered_tensors(graph: onnx.GraphProto) -> Iterable[str]:
+    """Yields the inputs and what the nodes compute, in the order of computation."""
     constants = {tensor.name for tensor in graph.initializer}
     yield from (value.name for value in graph.input if value.name not in constants)
     for node in order_nodes(graph):
@@ -97,14 +98,14 @@ def _find_readers(graph: onnx.GraphProto) -> Mapping[str, Sequence[onnx.NodeProt
 
 def _look_behind(name: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> tuple[str, ...]:
     """Returns the outputs of the DQ nodes behind a tensor, or the tensor itself where it is not quantized."""
-    quantized = [node.output[0] for node in readers.get(name, ()) if node.op_type == _QUANTIZE]
-    behind = [node.output[0] for q in quantized for node in readers.get(q, ()) if node.op_type == _DEQUANTIZE]
+    quantized = [node.output[0] for node in readers.get(name, ()) if node.op_type == QUANTIZE]
+    behind = [node.output[0] for q in quantized for node in readers.get(q, ()) if node.op_type == DEQUANTIZE]
     return tuple(behind) or (name,)
 
 
 def _real_node(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> onnx.NodeProto:
     """Returns the node that computes a value, looking back through DQ and Q."""
-    while node.op_type in {_QUANTIZE, _DEQUANTIZE} and node.input[0] in producers:
+    while node.op_type in {QUANTIZE, DEQUANTIZE} and node.input[0] in producers:
         node = producers[node.input[0]]
     return node
 

@@ -19,7 +19,8 @@ from edgekit.target import Target, TaskLimit
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import find_device_layer
-from edgekit.verify.layers import LayerReport, compare_layers, find_first_bad
+from edgekit.verify.layers import LayerReport, compare_layers
+from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.report import Located, OutputReport
 from edgekit.verify.scores import TaskReport, judge_task
 from edgekit.verify.tasks import find_metric, measure_task
@@ -53,8 +54,8 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
         return None if layer is None else layer.name
 
     def reaches(self, min_sqnr_db: float | None) -> bool:
-        """Returns True if the outputs are comparable, finite and not below this ratio, and the metric is good."""
-        if self.failure is not None or judge_task(self.task, self.task_limit):
+        """Returns True if the outputs are comparable, finite and not below this ratio; metric and layers good."""
+        if self.failure is not None or self.first_bad_layer is not None or judge_task(self.task, self.task_limit):
             return False
         least = -math.inf if min_sqnr_db is None else min_sqnr_db
         return bool(self.outputs) and not any(

@@ -10,8 +10,8 @@ import onnx
 from edgekit._ort import CpuSession
 from edgekit.model import Model, read_proto, save_proto
 from edgekit.tensors import TensorSpec
-from edgekit.verify.cuts import iterate_reads, list_computing
 from edgekit.verify.grids import Grid, read_grid
+from edgekit.verify.order import iterate_reads, list_computing
 from edgekit.verify.trace import FED_PREFIX, open_proto
 
 _QUANTIZE = "QuantizeLinear"

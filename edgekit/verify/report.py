@@ -10,6 +10,7 @@ from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
 from edgekit.verify.layers import LayerReport
+from edgekit.verify.outliers import judge_layers
 from edgekit.verify.scores import TaskReport, judge_task
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
@@ -261,7 +262,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         if most is not None and self.size_bytes > most * self.source_size_bytes:
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
-        return (*found, *self.regressions)
+        return (*found, *judge_layers(self.layers), *self.regressions)
 
     @property
     def evidence(self) -> Evidence | None:

@@ -11,6 +11,7 @@ from edgekit.errors import UsageError
 from edgekit.model import Model, read_proto
 from edgekit.tensors import DTYPES, Array, Tensors
 from edgekit.verify.match import MatchedTensor
+from edgekit.verify.order import QUANTIZE
 
 FED_PREFIX = "edgekit.fed:"
 
@@ -29,14 +30,14 @@ def open_fed(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str
 
     Each matched tensor becomes an input `FED_PREFIX` + name, of the type in `dtypes`, which the nodes after it read;
     the Q and DQ nodes that round the tensor itself still belong to the layer that computes it. The outputs are the
-    matched tensors as each layer computes them.
+    matched tensors as each layer computes them, with all their twins.
     """
     proto = read_proto(model, weights=False)
     fed = {twin: tensor.tensor for tensor in matched for twin in tensor.twins_in_b if tensor.tensor in dtypes}
-    rounding = {tensor.tensor for tensor in matched if tensor.in_b != tensor.tensor}
+    rounding = {tensor.raw_b for tensor in matched if tensor.in_b != tensor.raw_b}
     for node in proto.graph.node:
         for place, name in enumerate(node.input):
-            if name in fed and not (node.op_type == "QuantizeLinear" and name in rounding):
+            if name in fed and not (node.op_type == QUANTIZE and name in rounding):
                 node.input[place] = FED_PREFIX + fed[name]
     for name in sorted(set(fed.values())):
         proto.graph.input.append(
@@ -44,7 +45,7 @@ def open_fed(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str
                 FED_PREFIX + name, onnx.helper.np_dtype_to_tensor_dtype(dtypes[name]), None
             )
         )
-    _give_out(proto, [tensor.in_b for tensor in matched])
+    _give_out(proto, [twin for tensor in matched for twin in sorted(tensor.twins_in_b)])
     return open_proto(proto, model)
 
 

@@ -1,40 +1,64 @@
-"""Comparing the weights of a quantized model with the float weights that they were rounded from."""
+"""Comparing the weights of a model with those of the float model that it was made from."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import external_data_helper, numpy_helper
 
 from edgekit.model import Model, read_proto
 from edgekit.tensors import Array
+from edgekit.verify.match import MatchedTensor
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE
+from edgekit.verify.overflows import HALF_MAX
 
 FAR_STEPS = 12.0
 """Farther than any clean INT8 model of the benchmarks had a single weight (4.7); bit 4 is 16 steps."""
 _ISOLATED = 3
+_ALONE = 3.0
+"""A refitted tensor has many weights some steps off; a broken one has a few, so much farther than all the others."""
+_LEAST_WEIGHTS = 32
+_FAR_PLACES = 2.0
+_MOST_STEPS = 1e9
 
 
-def measure_weights(a: Model, b: Model) -> dict[str, float]:
-    """Returns, for each node of `b` with quantized weights, how many steps its worst weight lies from that of `a`.
+class WeightFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the weights of a layer.
 
-    Nodes are matched by name. Rounding to the nearest gives half a step at most, refitted weights lie a few steps off.
-    Weights at an end of their grid do not count, as they may be clipped on purpose; nor do channels of which most
-    weights differ, and tensors of which more than a few are far off, because a quantizer equalizes and prunes: what is
-    wrong with those shows in the layer's output. One tensor is in memory at a time.
+    `steps` is the distance in steps of the worst one from the float weight. `noise` is what rounding them adds to a
+    result, as a root of the mean square for inputs of one: scale * sqrt(terms / 12), as of independent errors that are
+    uniform within a step (Widrow and Kollar 2008), for the channel with the largest scale.
     """
-    floats, quantized = _Initializers(a), _Initializers(b)
-    nodes_a = {node.name: node for node in floats.graph.node if node.name}
-    rounded = {node.output[0]: node for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
-    steps: dict[str, float] = {}
-    for node in quantized.graph.node:
-        other = nodes_a.get(node.name)
-        if other is None or other.op_type != node.op_type:
+
+    steps: float = 0.0
+    noise: float = 0.0
+
+
+def measure_weights(a: Model, b: Model, matched: Sequence[MatchedTensor]) -> dict[str, WeightFacts]:
+    """Returns, for each layer of `b` with weights, how they lie to those of `a`, by tensor.
+
+    Rounding to the nearest gives half a step at most, refitted weights lie a few steps off. Weights that are clipped on
+    purpose do not count; nor do channels of which most weights differ, and tensors of which more than a few are far
+    off, because a quantizer equalizes and prunes: what is wrong with those shows in the layer's output. A step of a
+    float weight is a twelfth of `FAR_STEPS` for each unit in its last place beyond two, so that a weight that is not
+    its float weight rounded lies far. One tensor is in memory at a time.
+    """
+    floats, stored = _Initializers(a), _Initializers(b)
+    facts: dict[str, WeightFacts] = {}
+    for item in matched:
+        first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
+        while first is not None and second is not None and first.op_type != second.op_type:
+            first = floats.find_node(first.input[0]) if len(first.input) == 1 else None
+        if first is None or second is None:
             continue
-        for mine, theirs in zip(node.input, other.input, strict=False):
-            if mine in rounded and theirs in floats.tensors and rounded[mine].input[0] in quantized.tensors:
-                found = _measure_steps(quantized, rounded[mine], floats.read(theirs))
-                steps[node.name] = max(found, steps.get(node.name, 0.0))
-    return steps
+        for mine, theirs in zip(second.input, first.input, strict=False):
+            found = _compare(stored, mine, floats, theirs)
+            if found is not None:
+                known, noise = facts.get(item.tensor, WeightFacts()), stored.measure_noise(second, mine)
+                facts[item.tensor] = WeightFacts(steps=max(found, known.steps), noise=max(noise, known.noise))
+    return facts
 
 
 class _Initializers:
@@ -43,7 +67,26 @@ class _Initializers:
     def __init__(self, model: Model) -> None:
         self.graph = read_proto(model, weights=False).graph
         self.tensors: Mapping[str, onnx.TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.rounded = {node.output[0]: node for node in self.graph.node if node.op_type == DEQUANTIZE}
+        self._producers = {name: node for node in self.graph.node for name in node.output if name}
         self._folder = model.path.parent
+
+    def find_node(self, name: str) -> onnx.NodeProto | None:
+        """Returns the node that computes a tensor, looking back through Q, DQ and casts."""
+        node = self._producers.get(name)
+        while node is not None and node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"}:
+            node = self._producers.get(node.input[0])
+        return node
+
+    def measure_noise(self, node: onnx.NodeProto, name: str) -> float:
+        """Returns what rounding a weight of a node adds to its result, for inputs of one; 0 where it is not rounded."""
+        rounded = self.rounded.get(name)
+        if rounded is None or rounded.input[0] not in self.tensors or rounded.input[1] not in self.tensors:
+            return 0.0
+        dims = self.tensors[rounded.input[0]].dims
+        by_row = node.op_type == "Conv" or any(item.name == "transB" and item.i for item in node.attribute)
+        terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
+        return float(self.read(rounded.input[1]).max(initial=0.0)) * math.sqrt(terms / 12.0)
 
     def read(self, name: str) -> Array:
         tensor = onnx.TensorProto()
@@ -51,6 +94,31 @@ class _Initializers:
         if external_data_helper.uses_external_data(tensor):
             external_data_helper.load_external_data_for_tensor(tensor, str(self._folder))
         return numpy_helper.to_array(tensor)
+
+
+def _compare(stored: _Initializers, mine: str, floats: _Initializers, theirs: str) -> float | None:
+    """Returns the distance of the worst weight of one input of a node, None where both sides have no such weights."""
+    if theirs not in floats.tensors:
+        return None
+    if mine in stored.rounded and stored.rounded[mine].input[0] in stored.tensors:
+        return _measure_steps(stored, stored.rounded[mine], floats.read(theirs))
+    if mine in stored.tensors:
+        return _measure_places(stored.read(mine), floats.read(theirs))
+    return None
+
+
+def _measure_places(values: Array, wanted: Array) -> float | None:
+    """Returns how far the worst of a few float weights lies where all others are equal but for rounding."""
+    if values.shape != wanted.shape or values.dtype.kind != "f" or wanted.dtype.kind != "f":
+        return None
+    if values.size < _LEAST_WEIGHTS:
+        return 0.0
+    exact = np.clip(wanted.astype(np.float64), -HALF_MAX, HALF_MAX) if values.dtype == np.float16 else wanted
+    off = np.abs(values.astype(np.float64) - exact.astype(np.float64))
+    places = off / np.maximum(np.spacing(np.abs(exact.astype(values.dtype))).astype(np.float64), 1e-38)
+    places = np.where(np.isfinite(places), places, np.inf)
+    far = places > _FAR_PLACES
+    return float(min(places.max(), _MOST_STEPS)) * FAR_STEPS / _FAR_PLACES if 0 < far.sum() <= _ISOLATED else 0.0
 
 
 def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array) -> float:
@@ -61,14 +129,18 @@ def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array
     scale = _spread(quantized.read(node.input[1]), axis, values.ndim)
     has_zero = len(node.input) > 2 and node.input[2] in quantized.tensors
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
-    steps = np.atleast_1d(np.abs(values.astype(np.float64) - zero - wanted / scale))
     limits = np.iinfo(values.dtype)
-    steps[np.atleast_1d((values <= limits.min + 1) | (values == limits.max))] = 0.0
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        meant = np.nan_to_num(np.clip(wanted / scale + zero, limits.min, limits.max))
+    steps = np.atleast_1d(np.abs(values.astype(np.float64) - meant))
     channels = np.moveaxis(steps, axis if scale.size > 1 else 0, 0)
     rows = channels.reshape(len(channels), -1)
     kept = rows[np.median(rows, axis=1) <= 1.0]
-    isolated = np.count_nonzero(kept > FAR_STEPS) <= _ISOLATED
-    return float(kept.max()) if kept.size and isolated else 0.0
+    if not kept.size:
+        return 0.0
+    largest = np.sort(kept, axis=None)[-_ISOLATED - 1 :]
+    is_alone = kept.size > _ISOLATED and largest[-1] > _ALONE * largest[0]
+    return float(largest[-1]) if is_alone else min(float(largest[-1]), FAR_STEPS)
 
 
 def _spread(value: Array, axis: int, rank: int) -> Array:

@@ -11,9 +11,10 @@ from verify_models import LAYERS, break_layer, make_images, quantize, save_netwo
 from edgekit.errors import ModelError, UsageError
 from edgekit.model import Model, load_model
 from edgekit.samples import Samples
-from edgekit.verify.layers import compare_layers, find_first_bad
-from edgekit.verify.match import order_nodes
+from edgekit.verify.layers import compare_layers
 from edgekit.verify.models import compare_models
+from edgekit.verify.order import order_nodes
+from edgekit.verify.outliers import find_first_bad
 
 
 @pytest.fixture(scope="module")

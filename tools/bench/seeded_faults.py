@@ -1,23 +1,27 @@
-"""Corrupts one layer of a quantized zoo model in six ways and asks verify which layer it was, and whether it notices.
+"""Corrupts one layer of a deployed model and asks verify which layer it was, and whether it notices.
 
-    python tools/bench/seeded_faults.py [MODEL]... [--layers 3] [--zoo ../shared/zoo]
+    python tools/bench/seeded_faults.py [MODEL]... [--layers 3] [--forms int8,fp16,fp32] [--zoo ../shared/zoo]
 
 For each model, kind of fault and some layers: does `compare_layers` name the layer; does the gate (the target's limits,
 or a layer that stands out) say no where at least 2 % of the first classes change; and does bisection on a device that
-gives nothing but outputs name the layer in at most 2 log2(N) runs. A clean model must pass and name no layer.
+gives nothing but outputs name the layer in at most 2 log2(N) runs. A clean model must pass and name no layer. A fault
+that moves no output by more than -60 dB and is not named is no fault that anybody could notice: it does not count.
+
+The models of the zoo get the faults that the project promises to find; those of `held_out_models` get others too.
 """
 
 import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from held_out_models import MODELS, draw_inputs
+from layer_faults import FAULTS, HELD_OUT, Fault, list_subjects
 from zoo_tasks import as_samples, read_inputs
 
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -27,17 +31,22 @@ from edgekit.evidence import Evidence
 from edgekit.model import Model, load_model
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.samples import Samples, limit_samples
+from edgekit.quantize.halve import halve_model
+from edgekit.samples import Samples, limit_samples, select_samples, spread_indices
 from edgekit.target import Target, load_target
-from edgekit.tensors import Array, Tensors
+from edgekit.tensors import Tensors
 from edgekit.verify.compare import compare_outputs
-from edgekit.verify.layers import compare_layers, find_first_bad
+from edgekit.verify.layers import compare_layers
 from edgekit.verify.locate import locate_on_device
+from edgekit.verify.outliers import find_first_bad, judge_layers
 from edgekit.verify.report import judge_output
 
-DEFAULT = ("vww_96_float", "kws_dscnn_float", "squeezenet1.1_fp32", "mobilenetv2_1.0_224_fp32", "superres_core_224")
-
-Fault = Callable[[onnx.ModelProto, str, np.random.Generator], bool]
+DEFAULT = (
+    "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",
+    "mobilenetv2_1.0_224_fp32", "ultraface_rfb320", "fastestdet", "magika_v3_3", "silero_vad_micro_transformer",
+    "silero_vad",
+)  # fmt: skip
+_UNNOTICEABLE_DB = 60.0
 
 
 class Seeded(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,119 +55,6 @@ class Seeded(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     layer: str
     seed: int
-
-
-def find_weight(proto: onnx.ModelProto, layer: str) -> tuple[onnx.NodeProto, onnx.TensorProto] | None:
-    """Returns the DQ node of a layer's weight and its integers, None where it is not quantized."""
-    producers = {name: node for node in proto.graph.node for name in node.output}
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    node = next((node for node in proto.graph.node if node.name == layer), None)
-    rounded = None if node is None or len(node.input) < 2 else producers.get(node.input[1])
-    if rounded is None or rounded.op_type != "DequantizeLinear" or rounded.input[0] not in tensors:
-        return None
-    return rounded, tensors[rounded.input[0]]
-
-
-def change_weight(proto: onnx.ModelProto, layer: str, change: Callable[[Array], Array | None]) -> bool:
-    """Changes the integers of a layer's weight; False where it has none or they cannot be changed so."""
-    found = find_weight(proto, layer)
-    values = None if found is None else change(numpy_helper.to_array(found[1]).copy())
-    if found is None or values is None or np.array_equal(values, numpy_helper.to_array(found[1])):
-        return False
-    found[1].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), found[1].name))
-    return True
-
-
-def double_scale(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Doubles the scale of the layer's weight."""
-    found = find_weight(proto, layer)
-    if found is None:
-        return False
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    scale = numpy_helper.to_array(tensors[found[0].input[1]]) * np.float32(2)
-    proto.graph.initializer.append(numpy_helper.from_array(scale, "seeded.scale"))
-    found[0].input[1] = "seeded.scale"
-    return True
-
-
-def shift_zero_point(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Reads the layer's result with a zero point that is off by one."""
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    node = next(node for node in proto.graph.node if node.name == layer)
-    follower = node
-    for _ in range(3):
-        follower = next((other for other in proto.graph.node if follower.output[0] in other.input), follower)
-        if follower.op_type == "DequantizeLinear":
-            break
-    if follower.op_type != "DequantizeLinear" or len(follower.input) < 3:
-        return False
-    zero = numpy_helper.to_array(tensors[follower.input[2]])
-    moved = (zero + 1 if zero.max() < np.iinfo(zero.dtype).max else zero - 1).astype(zero.dtype)
-    proto.graph.initializer.append(numpy_helper.from_array(moved, "seeded.zero"))
-    follower.input[2] = "seeded.zero"
-    return True
-
-
-def swap_channels(proto: onnx.ModelProto, layer: str, rng: np.random.Generator) -> bool:
-    """Swaps two output channels of the weight."""
-
-    def change(values: Array) -> Array | None:
-        if values.ndim < 2 or values.shape[0] < 2:
-            return None
-        first, second = rng.choice(values.shape[0], 2, replace=False)
-        values[[first, second]] = values[[second, first]]
-        return values
-
-    return change_weight(proto, layer, change)
-
-
-def flip_bit(proto: onnx.ModelProto, layer: str, rng: np.random.Generator) -> bool:
-    """Flips bit 6 of one weight: 64 steps."""
-
-    def change(values: Array) -> Array | None:
-        values.reshape(-1).view(np.uint8)[rng.integers(values.size)] ^= 64
-        return values
-
-    return change_weight(proto, layer, change)
-
-
-def transpose_weight(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Writes the weight in another order of its axes."""
-
-    def change(values: Array) -> Array | None:
-        if values.ndim < 2:
-            return None
-        return np.ascontiguousarray(np.moveaxis(values, 0, -1)).reshape(values.shape)
-
-    return change_weight(proto, layer, change)
-
-
-def overflow_half(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Computes the layer's result in half precision, a thousand million times too large."""
-    node = next(node for node in proto.graph.node if node.name == layer)
-    name, graph = node.output[0], proto.graph
-    place = list(graph.node).index(node)
-    node.output[0] = "seeded.result"
-    graph.initializer.append(numpy_helper.from_array(np.array(1e9, np.float32), "seeded.factor"))
-    added = [
-        helper.make_node("Mul", ["seeded.result", "seeded.factor"], ["seeded.large"]),
-        helper.make_node("Cast", ["seeded.large"], ["seeded.half"], to=TensorProto.FLOAT16),
-        helper.make_node("Cast", ["seeded.half"], ["seeded.float"], to=TensorProto.FLOAT),
-        helper.make_node("Div", ["seeded.float", "seeded.factor"], [name], name=layer + ".seeded"),
-    ]
-    for offset, extra in enumerate(added):
-        graph.node.insert(place + 1 + offset, extra)
-    return True
-
-
-FAULTS: dict[str, Fault] = {
-    "scale x2": double_scale,
-    "zero point +1": shift_zero_point,
-    "channels swapped": swap_channels,
-    "fp16 overflow": overflow_half,
-    "bit flip": flip_bit,
-    "wrong transpose": transpose_weight,
-}
 
 
 class Miscomputing(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +72,7 @@ class Miscomputing(msgspec.Struct, frozen=True, kw_only=True):
         """Runs the samples on the model with the fault."""
         proto = onnx.load(str(job.model))
         if any(node.name == self.fault.layer for node in proto.graph.node):
-            FAULTS[self.fault.kind](proto, self.fault.layer, np.random.default_rng(self.fault.seed))
+            {**FAULTS, **HELD_OUT}[self.fault.kind](proto, self.fault.layer, np.random.default_rng(self.fault.seed))
         onnx.save(proto, str(work / "faulty.onnx"))
         session = CpuSession(work / "faulty.onnx", SessionSettings(level=Level.DISABLED))
         rows = [session.run(sample) for sample in job.samples]
@@ -208,19 +104,19 @@ def count_changed(clean: Sequence[Tensors], got: Sequence[Tensors]) -> float:
     return sum(changed) / len(changed)
 
 
-def passes(reference: Sequence[Tensors], got: Sequence[Tensors], target: Target) -> bool:
-    """Returns the verdict of the target's limits."""
+def judge(reference: Sequence[Tensors], got: Sequence[Tensors], target: Target) -> list[str]:
+    """Returns what the target's limits say against the outputs."""
     reports = compare_outputs(listed(reference), listed(got))
-    return not any(judge_output(report, target.thresholds) for report in reports)
+    return [line for report in reports for line in judge_output(report, target.thresholds)]
 
 
-def seed_faults(model: Model, layers: int) -> Iterator[tuple[Seeded, onnx.ModelProto]]:
+def seed_faults(model: Model, faults: Mapping[str, Fault], layers: int) -> Iterator[tuple[Seeded, onnx.ModelProto]]:
     """Yields each kind of fault on some layers, with the model that has it."""
     proto = onnx.load(str(model.path))
-    names = [node.name for node in proto.graph.node if find_weight(proto, node.name)]
     rng = np.random.default_rng(5)
-    for kind, corrupt in FAULTS.items():
-        for layer in rng.choice(names, min(layers, len(names)), replace=False):
+    for kind, corrupt in faults.items():
+        names = list(list_subjects(proto, corrupt))
+        for layer in rng.choice(names, min(layers, len(names)), replace=False) if names else ():
             broken = onnx.ModelProto()
             broken.CopyFrom(proto)
             seed = int(rng.integers(1 << 30))
@@ -233,73 +129,124 @@ def names_layer(found: str | None, layer: str) -> bool:
     return found is not None and found.removesuffix(".seeded") == layer
 
 
-def measure_model(name: str, zoo: Path, layers: int, work: Path) -> dict[str, list[tuple[bool, str]]]:
-    """Returns right or wrong, with what was asked, under the names of the three questions."""
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """A float model made ready, with samples to learn from and to judge with."""
+
+    name: str
+    prepared: Model
+    learn: Samples
+    judge: Samples
+
+
+def open_zoo(name: str, zoo: Path, work: Path) -> Subject:
+    """Returns a model of the zoo; dimensions that are open become those of the first sample."""
     inputs, _ = read_inputs(zoo, name)
-    target = load_target("nnapi")
     source = load_model(zoo / "models" / f"{name}.onnx")
-    dims = {
-        str(dim or f"{spec.name}:{axis}"): 1
-        for spec in source.inputs
-        for axis, dim in enumerate(spec.shape or ())
-        if not isinstance(dim, int)
-    }
-    prepared = prepare_model(source, work / "prepared.onnx", dims)
-    prepared = fix_model(prepared, work / "fixed.onnx").model
-    calibration = calibrate_model(
-        prepared, limit_samples(as_samples(inputs, prepared, 0), 32), work=work / "calibration"
-    )
-    plan = plan_quantization(prepared, calibration, target, "int8")
-    clean = quantize_model(prepared, plan, work / "quantized.onnx").model
-    samples = limit_samples(as_samples(inputs, prepared, 1), 50)
-    few = limit_samples(samples, 4)
-    reference, right = run_all(prepared, samples), run_all(clean, samples)
-    bad = find_first_bad(compare_layers(prepared, clean, few))
+    dims: dict[str, int] = {}
+    for spec in source.inputs:
+        shape = inputs[spec.name][0].shape
+        shape = (1, *shape) if len(shape) < len(spec.shape or ()) else shape
+        dims |= {
+            str(dim or f"{spec.name}:{axis}"): shape[axis]
+            for axis, dim in enumerate(spec.shape or ())
+            if not isinstance(dim, int)
+        }
+    prepared = fix_model(prepare_model(source, work / "prepared.onnx", dims), work / "fixed.onnx").model
+    learn, judge = (as_samples(inputs, prepared, start) for start in (0, 1))
+    return Subject(name=name, prepared=prepared, learn=limit_samples(learn, 32), judge=limit_samples(judge, 50))
+
+
+def open_held_out(name: str, work: Path) -> Subject:
+    """Returns a model that no rule was made with."""
+    source = MODELS[name](work / f"{name}.onnx")
+    prepared = fix_model(prepare_model(source, work / "prepared.onnx", {}), work / "fixed.onnx").model
+    return Subject(name=name, prepared=prepared, learn=draw_inputs(prepared, 48, 1), judge=draw_inputs(prepared, 50, 2))
+
+
+def deploy(subject: Subject, form: str, work: Path) -> tuple[Model, Target]:
+    """Returns the model as it is deployed, with the target whose limits count: int8, fp16 or fp32."""
+    target = load_target("nnapi" if form == "int8" else "coreml")
+    if form == "fp32":
+        return subject.prepared, target
+    if form == "fp16":
+        left = [node.name for node in check_model(subject.prepared, target).node_list if not node.taken]
+        return halve_model(subject.prepared, left, work / "half.onnx").model, target
+    calibration = calibrate_model(subject.prepared, subject.learn, work=work / "calibration")
+    plan = plan_quantization(subject.prepared, calibration, target, "int8")
+    return quantize_model(subject.prepared, plan, work / "quantized.onnx").model, target
+
+
+def measure_model(
+    subject: Subject, form: str, faults: Mapping[str, Fault], layers: int, work: Path
+) -> dict[str, list[tuple[bool, str]]]:
+    """Returns right or wrong, with what was asked, under the names of the questions."""
+    clean, target = deploy(subject, form, work)
+    few = select_samples(subject.judge, spread_indices(subject.judge.count, 4))
+    reference, right = run_all(subject.prepared, subject.judge), run_all(clean, subject.judge)
+    said = (*judge_layers(compare_layers(subject.prepared, clean, few)), *judge(reference, right, target))
+    known = f"{subject.name} {form}"
     found: dict[str, list[tuple[bool, str]]] = {"layer": [], "gate": [], "bisection": [], "clean": []}
-    found["clean"].append((bad is None and passes(reference, right, target), f"{name}: names {bad and bad.name}"))
-    check = check_model(clean, target)
-    for fault, proto in seed_faults(clean, layers):
-        words = f"{name}: {fault.kind} in {fault.layer}"
+    found["clean"].append((not said, f"{known}: {' / '.join(said)}"))
+    for fault, proto in seed_faults(clean, faults, layers):
+        words = f"{known}: {fault.kind} in {fault.layer}"
         onnx.save(proto, str(work / "broken.onnx"))
         broken = load_model(work / "broken.onnx")
-        named = find_first_bad(compare_layers(prepared, broken, few))
-        got = run_all(broken, samples)
-        changed = count_changed(right, got) if name != "superres_core_224" else 0.0
-        known = named is not None and names_layer(named.name, fault.layer)
-        found["layer"].append((known, f"{words}: names {named and named.name}"))
-        if changed >= 0.02:
-            noticed = named is not None or not passes(reference, got, target)
-            found["gate"].append((noticed, f"{words}: {changed:.0%} of the classes change"))
-        job = Job(
-            model=clean.path, target=target, precision="int8", outputs=clean.outputs, check=check,
-            samples=limit_samples(samples, 2),
-        )  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            located = locate_on_device(Miscomputing(fault=fault), job, Path(folder), min_sqnr_db=60.0)
-        if located.layer is not None:
-            enough = located.runs <= 2 * math.log2(max(4, located.cuts))
-            said = f"{words}: names {located.layer} in {located.runs} runs of {located.cuts} cuts"
-            found["bisection"].append((enough and names_layer(located.layer, fault.layer), said))
+        named = find_first_bad(compare_layers(subject.prepared, broken, few))
+        got = run_all(broken, subject.judge)
+        changed = count_changed(right, got)
+        moved = measure_move(right, got)
+        if moved < _UNNOTICEABLE_DB or named is not None:
+            known_right = named is not None and names_layer(named.name, fault.layer)
+            found["layer"].append((known_right, f"{words}: names {named and named.name} ({moved:.0f} dB)"))
+        if changed >= 0.02 and subject.name != "superres_core_224":
+            noticed = named is not None or bool(judge(reference, got, target))
+            found["gate"].append((noticed, f"{words}: {changed:.0%} of the classes change ({moved:.0f} dB)"))
+        if form == "int8" and fault.kind in FAULTS:
+            found["bisection"].extend(bisect(clean, target, fault, subject.judge, words))
     return found
+
+
+def measure_move(right: Sequence[Tensors], got: Sequence[Tensors]) -> float:
+    """Returns the least SQNR of an output with the fault against the clean one, minus 200 where it is not finite."""
+    reports = compare_outputs(listed(right), listed(got))
+    return min((-200.0 if item.sqnr_db is None else item.sqnr_db for item in reports), default=-200.0)
+
+
+def bisect(clean: Model, target: Target, fault: Seeded, samples: Samples, words: str) -> Iterator[tuple[bool, str]]:
+    """Yields whether a device that gives nothing but outputs is found out in time, if its outputs show the fault."""
+    job = Job(
+        model=clean.path, target=target, precision="int8", outputs=clean.outputs, check=check_model(clean, target),
+        samples=limit_samples(samples, 2),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        located = locate_on_device(Miscomputing(fault=fault), job, Path(folder), min_sqnr_db=60.0)
+    if located.layer is not None:
+        enough = located.runs <= 2 * math.log2(max(4, located.cuts))
+        told = f"{words}: names {located.layer} in {located.runs} runs of {located.cuts} cuts"
+        yield enough and names_layer(located.layer, fault.layer), told
 
 
 def main() -> int:
     """Prints the shares and what went wrong; 1 where a share is below what the project promises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=DEFAULT)
+    parser.add_argument("models", nargs="*", default=(*DEFAULT, *MODELS))
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--forms", default="int8,fp16,fp32")
     parser.add_argument("--zoo", type=Path, default=Path("../shared/zoo"))
     options = parser.parse_args()
     totals: dict[str, list[tuple[bool, str]]] = {}
-    for name in options.models:
+    for name, form in ((name, form) for name in options.models for form in options.forms.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            found = measure_model(name, options.zoo, options.layers, Path(folder))
+            work = Path(folder)
+            subject = open_held_out(name, work) if name in MODELS else open_zoo(name, options.zoo, work)
+            faults = {**FAULTS, **HELD_OUT} if name in MODELS else FAULTS
+            found = measure_model(subject, form, faults, options.layers, work)
         for question, answers in found.items():
             totals.setdefault(question, []).extend(answers)
-        print(name, {key: f"{sum(ok for ok, _ in value)}/{len(value)}" for key, value in found.items()}, flush=True)
-    shares = {key: sum(ok for ok, _ in value) / max(1, len(value)) for key, value in totals.items()}
-    for answers in totals.values():
-        print(*(f"  wrong: {words}" for ok, words in answers if not ok), sep="\n")
+        counts = {key: f"{sum(ok for ok, _ in value)}/{len(value)}" for key, value in found.items()}
+        print(name, form, counts, *(f"\n  wrong: {said}" for value in found.values() for ok, said in value if not ok),
+              flush=True)  # fmt: skip
+    shares = {key: sum(ok for ok, _ in value) / max(1, len(value)) for key, value in totals.items() if value}
     print({key: f"{share:.1%} of {len(totals[key])}" for key, share in shares.items()})
     least = {"layer": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
     return int(any(shares[key] < least[key] for key in shares))

@@ -1,0 +1,176 @@
+"""Models that no rule of the verification was made with, built here: drawn weights, usual shapes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit.model import Model, load_model
+from edgekit.samples import Samples
+from edgekit.tensors import Array
+
+_OPSET, _IR = 17, 9
+
+
+class _Net:
+    """A graph that grows node by node, with weights drawn as a trained model's: the channels differ in size."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+
+    def constant(self, value: Array) -> str:
+        name = f"k{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(value, name))
+        return name
+
+    def add(self, op: str, inputs: Sequence[str], out: str = "", **attributes: Any) -> str:
+        out = out or f"{op.lower()}{len(self.nodes)}_out"
+        self.nodes.append(helper.make_node(op, inputs, [out], name=f"{op.lower()}{len(self.nodes)}", **attributes))
+        return out
+
+    def weigh(self, shape: Sequence[int], fan_in: int) -> str:
+        spread = np.exp(self.rng.normal(scale=0.4, size=(shape[0], *[1] * (len(shape) - 1))))
+        values = self.rng.normal(scale=(1.6 / fan_in) ** 0.5, size=shape) * spread
+        return self.constant(values.astype(np.float32))
+
+    def bias(self, size: int) -> str:
+        return self.constant(self.rng.normal(scale=0.3, size=size).astype(np.float32))
+
+    def conv(self, last: str, width: int, out: int, kernel: int = 3, *, stride: int = 1, groups: int = 1) -> str:
+        weight = self.weigh((out, width // groups, kernel, kernel), width // groups * kernel * kernel)
+        inputs = [last, weight, self.bias(out)]
+        pads, shape = [kernel // 2] * 4, [kernel, kernel]
+        return self.add("Conv", inputs, pads=pads, kernel_shape=shape, strides=[stride] * 2, group=groups)
+
+    def norm(self, last: str, width: int) -> str:
+        parts = [self.rng.uniform(0.6, 1.4, width), self.rng.normal(scale=0.2, size=width),
+                 self.rng.normal(scale=0.2, size=width), self.rng.uniform(0.5, 1.5, width)]  # fmt: skip
+        return self.add("BatchNormalization", [last, *(self.constant(part.astype(np.float32)) for part in parts)])
+
+    def layer_norm(self, last: str, width: int) -> str:
+        scale = self.constant(self.rng.uniform(0.6, 1.4, width).astype(np.float32))
+        return self.add("LayerNormalization", [last, scale, self.bias(width)], axis=-1, epsilon=1e-5)
+
+    def linear(self, last: str, width: int, out: int) -> str:
+        weight = self.weigh((out, width), width)
+        values = np.ascontiguousarray(numpy_helper.to_array(self.weights.pop()).T)
+        self.weights.append(numpy_helper.from_array(values, weight))
+        return self.add("Add", [self.add("MatMul", [last, weight]), self.bias(out)])
+
+    def save(self, path: Path, inputs: dict[str, Sequence[int]], outputs: dict[str, Sequence[int]]) -> Model:
+        given, made = (
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in pairs.items()]
+            for pairs in (inputs, outputs)
+        )
+        graph = helper.make_graph(self.nodes, path.stem, given, made, self.weights)
+        opsets = [helper.make_opsetid("", _OPSET)]
+        onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=_IR), str(path))
+        return load_model(path)
+
+
+def make_residual(path: Path) -> Model:
+    """Saves a residual network: 3x3 convolutions with batch normalization, two of them strided, 20 classes."""
+    net, width = _Net(11), 16
+    last = net.add("Relu", [net.norm(net.conv("x", 3, width), width)])
+    for block, out in enumerate((16, 32, 64)):
+        stride = 1 if block == 0 else 2
+        inner = net.add("Relu", [net.norm(net.conv(last, width, out, stride=stride), out)])
+        inner = net.norm(net.conv(inner, out, out), out)
+        way = last if stride == 1 else net.norm(net.conv(last, width, out, 1, stride=stride), out)
+        last, width = net.add("Relu", [net.add("Add", [inner, way])]), out
+    pooled = net.add("Flatten", [net.add("GlobalAveragePool", [last])])
+    net.add("Gemm", [pooled, net.weigh((20, width), width), net.bias(20)], "y", transB=1)
+    return net.save(path, {"x": [1, 3, 24, 24]}, {"y": [1, 20]})
+
+
+def make_transformer(path: Path) -> Model:
+    """Saves two transformer blocks with four heads over 16 tokens, the last four of them masked, 20 classes."""
+    net, width, tokens, heads = _Net(12), 48, 16, 4
+    mask = np.zeros((1, 1, 1, tokens), np.float32)
+    mask[..., -4:] = -30.0
+    last, masked = net.linear("x", 24, width), net.constant(mask)
+    split = net.constant(np.array([1, tokens, heads, width // heads], np.int64))
+    joined = net.constant(np.array([1, tokens, width], np.int64))
+    root = net.constant(np.array((width // heads) ** -0.5, np.float32))
+    for _ in range(2):
+        normed = net.layer_norm(last, width)
+        q, k, v = (net.add("Reshape", [net.linear(normed, width, width), split]) for _ in range(3))
+        q, v = (net.add("Transpose", [part], perm=[0, 2, 1, 3]) for part in (q, v))
+        scores = net.add("Mul", [net.add("MatMul", [q, net.add("Transpose", [k], perm=[0, 2, 3, 1])]), root])
+        shares = net.add("Softmax", [net.add("Add", [scores, masked])], axis=-1)
+        mixed = net.add("Transpose", [net.add("MatMul", [shares, v])], perm=[0, 2, 1, 3])
+        last = net.add("Add", [last, net.linear(net.add("Reshape", [mixed, joined]), width, width)])
+        inner = net.linear(net.layer_norm(last, width), width, 2 * width)
+        erf = net.add("Erf", [net.add("Div", [inner, net.constant(np.array(2**0.5, np.float32))])])
+        half = net.add("Mul", [inner, net.constant(np.array(0.5, np.float32))])
+        gelu = net.add("Mul", [half, net.add("Add", [erf, net.constant(np.array(1, np.float32))])])
+        last = net.add("Add", [last, net.linear(gelu, 2 * width, width)])
+    pooled = net.add("ReduceMean", [net.layer_norm(last, width)], axes=[1], keepdims=0)
+    net.add("Gemm", [pooled, net.weigh((20, width), width), net.bias(20)], "y", transB=1)
+    return net.save(path, {"x": [1, tokens, 24]}, {"y": [1, 20]})
+
+
+def make_recurrent(path: Path) -> Model:
+    """Saves two LSTM layers over 20 steps between two fully connected ones, 20 classes."""
+    net, hidden = _Net(13), 32
+    last = net.add("Relu", [net.linear("x", 12, 24)])
+    last, width = net.add("Transpose", [last], perm=[1, 0, 2]), 24
+    for _ in range(2):
+        inputs = [last, net.weigh((1, 4 * hidden, width), width), net.weigh((1, 4 * hidden, hidden), hidden)]
+        inputs.append(net.constant(net.rng.normal(scale=0.2, size=(1, 8 * hidden)).astype(np.float32)))
+        last = net.add("Squeeze", [net.add("LSTM", inputs, hidden_size=hidden), net.constant(np.array([1], np.int64))])
+        width = hidden
+    pooled = net.add("ReduceMean", [last], axes=[0], keepdims=0)
+    inner = net.add("Tanh", [net.linear(pooled, width, 40)])
+    net.add("Gemm", [inner, net.weigh((20, 40), 40), net.bias(20)], "y", transB=1)
+    return net.save(path, {"x": [1, 20, 12]}, {"y": [1, 20]})
+
+
+def make_detector(path: Path) -> Model:
+    """Saves a detector: depthwise blocks with squeeze and excite and hard swish, two scales joined, two heads."""
+    net, width, levels = _Net(14), 16, list[str]()
+    last = net.add("HardSwish", [net.norm(net.conv("x", 3, width, stride=2), width)])
+    for out in (24, 32):
+        last = net.add("HardSwish", [net.norm(net.conv(last, width, width, stride=2, groups=width), width)])
+        last = net.norm(net.conv(last, width, out, 1), out)
+        squeezed = net.add("Relu", [net.conv(net.add("GlobalAveragePool", [last]), out, 8, 1)])
+        gate = net.add("HardSigmoid", [net.conv(squeezed, 8, out, 1)], alpha=1 / 6, beta=0.5)
+        last, width = net.add("Mul", [last, gate]), out
+        levels.append(last)
+    scales = net.constant(np.array([1, 1, 2, 2], np.float32))
+    up = net.add("Resize", [levels[1], "", scales], mode="nearest", coordinate_transformation_mode="asymmetric",
+                 nearest_mode="floor")  # fmt: skip
+    joined = net.add("Relu", [net.conv(net.add("Concat", [up, levels[0]], axis=1), 56, 32, 1)])
+    joined = net.add("Relu", [net.conv(joined, 32, 32, groups=32)])
+    flat = net.constant(np.array([1, -1, 4], np.int64))
+    for name in ("boxes", "scores"):
+        raw = net.conv(net.add("Relu", [net.conv(joined, 32, 32)]), 32, 12, 1)
+        rows = net.add("Reshape", [net.add("Transpose", [raw], perm=[0, 2, 3, 1]), flat])
+        net.add("Sigmoid", [rows], name)
+    return net.save(path, {"x": [1, 3, 48, 48]}, {"boxes": [1, 108, 4], "scores": [1, 108, 4]})
+
+
+MODELS: dict[str, Callable[[Path], Model]] = {
+    "residual": make_residual,
+    "transformer": make_transformer,
+    "recurrent": make_recurrent,
+    "detector": make_detector,
+}
+
+
+def draw_inputs(model: Model, count: int, seed: int) -> Samples:
+    """Returns samples for a model: smooth noise with a level and a contrast of its own in each."""
+    rng = np.random.default_rng(seed)
+    spec = model.inputs[0]
+    shape = tuple(dim for dim in spec.shape or () if isinstance(dim, int))
+    rows: list[Array] = []
+    for _ in range(count):
+        noise = rng.normal(size=shape)
+        smooth = noise + np.roll(noise, 1, -1) + np.roll(noise, 1, -2)
+        rows.append((smooth * rng.uniform(0.3, 1.0) + rng.normal(scale=0.5)).astype(np.float32))
+    return Samples(source="drawn", count=count, read=lambda: ({spec.name: row} for row in rows))
