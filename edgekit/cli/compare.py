@@ -60,7 +60,8 @@ def command(
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
 
-    Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; or the metric fell too far.
+    Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; the metric fell too far; or with
+    --layers a layer does not compute what A's does, beyond rounding.
     """
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")

@@ -22,6 +22,7 @@ from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
 from edgekit.target import Form, Target
 from edgekit.verify.models import ModelComparison
+from edgekit.verify.outliers import judge_layers
 from edgekit.verify.report import Located, VerifyReport
 
 __all__ = ["print_table", "show_json", "show_line", "show_lines", "showing_progress"]
@@ -89,6 +90,8 @@ def show_comparison(report: ModelComparison) -> None:
     if report.layers:
         print_table(text.table_layers(report.layers))
         click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
+        for line in judge_layers(report.layers):
+            click.echo(f"- {line}")
     if report.failure is not None:
         click.echo(f"the device failed: {report.failure}")
     if report.located is not None:

@@ -11,6 +11,7 @@ from onnx import numpy_helper
 
 from edgekit.model import Model, read_proto
 from edgekit.tensors import Array
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE
 
 _STEPS = 255.0
 """The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs."""
@@ -115,19 +116,28 @@ def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
     )
 
 
-def find_grids(model: Model) -> dict[str, Grid]:
-    """Returns the grid of each tensor that a QuantizeLinear with one scale reads, by the tensor's name."""
+def find_grids(model: Model) -> dict[str, Grid | None]:
+    """Returns the grid of each tensor that is rounded, by the names before the Q node and behind the DQ node.
+
+    None stands for a grid that cannot be told, such as one of several scales.
+    """
     graph = read_proto(model, weights=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    found = {node.input[0]: read_grid(node, tensors) for node in graph.node if node.op_type == "QuantizeLinear"}
-    return {name: grid for name, grid in found.items() if grid is not None}
+    tensors |= {node.output[0]: attribute.t for node in graph.node if node.op_type == "Constant"
+                for attribute in node.attribute if attribute.name == "value"}  # fmt: skip
+    rounded = {node.output[0]: read_grid(node, tensors) for node in graph.node if node.op_type == QUANTIZE}
+    grids = {node.output[0]: rounded[node.input[0]] for node in graph.node if node.op_type == DEQUANTIZE
+             and node.input[0] in rounded}  # fmt: skip
+    return grids | {node.input[0]: rounded[node.output[0]] for node in graph.node if node.op_type == QUANTIZE}
 
 
 def read_grid(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> Grid | None:
     """Returns the grid of a QuantizeLinear with one scale, None of another; `tensors` are the graph's initializers."""
-    if len(node.input) < 3 or not all(name in tensors and _is_scalar(tensors[name]) for name in node.input[1:3]):
+    given = [name for name in node.input[1:3] if name]
+    if not given or not all(name in tensors and _is_scalar(tensors[name]) for name in given):
         return None
-    scale, zero = (numpy_helper.to_array(tensors[name]).reshape(()) for name in node.input[1:3])
+    scale, *zeros = (numpy_helper.to_array(tensors[name]).reshape(()) for name in given)
+    zero = zeros[0] if zeros else np.zeros((), np.uint8)
     if zero.dtype.kind not in "iu" or not float(scale) > 0.0:
         return None
     limits = np.iinfo(zero.dtype)

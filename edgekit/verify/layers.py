@@ -1,6 +1,6 @@
 """Comparing two models layer by layer: the error that has piled up at each, and the error that each makes itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -97,14 +97,13 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
             known = sums.setdefault(item.tensor, _Sums())
             known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
             known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
-            _add_sample(known, wanted[item.in_a], found[item.in_b], [own[name] for name in sorted(item.twins_in_b)],
-                        grids.get(item.raw_b))  # fmt: skip
+            twins = [own[name] for name in sorted(item.twins_in_b)]
+            _add_sample(known, wanted[item.in_a], found[item.in_b], twins, grids.get(item.raw_b))
     if not sums:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
     weights = measure_weights(a, b, matched)
     return tuple(
-        _report(item, sums[item.tensor], regions[item.tensor], grids.get(item.raw_b), weights.get(item.tensor))
-        for item in matched
+        _report(item, sums[item.tensor], regions[item.tensor], grids, weights.get(item.tensor)) for item in matched
     )
 
 
@@ -136,9 +135,9 @@ def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: T
 
 
 def _report(
-    item: MatchedTensor, sums: _Sums, region: Region, grid: Grid | None, weights: WeightFacts | None
+    item: MatchedTensor, sums: _Sums, region: Region, grids: Mapping[str, Grid | None], weights: WeightFacts | None
 ) -> LayerReport:
-    found, own, moved = sums.found, sums.own, sums.steps
+    found, own, moved, grid = sums.found, sums.own, sums.steps, grids.get(item.raw_b)
     is_whole = own is not None and not own.non_finite
     layer = LayerReport(
         name=item.layer,
@@ -155,7 +154,8 @@ def _report(
         overflows=region.arithmetic == "half" and sums.reach > HALF_MAX,
         non_finite=0 if found is None else found.non_finite,
     )
-    step = 0.0 if moved is None else moved.find_step(grid, ROUNDING[region.arithmetic] * sums.reach)
+    is_untold = grid is None and item.raw_b in grids
+    step = 0.0 if moved is None or is_untold else moved.find_step(grid, ROUNDING[region.arithmetic] * sums.reach)
     if moved is None or not is_whole or step <= 0.0:
         return layer
     return msgspec.structs.replace(

@@ -33,7 +33,8 @@ STEPS = share_loss(
 LAYERS = tuple(
     LayerReport(
         name=f"conv{index}", op="Conv", tensor=f"c{index}", sqnr_db=60.0 - index, max_abs=0.1,
-        own_sqnr_db=10.0 if index == 7 else 50.0, own_bias=0.0,
+        own_sqnr_db=10.0 if index == 7 else 50.0, own_bias=0.0, arithmetic="int8", offset_steps=0.0,
+        channel_steps=(28.0 if index == 7 else 0.4, 0.3),
     )
     for index in range(30)
 )  # fmt: skip

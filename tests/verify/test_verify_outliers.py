@@ -1,0 +1,190 @@
+"""A layer that does not compute what the float model does is named, whatever the model is called inside."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from verify_models import break_layer, make_images, quantize, save_network
+
+from edgekit.model import Model, load_model
+from edgekit.quantize.halve import halve_model
+from edgekit.tensors import Array
+from edgekit.verify.layers import LayerReport, compare_layers
+from edgekit.verify.models import compare_models
+from edgekit.verify.outliers import find_first_bad, judge_layers
+from edgekit.verify.overflows import settle_infinities
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    return quantize(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    folder = tmp_path_factory.mktemp("floats")
+    model = save_network(folder / "network.onnx")
+    return {"fp32": model, "fp16": halve_model(model, [], folder / "half.onnx").model}
+
+
+def change_float(model: Model, path: Path, layer: str, change: Callable[[Array], Array]) -> Model:
+    proto = onnx.load(str(model.path))
+    node = next(node for node in proto.graph.node if node.name == layer)
+    for tensor in proto.graph.initializer:
+        if tensor.name == node.input[1]:
+            values = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def rename(model: Model, path: Path, *, outside: bool = False) -> Model:
+    """Saves the model with other names of nodes and tensors, as another exporter would give them."""
+    proto = onnx.load(str(model.path))
+    graph = proto.graph
+    kept = set() if outside else {value.name for value in (*graph.input, *graph.output)}
+    names: dict[str, str] = {}
+
+    def new(name: str) -> str:
+        return name if not name or name in kept else names.setdefault(name, f"/module/t{len(names)}")
+
+    for node in graph.node:
+        node.name = f"/module/n{len(node.name)}.{new(node.output[0])}"
+        node.input[:] = [new(name) for name in node.input]
+        node.output[:] = [new(name) for name in node.output]
+    for value in (*graph.input, *graph.output):
+        value.name = new(value.name)
+    for tensor in graph.initializer:
+        tensor.name = new(tensor.name)
+    del graph.value_info[:]
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def swap_channels(weight: Array) -> Array:
+    weight[[2, 3]] = weight[[3, 2]]
+    return weight
+
+
+def flip(bit: int) -> Callable[[Array], Array]:
+    def change(weight: Array) -> Array:
+        flat = weight.reshape(-1).view(np.dtype(f"u{weight.dtype.itemsize}"))
+        flat[100] ^= flat.dtype.type(1 << bit)
+        return weight
+
+    return change
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16"])
+def test_a_clean_float_deployment_has_no_outlier(floats: dict[str, Model], form: str) -> None:
+    assert judge_layers(compare_layers(floats["fp32"], floats[form], make_images())) == ()
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16"])
+@pytest.mark.parametrize("layer", ["conv0", "conv3"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda weight: (weight * 2).astype(weight.dtype), id="scale"),
+        pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
+        pytest.param(swap_channels, id="swapped channels"),
+        pytest.param(flip(14), id="high bit"),
+        pytest.param(flip(5), id="low bit"),
+    ],
+)
+def test_the_broken_layer_of_a_float_deployment_is_named(
+    floats: dict[str, Model], tmp_path: Path, form: str, layer: str, fault: Callable[[Array], Array]
+) -> None:
+    broken = change_float(floats[form], tmp_path / "broken.onnx", layer, fault)
+    bad = find_first_bad(compare_layers(floats["fp32"], broken, make_images()))
+    assert bad is not None
+    assert bad.name == layer
+
+
+def test_a_single_sample_tells(models: tuple[Model, Model], tmp_path: Path) -> None:
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", swap_channels)
+    bad = find_first_bad(compare_layers(models[0], broken, make_images(1)))
+    assert bad is not None
+    assert bad.name == "conv2"
+
+
+def test_renamed_nodes_and_tensors_are_matched_by_their_order(models: tuple[Model, Model], tmp_path: Path) -> None:
+    plain = compare_layers(*models, make_images())
+    renamed = compare_layers(models[0], rename(models[1], tmp_path / "renamed.onnx"), make_images())
+    assert [layer.tensor for layer in renamed] == [layer.tensor for layer in plain]
+    assert [layer.own_sqnr_db for layer in renamed] == [layer.own_sqnr_db for layer in plain]
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv3", flip(6))
+    bad = find_first_bad(compare_layers(models[0], rename(broken, tmp_path / "other.onnx"), make_images()))
+    assert bad is not None
+    assert bad.tensor == "r3"
+
+
+def test_a_comparison_says_no_to_a_layer_that_stands_out(models: tuple[Model, Model], tmp_path: Path) -> None:
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", flip(6))
+    clean, wrong = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], broken))
+    assert clean.reaches(None)
+    assert wrong.first_bad_layer == "conv2"
+    assert not wrong.reaches(None)
+
+
+def test_every_reader_of_a_rounded_tensor_is_looked_at(models: tuple[Model, Model], tmp_path: Path) -> None:
+    proto = onnx.load(str(models[1].path))
+    graph = proto.graph
+    given = next(node for node in graph.node if node.op_type == "DequantizeLinear" and "conv2" in {
+        other.name for other in graph.node if node.output[0] in other.input[:1]})  # fmt: skip
+    twin = helper.make_node("DequantizeLinear", [given.input[0], given.input[1], "wrong"], ["twin"])
+    graph.initializer.append(helper.make_tensor("wrong", TensorProto.UINT8, [], [9]))
+    graph.node.append(helper.make_node("QuantizeLinear", ["r1", given.input[1], given.input[2]], ["again"]))
+    twin.input[0] = "again"
+    graph.node.append(twin)
+    next(node for node in graph.node if node.name == "conv2").input[0] = "twin"
+    onnx.save(proto, str(tmp_path / "broken.onnx"))
+    bad = find_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images()))
+    assert bad is not None
+    assert bad.name == "conv1"
+
+
+LAYER = LayerReport(
+    name="a", op="Conv", tensor="a", sqnr_db=40.0, max_abs=0.1, own_sqnr_db=40.0, own_bias=0.0, arithmetic="int8",
+    offset_steps=0.02, channel_steps=(0.7, 0.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_bad"),
+    [
+        ({}, False),
+        ({"channel_steps": (9.4, 0.3)}, True),
+        ({"channel_steps": (9.4, 0.3), "rounding_steps": (2.0, 0.1)}, False),
+        ({"channel_steps": (4.0, 0.3), "roundings": 1}, False),
+        ({"channel_steps": (4.0, 0.3), "jumps": True}, False),
+        ({"offset_steps": 1.0}, True),
+        ({"offset_steps": 1.0, "rounding_steps": (0.0, 0.7)}, False),
+        ({"weight_steps": 64.0}, True),
+        ({"own_sqnr_db": None, "own_bias": None}, True),
+        ({"arithmetic": "half", "own_sqnr_db": None, "own_bias": None, "overflows": True}, False),
+        ({"arithmetic": "half", "channel_steps": (1.2, 0.1)}, True),
+        ({"arithmetic": None, "channel_steps": (9.4, 0.3)}, False),
+    ],
+)
+def test_what_stands_out(changes: dict[str, object], is_bad: bool) -> None:
+    said = judge_layers([msgspec.structs.replace(LAYER, **changes), LAYER])
+    assert bool(said) is is_bad
+    assert all("layer 'a' (Conv) does not compute what the float model does" in line for line in said)
+
+
+def test_an_overflow_counts_where_the_end_suffers() -> None:
+    over = msgspec.structs.replace(LAYER, own_sqnr_db=None, own_bias=None, overflows=True, arithmetic="half")
+    end = msgspec.structs.replace(LAYER, name="end", sqnr_db=3.0)
+    assert find_first_bad([over, end]) is over
+
+
+def test_masks_are_no_overflow() -> None:
+    wanted = np.array([1.0, -1e9, -np.inf, np.nan, 2.0])
+    settled = settle_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
+    assert [int(np.count_nonzero(~np.isfinite(side))) for side in settled] == [0, 1]
+    assert settled[0][1] == settled[1][1] == 0.0
