@@ -1,0 +1,164 @@
+"""Holds the drop that is estimated without labels against the true one, over models, targets and bad plans.
+
+    python tools/bench/predict_coverage.py [MODEL]... [--targets nnapi,qnn] [--json FILE]
+
+Each labelled classifier of ../shared/zoo is quantized by plans that are good, bad and very bad: ranges that are too
+wide (bits lost) or too narrow (values clipped), one scale for all channels. `same` asks whether the interval from some
+samples holds the drop that labels show on these samples; `other` takes the interval from the calibration samples, as
+the command does, and the drop from samples that it never saw, whose own error counts too. The goal is 90 %.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from quantize_zoo import int8_targets, read_scored
+from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
+
+from edgekit.errors import EdgekitError
+from edgekit.model import Model, load_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.predict import Prediction, predict_drop
+from edgekit.quantize.ranges import TensorRange
+from edgekit.samples import Samples, load_samples
+from edgekit.target import TaskLimit, load_target
+from edgekit.verify.drop import measure_drop
+
+CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet"})
+SCALES = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan: what was estimated on two sets of samples, and what labels show on the second."""
+
+    model: str
+    target: str
+    plan: str
+    samples: int
+    elsewhere: Prediction
+    here: Prediction
+    truth: Prediction
+
+    @property
+    def same(self) -> bool:
+        """True if the interval holds the drop on its own samples."""
+        low, high = self.here.drop_interval or (0.0, 0.0)
+        return low - 1e-9 <= (self.truth.drop_estimate or 0.0) <= high + 1e-9
+
+    @property
+    def other(self) -> bool:
+        """True if the interval reaches that of the drop on other samples."""
+        low, high = self.elsewhere.drop_interval or (0.0, 0.0)
+        least, most = self.truth.drop_interval or (0.0, 0.0)
+        return low <= most and least <= high
+
+    @property
+    def moved(self) -> bool:
+        """True if at least one answer changed."""
+        return (self.here.top1_agreement or 0.0) < 1.0
+
+
+def bad_plans(plan: QuantPlan, calibration: Calibration) -> Iterator[tuple[str, QuantPlan]]:
+    """Yields plans of every quality."""
+    for scale in SCALES:
+        ranges = _scaled(calibration.ranges["minmax"], scale)
+        wide = msgspec.structs.replace(plan, ranges=ranges, wide={})
+        yield f"ranges x {scale:g}", wide
+        if scale in {1.0, 4.0}:
+            yield f"ranges x {scale:g}, per tensor", msgspec.structs.replace(wide, axes={})
+    ranges = calibration.ranges["percentile-99.9"]
+    yield "percentile-99.9", msgspec.structs.replace(plan, ranges=ranges)
+    yield "percentile-99.9, per tensor", msgspec.structs.replace(plan, ranges=ranges, axes={})
+
+
+def _scaled(ranges: Mapping[str, TensorRange], scale: float) -> dict[str, TensorRange]:
+    return {name: TensorRange(low=span.low * scale, high=span.high * scale) for name, span in ranges.items()}
+
+
+def bench_model(name: str, targets: tuple[str, ...]) -> Iterator[Case]:
+    """Yields a case for each target and plan."""
+    task = load_task(name)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_calibration(task, work / "calib.npz")
+        model = prepare_model(load_model(task.model), work / "prepared.onnx", task.dims)
+        learn = load_samples(str(work / "calib.npz"), model.inputs)
+        calibration = calibrate_model(model, learn, work=work / "calibration")
+        for target in targets:
+            plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+            for label, bad in bad_plans(plan, calibration):
+                try:
+                    quantized = quantize_model(model, bad, work / "bad.onnx").model
+                    yield _measure(task, model, quantized, learn, f"{target}:{label}")
+                except EdgekitError as error:
+                    print(f"  {name} {target} {label}: {error}", file=sys.stderr)
+
+
+def _measure(task: ZooTask, model: Model, quantized: Model, learn: Samples, label: str) -> Case:
+    target, _, plan = label.partition(":")
+    scored = Samples(source="zoo", count=len(task.labels), read=lambda: read_scored(task, model))
+    return Case(
+        model=task.name,
+        target=target,
+        plan=plan,
+        samples=len(task.labels),
+        elsewhere=predict_drop(model, quantized, learn),
+        here=predict_drop(model, quantized, scored),
+        truth=measure_drop(model, quantized, scored, task.labels, TaskLimit(name="top1")),
+    )
+
+
+def describe(case: Case) -> str:
+    """Returns a case as a line."""
+    low, high = (100 * end for end in case.here.drop_interval or (0.0, 0.0))
+    guess, truth = 100 * (case.here.drop_estimate or 0.0), 100 * (case.truth.drop_estimate or 0.0)
+    line = f"{case.model:28} {case.target:8} {case.plan:28} {case.truth.sqnr_db:6.1f} dB"
+    line += f" true {truth:6.2f} estimate {guess:6.2f} ({low:.2f} to {high:.2f}) {'ok' if case.same else 'NO'}"
+    return f"{line} from elsewhere {100 * (case.elsewhere.drop_estimate or 0.0):6.2f} {'ok' if case.other else 'NO'}"
+
+
+def summarize(cases: list[Case], name: str) -> str:
+    """Returns coverage and bias over cases."""
+    if not cases:
+        return f"{name}: no case"
+    errors = np.array([(case.here.drop_estimate or 0.0) - (case.truth.drop_estimate or 0.0) for case in cases]) * 100
+    same, other = (100 * float(np.mean([getattr(case, key) for case in cases])) for key in ("same", "other"))
+    return (
+        f"{name}: {len(cases)} cases, interval holds the true drop in {same:.1f} % (same samples),"
+        f" {other:.1f} % (other samples); estimate less truth {errors.mean():+.2f} points on average,"
+        f" {np.abs(errors).mean():.2f} in size"
+    )
+
+
+def main() -> int:
+    """Benches the classifiers named on the command line, all of them by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(CLASSIFIERS))
+    parser.add_argument("--targets", default=",".join(int8_targets()))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not ZOO.is_dir():
+        print(f"needs {ZOO}")
+        return 2
+    cases: list[Case] = []
+    for name in args.models:
+        for case in bench_model(name, tuple(args.targets.split(","))):
+            cases.append(case)
+            print(describe(case), flush=True)
+    small = [case for case in cases if abs(case.truth.drop_estimate or 0.0) <= 0.05]
+    print(summarize(cases, "all"))
+    print(summarize([case for case in cases if case.moved], "where an answer changed"))
+    print(summarize(small, "true drop of at most 5 points"))
+    if args.json:
+        args.json.write_text(json.dumps([msgspec.to_builtins(case) for case in cases]))
+    return int(float(np.mean([case.same for case in cases])) < 0.9) if cases else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
