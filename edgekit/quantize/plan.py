@@ -11,7 +11,7 @@ from edgekit.model import Model
 from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.correct import Rounding
-from edgekit.quantize.graph import Graph, float_activations
+from edgekit.quantize.graph import Graph, float_activations, range_source
 from edgekit.quantize.islands import delicate_islands, float_islands
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, Quantization, Target
@@ -123,10 +123,10 @@ def relieve_tensors(
 ) -> QuantPlan:
     """Returns the plan with some activations out of 8 bits: at 16 bits over all they reach, or float with their nodes.
 
-    A tensor that is not quantized at all needs a float producer and float readers, so that no Q or DQ touches it.
+    What only moves their values gets 16 bits too, else a Squeeze would round them to 8 bits after all. A tensor that is not quantized at all needs a float producer and float readers, so that no Q or DQ touches it.
     """
     if widens:
-        exact = {name: calibration.ranges["minmax"][name] for name in names}
+        exact = {name: span for name, span in calibration.ranges["minmax"].items() if range_source(graph, name) in names}
         return msgspec.structs.replace(plan, wide={**plan.wide, **exact})
     kept = {node.name: node for node in plan.float_nodes}
     for name in names:

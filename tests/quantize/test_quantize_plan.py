@@ -8,6 +8,8 @@ from quantize_models import make_model, make_samples, random_samples
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.plan import relieve_tensors
 from edgekit.target import load_target
 
 
@@ -48,6 +50,12 @@ def test_calibration_of_another_model_is_refused(net: Model, calibration: Calibr
 def test_unknown_method_gets_a_suggestion(net: Model, calibration: Calibration) -> None:
     with pytest.raises(UsageError, match="did you mean 'minmax'"):
         plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmx")
+
+
+def test_16_bits_reach_through_what_only_moves_values(net: Model, calibration: Calibration) -> None:
+    plan = plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmax")
+    wide = relieve_tensors(read_graph(net), plan, ("s", "g"), calibration, widens=True).wide
+    assert list(wide) == ["s", "p", "g", "f"]
 
 
 def test_node_without_integer_form_says_why(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from edgekit.errors import EdgekitError
 from edgekit.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.predict import Prediction, predict_drop
+from edgekit.quantize.predict import MOST_SAMPLES, Prediction, predict_drop
 from edgekit.quantize.ranges import TensorRange
-from edgekit.samples import Samples, load_samples
+from edgekit.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.target import TaskLimit, load_target
 from edgekit.verify.drop import measure_drop
 
@@ -102,15 +102,17 @@ def bench_model(name: str, targets: tuple[str, ...]) -> Iterator[Case]:
 
 def _measure(task: ZooTask, model: Model, quantized: Model, learn: Samples, label: str) -> Case:
     target, _, plan = label.partition(":")
-    scored = Samples(source="zoo", count=len(task.labels), read=lambda: read_scored(task, model))
+    every = Samples(source="zoo", count=len(task.labels), read=lambda: read_scored(task, model))
+    kept = spread_indices(every.count, MOST_SAMPLES)
+    scored, labels = select_samples(every, kept), [task.labels[index] for index in kept]
     return Case(
         model=task.name,
         target=target,
         plan=plan,
-        samples=len(task.labels),
+        samples=scored.count,
         elsewhere=predict_drop(model, quantized, learn),
         here=predict_drop(model, quantized, scored),
-        truth=measure_drop(model, quantized, scored, task.labels, TaskLimit(name="top1")),
+        truth=measure_drop(model, quantized, scored, labels, TaskLimit(name="top1")),
     )
 
 
