@@ -37,16 +37,22 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns what a change of the first class costs, by the float model's confidence, and whether there is one."""
+    """Returns the expected cost of a change of the first class, by the float model's confidence, and its variance.
+
+    A change costs 1, -1 or 0: the old class was right, the new one is, or neither. The third number says if there is
+    a change at all.
+    """
     before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
-    chances = read_probabilities(expected, reading)[:, 0]
-    return np.array([chances[before] - chances[after], before != after])
+    if before == after:
+        return np.zeros(3)
+    old, new = (float(chance) for chance in read_probabilities(expected, reading)[[before, after], 0])
+    return np.array([old - new, old + new - (old - new) ** 2, 1.0])
 
 
 def _judge_classes(records: Sequence[Array]) -> Loss:
     table = np.stack(records)
-    changed = table[:, 1] > 0
-    interval = _interval_of_losses(table[:, 0], changed)
+    changed = table[:, 2] > 0
+    interval = _interval_of_losses(table[changed], len(table))
     return Loss(estimate=float(table[:, 0].mean()), interval=interval, agreement=float(1 - changed.mean()))
 
 
@@ -128,13 +134,16 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _interval_of_losses(losses: Array, changed: Array) -> tuple[float, float]:
-    count, total = int(changed.sum()), len(changed)
+def _interval_of_losses(changes: Array, total: int) -> tuple[float, float]:
+    """Returns the interval of the share of changes (Wilson) times that of the loss of one change.
+
+    One change of loss 0.5 is assumed besides those seen.
+    """
+    count = len(changes)
     low, high = wilson_interval(count, total)
-    own = losses[changed]
-    loss = (own.sum() + _PRIOR_LOSS) / (count + 1)
-    spread = math.sqrt((((own - loss) ** 2).sum() + _PRIOR_SPREAD**2) / (count + 1))
-    reach = _Z * spread / math.sqrt(count + 1)
+    loss = (changes[:, 0].sum() + _PRIOR_LOSS) / (count + 1)
+    spread = ((changes[:, 0] - loss) ** 2).sum() + changes[:, 1].sum() + _PRIOR_SPREAD
+    reach = _Z * math.sqrt(spread) / (count + 1)
     ends = [rate * float(np.clip(loss + side * reach, -1, 1)) for rate in (low, high) for side in (-1, 1)]
     return min(ends), max(ends)
 

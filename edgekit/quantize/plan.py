@@ -123,10 +123,12 @@ def relieve_tensors(
 ) -> QuantPlan:
     """Returns the plan with some activations out of 8 bits: at 16 bits over all they reach, or float with their nodes.
 
-    What only moves their values gets 16 bits too, else a Squeeze would round them to 8 bits after all. A tensor that is not quantized at all needs a float producer and float readers, so that no Q or DQ touches it.
+    What only moves their values gets 16 bits too, else a Squeeze would round them to 8 bits after all. A tensor that
+    is not quantized at all needs a float producer and float readers, so that no Q or DQ touches it.
     """
     if widens:
-        exact = {name: span for name, span in calibration.ranges["minmax"].items() if range_source(graph, name) in names}
+        seen = calibration.ranges["minmax"]
+        exact = {name: span for name, span in seen.items() if range_source(graph, name) in names}
         return msgspec.structs.replace(plan, wide={**plan.wide, **exact})
     kept = {node.name: node for node in plan.float_nodes}
     for name in names:
