@@ -129,6 +129,10 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     the figures, because an emulator runs too few samples to prove 90 %. `max_latency_ratio` and `max_memory_ratio` are
     relative to a reference run on the same device; `max_size_bytes` and `max_size_share` (of the float model) limit
     the model file that an app loads. `task` is a metric that needs labels.
+
+    `max_lost_share` is the largest share of the multiply-accumulates (of nodes: four times that) which may run on the
+    CPU although the provider was predicted to take it. With `needs_placement` at least one run must have observed what
+    the provider takes; a prediction is then not enough.
     """
 
     min_cosine: float
@@ -142,6 +146,8 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     max_memory_ratio: float | None = None
     max_size_bytes: int | None = None
     max_size_share: float | None = None
+    max_lost_share: float = 0.05
+    needs_placement: bool = False
     task: TaskLimit | None = None
 
 

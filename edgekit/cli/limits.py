@@ -25,6 +25,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     min_top1_agreement: float | None
     gate: str | None
     max_cpu_nodes: int | None
+    max_lost_share: float | None
+    needs_placement: bool | None
     max_latency_ratio: float | None
     max_memory_ratio: float | None
     max_size_bytes: int | None
@@ -83,6 +85,10 @@ _OPTIONS: tuple[Option[Any], ...] = (
     ),
     click.option("--gate", type=click.Choice(["estimate", "bound"]), help="Judge the figures, or their intervals."),
     click.option("--max-cpu-nodes", type=click.IntRange(min=0), metavar="N", help="Most nodes left to the CPU."),
+    limit("--max-lost", "max_lost_share", click.FloatRange(0, 1), "Most work on the CPU that was predicted taken."),
+    click.option(
+        "--needs-placement", is_flag=True, default=None, help="Fail where no run observed what the provider takes."
+    ),
     limit(
         "--max-latency-ratio", "max_latency_ratio", click.FloatRange(min=0), "Most times the reference run's latency."
     ),

@@ -21,9 +21,10 @@ from edgekit.report.tables import format_bytes
 from edgekit.sizes import SizeReport
 from edgekit.steps import PrepareReport
 from edgekit.target import Form, Target
+from edgekit.verify.facts import Located
 from edgekit.verify.models import ModelComparison
 from edgekit.verify.outliers import judge_layers
-from edgekit.verify.report import Located, VerifyReport
+from edgekit.verify.report import VerifyReport
 
 __all__ = ["print_table", "show_json", "show_line", "show_lines", "showing_progress"]
 """What commands import from here though it is made elsewhere."""

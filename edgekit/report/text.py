@@ -6,6 +6,7 @@ from typing import cast
 from rich.table import Table
 from rich.text import Text
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.convert.ort_report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.self_test import SelfTest
@@ -15,9 +16,10 @@ from edgekit.report.checked import describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target, TaskLimit
+from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.models import ModelComparison
-from edgekit.verify.report import Located, RunReport, VerifyReport
+from edgekit.verify.report import RunReport, VerifyReport
 from edgekit.verify.scores import TaskReport, describe_difference, format_score, judge_task
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
@@ -64,6 +66,8 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: {note}" for note in run.notes)
         yield from () if run.located is None else list_located(run.located, run.device)
+    if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
+        yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     for skip in report.skipped:
         yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
 

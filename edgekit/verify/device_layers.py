@@ -16,13 +16,14 @@ from edgekit.samples import limit_samples
 from edgekit.tensors import Array, Tensors, TensorSpec
 from edgekit.verify import metrics
 from edgekit.verify.compare import compare_outputs
+from edgekit.verify.facts import Located
 from edgekit.verify.grids import StepErrors, add_steps, measure_steps
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.locate import is_right, locate_on_device, run_here
 from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.probes import Probe, find_sources, open_layers, plan_probes, save_probed
-from edgekit.verify.report import Located, OutputReport
+from edgekit.verify.report import OutputReport
 from edgekit.verify.trace import FED_PREFIX
 
 LAYER_SAMPLES = 4

@@ -9,6 +9,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
+from edgekit.verify.facts import Located, PlacementGap
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.outliers import judge_layers
 from edgekit.verify.scores import TaskReport, judge_task
@@ -22,6 +23,8 @@ _ADVICE: dict[str, str] = {
     "provider": "it rounds otherwise (half precision, kernels of its own); leave nodes where it matters to the CPU",
     "device": "the device computes otherwise than its emulator; compare driver and runtime versions",
 }
+_LOST_NODES = 4.0
+"""So many times the share of the work that may be lost, the share of the nodes may: most of them do little."""
 _OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_EP)
 
 
@@ -82,21 +85,6 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
 
 
-class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
-
-    `found_by` tells whether the device gave the tensors inside, which `layers` then measures, or the model was cut at
-    one of `cuts` places. `notes` say what was done otherwise, and why.
-    """
-
-    layer: str | None
-    runs: int
-    cuts: int
-    found_by: Literal["tensors", "cuts"] = "cuts"
-    layers: tuple[LayerReport, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one device did with the samples.
 
@@ -105,7 +93,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     last words of its program then, and `notes` what it did otherwise than an app on the target. `task` is a metric that
     needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
     none: then they are not judged. `outputs_sha256` is of everything that came back, "" where not all of it did.
-    `located` tells of the layers as the device computes them, None where they were not looked at.
+    `located` tells of the layers as the device computes them, None where they were not looked at; `gap` of what ran on
+    the CPU although the provider was predicted to take it, None where that is not known.
     """
 
     device: str
@@ -131,6 +120,13 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     outputs_sha256: str = ""
     located: Located | None = None
+    gap: PlacementGap | None = None
+
+    @property
+    def observes_placement(self) -> bool:
+        """True if the target's provider itself ran and told what it took."""
+        observed = self.placement_source != "predicted" and bool(self.provider_nodes)
+        return self.failure is None and self.evidence in _OBSERVING and observed
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -220,6 +216,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     source_size_bytes: int = 0
     max_size_bytes: int | None = None
     max_size_share: float | None = None
+    needs_placement: bool = False
     ancestry: dict[str, str] = {}
     regressions: tuple[str, ...] = ()
     machine: dict[str, str] = {}
@@ -254,6 +251,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     def failures(self) -> tuple[str, ...]:
         """What speaks against the bundle as a whole, one line each; what speaks against a run stands there."""
         found: list[str] = []
+        if self.needs_placement and not any(run.observes_placement for run in self.runs):
+            found.append("no run observed what the provider takes: verify on a device, or where the provider runs here")
         if not self.taken_macs >= self.min_taken_macs:
             found.append(f"the provider takes {self.taken_macs:.0%} of the work, less than {self.min_taken_macs:.0%}")
         if self.max_size_bytes is not None and self.size_bytes > self.max_size_bytes:
@@ -299,6 +298,7 @@ def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport
         min_taken_macs=thresholds.min_taken_macs,
         max_size_bytes=thresholds.max_size_bytes,
         max_size_share=thresholds.max_size_share,
+        needs_placement=thresholds.needs_placement,
     )
 
 
@@ -343,11 +343,16 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
         return (f"placement was not observed, so {run.provider} may have taken no node",)
     if not run.provider_nodes.get(run.provider):
         return (f"silent fallback: {run.provider} took no node, the run used {_name_counts(run.provider_nodes)}",)
-    left = run.provider_nodes.get(CPU_PROVIDER, 0)
-    limit = run.thresholds.max_cpu_nodes
+    found: list[str] = []
+    gap, most = run.gap, run.thresholds.max_lost_share
+    if gap is not None and (gap.lost_macs > most or (gap.lost > 1 and gap.lost > _LOST_NODES * most * gap.predicted)):
+        names = ", ".join(f"'{name}'" for name in gap.nodes[:5]) + (", ..." if gap.lost > 5 else "")
+        lost = f"{gap.lost} of the {gap.predicted} nodes that {run.provider} was predicted to take"
+        found.append(f"silent fallback: {lost} ran on {CPU_PROVIDER}, {gap.lost_macs:.0%} of the work: {names}")
+    left, limit = run.provider_nodes.get(CPU_PROVIDER, 0), run.thresholds.max_cpu_nodes
     if limit is not None and left > limit:
-        return (f"{left} nodes were left to {CPU_PROVIDER}, more than {limit}",)
-    return ()
+        found.append(f"{left} nodes were left to {CPU_PROVIDER}, more than {limit}")
+    return tuple(found)
 
 
 def _judge_cost(run: RunReport) -> Iterator[str]:

@@ -24,6 +24,7 @@ from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import look_at_layers
+from edgekit.verify.placement import find_gap
 from edgekit.verify.report import (
     OutputReport,
     RunReport,
@@ -58,10 +59,9 @@ def verify_bundle(
     A device of the manifest's verification list runs the form and as many samples as stand there, any other device
     runs what an app would load, with all samples. A device that is not there is skipped, with the command that
     installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
-    a metric in place of that in the bundle's thresholds. With `float_model` an output that is wrong is held against
-    what that model makes of inputs with a usual mistake. Where outputs are wrong, or `layers` asks for it, the layer is
-    looked for that the device computes otherwise (by cutting the model only if asked). Devices run at the same time, on
-    a copy of the bundle whose digests were checked as it was made.
+    a metric in place of that of the bundle. With `float_model` an output that is wrong is held against what that model
+    makes of inputs with a usual mistake. Where outputs are wrong, or `layers` asks for it, the layer is looked for that
+    the device computes otherwise. Devices run at once, on a copy of the bundle whose digests were checked.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -91,6 +91,7 @@ def verify_bundle(
         source_size_bytes=bundle.manifest.source_size_bytes,
         max_size_bytes=bundle.manifest.thresholds.max_size_bytes,
         max_size_share=bundle.manifest.thresholds.max_size_share,
+        needs_placement=bundle.manifest.thresholds.needs_placement,
         machine=describe_machine(),
     )
 
@@ -159,6 +160,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             reference = select_samples(read_outputs(golden), indices)
             plan = msgspec.structs.replace(plan, samples=len(indices))
         report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle))
+        report = msgspec.structs.replace(report, gap=find_gap(run, job))
         if not report.passed:
             model = asked.float_model or job.model
             report = msgspec.structs.replace(report, traps=_find_traps(bundle, run, job, model, report.outputs))

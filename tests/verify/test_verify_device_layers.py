@@ -19,8 +19,8 @@ from edgekit.samples import Samples
 from edgekit.target import Precision, load_target
 from edgekit.tensors import Tensors
 from edgekit.verify.device_layers import find_device_layer
+from edgekit.verify.facts import Located
 from edgekit.verify.probes import plan_probes
-from edgekit.verify.report import Located
 from edgekit.verify.verify import verify_bundle
 
 FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])

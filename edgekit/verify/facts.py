@@ -1,0 +1,35 @@
+"""What was found of a run's layers and of its placement."""
+
+from typing import Literal
+
+import msgspec
+
+from edgekit.verify.layers import LayerReport
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
+
+    `found_by` tells whether the device gave the tensors inside, which `layers` then measures, or the model was cut at
+    one of `cuts` places. `notes` say what was done otherwise, and why.
+    """
+
+    layer: str | None
+    runs: int
+    cuts: int
+    found_by: Literal["tensors", "cuts"] = "cuts"
+    layers: tuple[LayerReport, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
+    """How many nodes a provider was predicted to take, and what of them ran on the CPU instead.
+
+    `lost_macs` is their share of the model's multiply-accumulates, or of the predicted nodes where nothing multiplies;
+    `nodes` names the first of them.
+    """
+
+    predicted: int
+    lost: int
+    lost_macs: float
+    nodes: tuple[str, ...]

@@ -1,0 +1,174 @@
+"""A provider that takes fewer nodes than it was predicted to take: real sessions, one layer of which must fall back."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from bundle_models import make_check, make_contents
+from onnx import helper, numpy_helper
+from verify_devices import CPU_PROVIDER, InProcess
+from verify_models import make_images, save_network
+
+from edgekit.bundle.folder import Bundle, read_check, write_bundle
+from edgekit.bundle.golden import make_golden
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.find import find_device
+from edgekit.evidence import Evidence
+from edgekit.report.text import list_verify_remarks
+from edgekit.target import load_target
+from edgekit.verify.report import RunReport, recheck_report
+from edgekit.verify.verify import verify_bundle
+
+Change = Callable[[onnx.ModelProto], None]
+
+
+def compute_weights(proto: onnx.ModelProto) -> None:
+    """Makes the weights of a layer a result, of the same values, which XNNPACK does not take."""
+    node = next(node for node in proto.graph.node if node.name == "conv2")
+    computed = [
+        helper.make_node("ReduceMean", [proto.graph.input[0].name], ["mean"], "mean", keepdims=0),
+        helper.make_node("Mul", ["mean", "none"], ["nothing"], "nothing"),
+        helper.make_node("Add", [node.input[1], "nothing"], ["weight"], "weight"),
+    ]
+    node.input[1] = "weight"
+    nodes = [*computed, *proto.graph.node]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), "none"))
+
+
+def replace_relus(proto: onnx.ModelProto) -> None:
+    """Lets what three Relu nodes give pass through a Shrink that changes nothing and bears their name: not for QNN."""
+    nodes = list(proto.graph.node)
+    for place, node in reversed(list(enumerate(nodes))):
+        if node.name in {"relu1", "relu2", "relu3"}:
+            output = node.output[0]
+            node.output[0] = f"{output}.before"
+            nodes.insert(place + 1, helper.make_node("Shrink", list(node.output), [output], node.name, lambd=0.0))
+            node.name += ".before"
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+
+
+class Withdrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """A real device whose provider is kept from some nodes: it is handed them in a form that it does not take."""
+
+    inner: Device
+    change: Change
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.inner.evidence
+
+    def find_missing(self) -> Missing | None:
+        return self.inner.find_missing()
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        self.change(proto)
+        (work / "other").mkdir()
+        onnx.save(proto, str(work / "other" / job.model.name))
+        (work / "inner").mkdir()
+        changed = msgspec.structs.replace(job, model=work / "other" / job.model.name)
+        return self.inner.run_job(changed, work / "inner")
+
+
+def make_network_bundle(folder: Path, target: str) -> Bundle:
+    model = save_network(folder / "network.onnx")
+    contents = msgspec.structs.replace(
+        make_contents(folder, target=target),
+        source=model,
+        files={"onnx": (model.path,)},
+        golden=make_golden(model, make_images(4), folder / "own"),
+        check=make_check(model, load_target(target)),
+    )
+    bundle = write_bundle(contents, folder / f"network-{target}")
+    return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
+
+
+@pytest.mark.parametrize(
+    ("device", "target", "change", "lost"),
+    [
+        ("xnnpack-wasm", "xnnpack", compute_weights, "1 of the 10 nodes that XnnpackExecutionProvider"),
+        ("qnn-htp-sim", "qnn", replace_relus, "3 of the 12 nodes that QNNExecutionProvider"),
+    ],
+)
+def test_layers_that_fall_back_fail_the_run(
+    tmp_path: Path, device: str, target: str, change: Change, lost: str
+) -> None:
+    inner = find_device(device, load_target(target))
+    missing = inner.find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    bundle = make_network_bundle(tmp_path, target)
+    good = verify_bundle(bundle, [inner]).runs[0]
+    assert good.passed
+    assert good.gap is not None
+    assert (good.gap.lost, good.observes_placement) == (0, True)
+    bad = verify_bundle(bundle, [Withdrawing(inner=inner, change=change)]).runs[0]
+    line = bad.failures[0]
+    assert line.startswith(f"silent fallback: {lost} was predicted to take ran on CPUExecutionProvider")
+    assert ("'conv2'" in line) or ("'relu1', 'relu2', 'relu3'" in line)
+
+
+def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> RunReport:
+    """Returns the run of a device that says that some nodes ran on the CPU, one of them under another name."""
+    names = [node.name for node in read_check(bundle).node_list]
+
+    class Telling(InProcess, frozen=True, kw_only=True):
+        """Tells where each node ran."""
+
+        def run_job(self, job: Job, work: Path) -> DeviceRun:
+            nodes = tuple(
+                PlacedNode(
+                    name=renamed if name in lost and renamed else name,
+                    op=op,
+                    domain="",
+                    provider=CPU_PROVIDER if name in lost else job.target.provider,
+                )
+                for name in names
+            )
+            return msgspec.structs.replace(InProcess.run_job(self, job, work), placement=nodes)
+
+    return verify_bundle(bundle, [Telling(evidence=Evidence.DEVICE)]).runs[0]
+
+
+def test_little_may_be_lost_and_renamed_work_is_found(tmp_path: Path) -> None:
+    bundle = make_network_bundle(tmp_path, "nnapi")
+    assert _place(bundle, "relu1").passed
+    assert not _place(bundle, "relu1", "relu2", "relu3").passed
+    lost = _place(bundle, "conv0", renamed="fused_nchwc", op="FusedConv")
+    assert lost.gap is not None
+    assert lost.gap.lost == 1
+    assert not _place(bundle, "conv4", renamed="nchwc_4").passed
+
+
+def test_the_share_that_may_be_lost_is_a_limit(tmp_path: Path) -> None:
+    bundle = make_network_bundle(tmp_path, "nnapi")
+    report = verify_bundle(bundle, [InProcess()])
+    run = msgspec.structs.replace(_place(bundle, "conv2"), thresholds=bundle.manifest.thresholds)
+    report = msgspec.structs.replace(report, runs=(run,))
+    assert not report.passed
+    loose = msgspec.structs.replace(bundle.manifest.thresholds, max_lost_share=0.5)
+    assert recheck_report(report, loose).passed
+
+
+def test_a_prediction_is_no_observation_where_the_gate_asks_for_one(tmp_path: Path) -> None:
+    bundle = make_network_bundle(tmp_path, "nnapi")
+    emulated = InProcess(evidence=Evidence.EMULATED)
+    strict = msgspec.structs.replace(bundle.manifest.thresholds, needs_placement=True)
+    report = recheck_report(verify_bundle(bundle, [emulated]), strict)
+    assert report.failures == (
+        "no run observed what the provider takes: verify on a device, or where the provider runs here",
+    )
+    assert "no run observed what NnapiExecutionProvider takes: its placement is predicted" in list_verify_remarks(
+        report
+    )
+    assert recheck_report(verify_bundle(bundle, [emulated, InProcess()]), strict).passed
