@@ -21,7 +21,6 @@ from edgekit.verify.grids import StepErrors, add_steps, measure_steps
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.locate import is_right, locate_on_device, run_here
 from edgekit.verify.metrics import SampleErrors
-from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.probes import Probe, find_sources, open_layers, plan_probes, save_probed
 from edgekit.verify.report import OutputReport
 from edgekit.verify.trace import FED_PREFIX
@@ -34,6 +33,9 @@ _SAME_DB, _CLOSER_DB = 40.0, 6.0
 _WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.5, 0.5
 """A layer of a device is wrong by itself below this ratio, and where it has a grid farther off than these steps: other
 kernels round otherwise, by a step at most."""
+
+_OUTLIER_DB = 20.0
+"""Where the outputs are wrong, the worst layer is to blame if it is worse than the middle one by this."""
 
 
 class _Slice(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +97,7 @@ def find_device_layer(
         return _cut(device, job, work, min_sqnr_db, trace) if may_cut else _give_up(trace)
     layers = tuple(_report(probe, trace.sums[probe.tensor]) for probe in probes if probe.tensor in trace.sums)
     wrong = not is_right(outputs, min_sqnr_db)
-    bad = next((layer for layer in layers if _is_wrong(layer)), None) or (find_first_bad(layers) if wrong else None)
+    bad = next((layer for layer in layers if _is_wrong(layer)), None) or (_find_worst(layers) if wrong else None)
     name = None if bad is None else bad.name
     return Located(layer=name, runs=trace.runs, cuts=0, layers=layers, found_by="tensors", notes=trace.notes)
 
@@ -285,3 +287,11 @@ def _is_wrong(layer: LayerReport) -> bool:
     if layer.channel_steps is None or layer.offset_steps is None:
         return layer.own_sqnr_db < _WRONG_DB
     return layer.own_sqnr_db < _WRONG_DB and (layer.channel_steps[0] > _FAR_STEPS or layer.offset_steps > _FAR_OFFSET)
+
+
+def _find_worst(layers: Sequence[LayerReport]) -> LayerReport | None:
+    """Returns the layer whose own ratio lies lowest, where it lies clearly below that of the middle one."""
+    known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
+    if not known or known[0][0] > known[len(known) // 2][0] - _OUTLIER_DB:
+        return None
+    return layers[known[0][1]]
