@@ -120,7 +120,7 @@ def _pick(kind: type[_T], asked: Mapping[str, Any]) -> _T:
 
 def _write(report: VerifyReport, places: _Places) -> None:
     if places.junit is not None:
-        write_file(places.junit, render_junit(report))
+        write_file(places.junit, render_junit((report,)))
     if places.html is not None:
         write_file(places.html, render_verify(report).encode())
     if places.markdown is not None:

@@ -1,70 +1,100 @@
 """A verification as JUnit XML, which every CI system shows."""
 
 import re
+from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
-from edgekit.verify.report import OutputReport, RunReport, SkippedDevice, VerifyReport
+from edgekit.verify.outputs import OutputReport
+from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters."""
 
 
-def render_junit(report: VerifyReport) -> bytes:
-    """Returns a verification as JUnit XML: a suite, and in it a case a device.
+def render_junit(reports: Sequence[VerifyReport]) -> bytes:
+    """Returns verifications as JUnit XML: a suite a target, and in it a case for each output of each device.
 
-    It has a failure exactly where the report does not pass: what speaks against the bundle as a whole is a case of its
-    own, and so is that no device ran, because CI takes a suite of nothing but skipped cases for a success.
+    What else a run is judged by is a case too: that it came to its end, the metric, placement, costs. It has a failure
+    exactly where a report does not pass: what speaks against the bundle as a whole is a case of its own, and so is that
+    no device ran, because CI takes a suite of nothing but skipped cases for a success. The form is that of Jenkins
+    (`jenkins-junit.xsd`), which GitLab, GitHub's actions and Azure read too.
     """
-    cases = [*map(_describe_run, report.runs), *map(_describe_skip, report.skipped)]
-    whole = (*report.failures, *(() if report.runs else ("no device ran, so nothing is proven",)))
-    if whole:
-        cases.append(_fail(_element("testcase", name="the bundle as a whole"), whole))
-    failed = sum(case.find("failure") is not None for case in cases)
-    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(len(report.skipped))}
+    suites = [_describe_report(report) for report in reports]
+    counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}
     root = _element("testsuites", name="edgekit verify", **counts)
-    suite = _element("testsuite", name=report.bundle, **counts)
-    root.append(suite)
-    for case in cases:
-        case.set("classname", _clean(report.bundle))
-        suite.append(case)
+    root.extend(suites)
     ET.indent(root)
     data: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return data + b"\n"
 
 
-def _describe_run(run: RunReport) -> ET.Element:
-    case = _element("testcase", name=run.device)
-    if not run.passed:
-        _fail(case, run.failures)
-    facts = [f"evidence: {run.evidence}, {run.evidence.meaning}", f"samples: {run.samples}"]
-    shown = _element("system-out")
-    shown.text = _clean("\n".join([*facts, *map(_describe_output, run.outputs), *run.notes]))
-    case.append(shown)
-    if run.log:
-        said = _element("system-err")
-        said.text = _clean(run.log)
-        case.append(said)
-    return case
+def _describe_report(report: VerifyReport) -> ET.Element:
+    cases = [case for run in report.runs for case in _describe_run(report.bundle, run)]
+    cases += [_describe_skip(report.bundle, skip) for skip in report.skipped]
+    whole = (*report.failures, *(() if report.runs else ("no device ran, so nothing is proven",)))
+    bundle = _element("testcase", name="the bundle as a whole", classname=report.bundle, time="0")
+    cases.append(_fail(bundle, whole) if whole else bundle)
+    failed = sum(case.find("failure") is not None for case in cases)
+    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(len(report.skipped))}
+    suite = _element("testsuite", name=report.bundle, **counts)
+    suite.extend(cases)
+    return suite
+
+
+def _describe_run(bundle: str, run: RunReport) -> Iterator[ET.Element]:
+    """Yields a case for each thing that a run is judged by; what explains a failure stands in the first that fails."""
+    outputs = {output.name: output for output in run.outputs}
+    explanations = run.explanations
+    for gate in run.gates:
+        seconds = _count_seconds(run) if gate.name == "run" else 0.0
+        name = f"{gate.name} {gate.subject}" if gate.subject else gate.name
+        case = _element("testcase", name=name, classname=f"{bundle}.{run.device}", time=f"{seconds:.3f}")
+        if gate.failures:
+            _fail(case, (*gate.failures, *explanations))
+            explanations = ()
+        if gate.name == "run":
+            facts = [f"evidence: {run.evidence}, {run.evidence.meaning}", f"samples: {run.samples}", *run.notes]
+            case.append(_text("system-out", "\n".join(facts)))
+        elif gate.name == "output":
+            case.append(_text("system-out", _describe_output(outputs[gate.subject])))
+        elif gate.name == "placement":
+            counts = ", ".join(f"{provider} {count}" for provider, count in run.provider_nodes.items()) or "unknown"
+            case.append(_text("system-out", f"{counts} ({run.placement_source})"))
+        if gate.name == "run" and run.log:
+            case.append(_text("system-err", run.log))
+        yield case
+
+
+def _count_seconds(run: RunReport) -> float:
+    median = 0.0 if run.latency_ms is None else run.latency_ms.median
+    return (run.load_ms + median * run.samples) / 1e3
 
 
 def _describe_output(output: OutputReport) -> str:
     figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
+    figures |= {"exact match": output.exact_match, "IoU": output.iou}
     known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
-    return f"output '{output.name}': {known or 'not measured'}"
+    return f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
 
 
-def _describe_skip(skip: SkippedDevice) -> ET.Element:
-    case = _element("testcase", name=skip.device)
+def _describe_skip(bundle: str, skip: SkippedDevice) -> ET.Element:
+    case = _element("testcase", name="run", classname=f"{bundle}.{skip.device}", time="0")
     advice = f"; to run it: {skip.command}" if skip.command else ""
     case.append(_element("skipped", message=skip.reason + advice))
     return case
 
 
-def _fail(case: ET.Element, failures: tuple[str, ...]) -> ET.Element:
+def _fail(case: ET.Element, failures: Sequence[str]) -> ET.Element:
     failure = _element("failure", message=failures[0], type="verify")
     failure.text = _clean("\n".join(failures))
     case.append(failure)
     return case
+
+
+def _text(tag: str, text: str) -> ET.Element:
+    element = _element(tag)
+    element.text = _clean(text)
+    return element
 
 
 def _element(tag: str, **attributes: str) -> ET.Element:

@@ -17,7 +17,8 @@ from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.layers import compare_layers
 from edgekit.verify.outliers import find_first_bad
-from edgekit.verify.report import AttributionStep, OutputReport, RunReport, Step, VerifyReport
+from edgekit.verify.outputs import OutputReport
+from edgekit.verify.report import AttributionStep, RunReport, Step, VerifyReport
 
 _MOST_KEPT_BYTES = 32 << 20
 _LOCATING_SAMPLES = 4

@@ -11,7 +11,7 @@ from edgekit.verify import metrics
 from edgekit.verify.agreement import mean_iou
 from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
 from edgekit.verify.metrics import SampleErrors
-from edgekit.verify.report import OutputReport
+from edgekit.verify.outputs import OutputReport
 
 _STILL = 100.0
 """A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""

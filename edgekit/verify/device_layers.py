@@ -21,8 +21,8 @@ from edgekit.verify.grids import StepErrors, add_steps, measure_steps
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.locate import is_right, locate_on_device, run_here
 from edgekit.verify.metrics import SampleErrors
+from edgekit.verify.outputs import OutputReport
 from edgekit.verify.probes import Probe, find_sources, open_layers, plan_probes, save_probed
-from edgekit.verify.report import OutputReport
 from edgekit.verify.trace import FED_PREFIX
 
 LAYER_SAMPLES = 4

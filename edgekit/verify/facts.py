@@ -1,4 +1,4 @@
-"""What was found of a run's layers and of its placement."""
+"""What was found of a run's layers and of its placement, and what it is judged by."""
 
 from typing import Literal
 
@@ -33,3 +33,14 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     lost_macs: float
     nodes: tuple[str, ...]
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a run is judged by, and every reason why it does not pass there.
+
+    `name` is "run", "output", "metric", "placement", "costs" or "session"; `subject` names the output or the metric.
+    """
+
+    name: Literal["run", "output", "metric", "placement", "costs", "session"]
+    subject: str = ""
+    failures: tuple[str, ...] = ()

@@ -11,7 +11,8 @@ import msgspec
 from edgekit.errors import DataError, OutputError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.plain import to_json
-from edgekit.verify.report import Cost, OutputReport, RunReport, VerifyReport
+from edgekit.verify.outputs import OutputReport
+from edgekit.verify.report import Cost, RunReport, VerifyReport
 
 _SCHEMA_VERSION = 1
 _TABLE = """

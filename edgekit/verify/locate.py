@@ -13,7 +13,7 @@ from edgekit.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.cuts import Cut, plan_cuts, save_beginning
 from edgekit.verify.facts import Located
-from edgekit.verify.report import OutputReport
+from edgekit.verify.outputs import OutputReport
 
 
 def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = 15.0) -> Located:

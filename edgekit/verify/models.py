@@ -22,7 +22,7 @@ from edgekit.verify.device_layers import find_device_layer
 from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport, compare_layers
 from edgekit.verify.outliers import find_first_bad
-from edgekit.verify.report import OutputReport
+from edgekit.verify.outputs import OutputReport
 from edgekit.verify.scores import TaskReport, judge_task
 from edgekit.verify.tasks import find_metric, measure_task
 from edgekit.verify.trace import adapt_sample

@@ -24,14 +24,9 @@ from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import look_at_layers
+from edgekit.verify.outputs import OutputReport, judge_output
 from edgekit.verify.placement import find_gap
-from edgekit.verify.report import (
-    OutputReport,
-    RunReport,
-    SkippedDevice,
-    VerifyReport,
-    judge_output,
-)
+from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 from edgekit.verify.suspects import find_suspects
 from edgekit.verify.tasks import measure_task
 from edgekit.verify.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags

@@ -1,15 +1,19 @@
 """A verification as JUnit XML and as a page: what they say, and that no name gets out of its place."""
 
+import re
+from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.evidence import Evidence
 from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit
-from edgekit.target import Thresholds
-from edgekit.verify.report import OutputReport, RunReport, SkippedDevice, VerifyReport
+from edgekit.target import TaskLimit, Thresholds
+from edgekit.verify.outputs import OutputReport
+from edgekit.verify.report import Cost, RunReport, SkippedDevice, VerifyReport
 
 HOSTILE = "</testcase><script>alert(1)</script>\"'&]]>\x00\x1b[31m\x85\ud800\ufffe"
 CLEANED = "</testcase><script>alert(1)</script>\"'&]]>[31m"
@@ -42,19 +46,102 @@ def _report(*runs: RunReport, bundle: str = "m-t", skipped: tuple[SkippedDevice,
 
 
 def _suite(report: VerifyReport) -> ET.Element:
-    suite = ET.fromstring(render_junit(report)).find("testsuite")  # noqa: S314 - our own text
+    root = ET.fromstring(render_junit((report,)))  # noqa: S314 - our own text
+    assert list(_find_faults(root)) == []
+    suite = root.find("testsuite")
     assert suite is not None
     return suite
 
 
-def test_each_device_is_a_case() -> None:
-    suite = _suite(_report(GOOD, BAD, DEAD))
-    assert suite.attrib == {"name": "m-t", "tests": "4", "failures": "2", "errors": "0", "skipped": "1"}
-    assert [case.get("name") for case in suite] == ["emulated", "arm64", "phone", "coreml"]
-    assert {case.get("classname") for case in suite} == {"m-t"}
+_RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "testsuites": ({"name", "time", "tests", "failures", "errors"}, set(), {"testsuite"}),
+    "testsuite": (
+        {"name", "tests", "failures", "errors", "group", "time", "skipped", "timestamp", "hostname", "id", "package",
+         "file", "log", "url", "version"},
+        {"name", "tests"},
+        {"testsuite", "properties", "testcase", "system-out", "system-err"},
+    ),
+    "testcase": (
+        {"name", "classname", "time", "group"},
+        {"name"},
+        {"skipped", "error", "failure", "rerunFailure", "rerunError", "flakyFailure", "flakyError", "system-out",
+         "system-err", "properties"},
+    ),
+    "failure": ({"type", "message"}, set(), set()),
+    "skipped": ({"type", "message"}, set(), set()),
+    "system-out": (set(), set(), set()),
+    "system-err": (set(), set(), set()),
+}  # fmt: skip
+"""What Jenkins' jenkins-junit.xsd allows: attributes, those that are required, and children."""
+
+
+def _find_faults(element: ET.Element) -> Iterator[str]:
+    """Yields what Jenkins' schema would refuse."""
+    allowed, required, children = _RULES[element.tag]
+    if not required <= set(element.attrib) <= allowed:
+        yield f"{element.tag}: {sorted(element.attrib)}"
+    for name in {"tests", "failures", "errors", "skipped"} & set(element.attrib):
+        if not element.attrib[name].isdecimal():
+            yield f"{element.tag}: {name} is no number"
+    if "time" in element.attrib and not re.fullmatch(r"\d+(\.\d{1,3})?", element.attrib["time"]):
+        yield f"{element.tag}: time"
+    for child in element:
+        if child.tag not in children:
+            yield f"{child.tag} in {element.tag}"
+        else:
+            yield from _find_faults(child)
+
+
+def _names(suite: ET.Element) -> list[tuple[str, str]]:
+    return [(case.get("classname", ""), case.get("name", "")) for case in suite]
+
+
+def test_each_output_of_each_device_is_a_case() -> None:
+    two = msgspec.structs.replace(GOOD, outputs=(*GOOD.outputs, msgspec.structs.replace(GOOD.outputs[0], name="z")))
+    suite = _suite(_report(two, BAD, DEAD))
+    assert suite.attrib == {"name": "m-t", "tests": "8", "failures": "2", "errors": "0", "skipped": "1"}
+    assert _names(suite) == [
+        ("m-t.emulated", "run"),
+        ("m-t.emulated", "output y"),
+        ("m-t.emulated", "output z"),
+        ("m-t.arm64", "run"),
+        ("m-t.arm64", "output y"),
+        ("m-t.phone", "run"),
+        ("m-t.coreml", "run"),
+        ("m-t", "the bundle as a whole"),
+    ]
     skipped = suite.find("testcase/skipped")
     assert skipped is not None
     assert skipped.get("message") == "no Mac; to run it: buy one"
+
+
+def test_what_else_a_run_is_judged_by_is_a_case() -> None:
+    limit = TaskLimit(name="top1", max_drop=0.5)
+    run = msgspec.structs.replace(
+        GOOD,
+        evidence=Evidence.DEVICE,
+        provider_nodes={CPU_PROVIDER: 3},
+        placement_source="session",
+        thresholds=msgspec.structs.replace(GOOD.thresholds, task=limit, max_latency_ratio=1.1),
+        reference_cost=Cost(source="run 3", latency_ms=None, peak_rss_bytes=1),
+        findings=("the saved runtime optimisations were ignored",),
+        traps=("this machine's CPU has no VNNI",),
+    )
+    suite = _suite(_report(run, skipped=()))
+    names = ["run", "output y", "metric top1", "placement", "costs", "session", "the bundle as a whole"]
+    assert [name for _, name in _names(suite)] == names
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == ["metric top1", "placement", "session"]
+    texts = [failure.text or "" for failure in suite.iter("failure")]
+    assert ["no VNNI" in text for text in texts] == [True, False, False]
+    assert "silent fallback" in texts[1]
+
+
+def test_several_targets_are_several_suites() -> None:
+    root = ET.fromstring(render_junit((_report(GOOD), _report(BAD, bundle="m-u"))))  # noqa: S314 - our own text
+    assert list(_find_faults(root)) == []
+    assert [suite.get("name") for suite in root] == ["m-t", "m-u"]
+    assert root.attrib == {"name": "edgekit verify", "tests": "8", "failures": "1", "errors": "0"}
 
 
 def test_a_failure_says_every_reason() -> None:
@@ -65,9 +152,9 @@ def test_a_failure_says_every_reason() -> None:
 
 
 def test_the_evidence_and_the_figures_stand_in_the_case() -> None:
-    shown = _suite(_report(GOOD)).findtext("testcase/system-out") or ""
-    assert "evidence: emulated" in shown
-    assert "output 'y': cosine 0.999, SQNR dB 30, top-1 agreement 1" in shown
+    run, output, _ = (case.findtext("system-out") or "" for case in _suite(_report(GOOD, skipped=())))
+    assert "evidence: emulated" in run
+    assert output == "output 'y' over 8 samples: cosine 0.999, SQNR dB 30, top-1 agreement 1"
 
 
 IDLE = msgspec.structs.replace(_report(GOOD), taken_macs=0.0, min_taken_macs=0.5)
@@ -100,7 +187,12 @@ def _hostile() -> VerifyReport:
 def test_names_stay_in_their_place_in_xml() -> None:
     suite = _suite(_hostile())
     assert suite.get("name") == CLEANED
-    assert [case.get("name") for case in suite] == [CLEANED, CLEANED]
+    assert _names(suite) == [
+        (f"{CLEANED}.{CLEANED}", "run"),
+        (f"{CLEANED}.{CLEANED}", f"output {CLEANED}"),
+        (f"{CLEANED}.{CLEANED}", "run"),
+        (CLEANED, "the bundle as a whole"),
+    ]
     assert {element.tag for element in suite.iter()} == {
         "testsuite",
         "testcase",

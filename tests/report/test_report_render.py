@@ -11,7 +11,8 @@ from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build
 from edgekit.target import Thresholds
-from edgekit.verify.report import OutputReport, RunReport, SkippedDevice, VerifyReport
+from edgekit.verify.outputs import OutputReport
+from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -8,7 +8,8 @@ from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
 from edgekit.tensors import Tensors
 from edgekit.verify.compare import compare_outputs
-from edgekit.verify.report import OutputReport, RunReport, judge_output
+from edgekit.verify.outputs import OutputReport, judge_output
+from edgekit.verify.report import RunReport
 
 ROWS: list[Tensors] = [
     {"y": row} for row in np.random.default_rng(0).normal(size=(8, 1, 10)).astype(np.float32)

@@ -39,7 +39,7 @@ from edgekit.verify.compare import compare_outputs
 from edgekit.verify.layers import compare_layers
 from edgekit.verify.locate import locate_on_device
 from edgekit.verify.outliers import find_first_bad, judge_layers
-from edgekit.verify.report import judge_output
+from edgekit.verify.outputs import judge_output
 
 DEFAULT = (
     "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",

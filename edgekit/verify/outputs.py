@@ -1,0 +1,79 @@
+"""How far one output lies from the float reference, and the judgement on it."""
+
+import msgspec
+
+from edgekit.target import Thresholds
+
+
+class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one output of a run lies from the float reference, over all samples.
+
+    The figures are None where they are not defined: for integers, booleans and strings only `exact_match` (the share
+    of equal elements) counts, and `iou` for those that are masks; where there is a value that is not finite, nothing
+    can be measured; `top1_agreement`, `top5_agreement` and `rank_correlation` need an output that ranks classes,
+    `kl_divergence` (in nats) one that is a distribution. `elements` counts the values over all samples; an output
+    that is empty on the float model in every sample has none and proves nothing. Decibels are clamped to plus and
+    minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite, `worst_position`
+    the flat index in it. `mismatch` says in words why the output
+    cannot be compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names a usual
+    mistake that explains what came back.
+    """
+
+    name: str
+    samples: int
+    elements: int | None = None
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    rmse: float | None = None
+    relative_error: float | None = None
+    cosine: float | None = None
+    sqnr_db: float | None = None
+    sqnr_interval_db: tuple[float, float] | None = None
+    psnr_db: float | None = None
+    top1_agreement: float | None = None
+    top1_interval: tuple[float, float] | None = None
+    top5_agreement: float | None = None
+    rank_correlation: float | None = None
+    kl_divergence: float | None = None
+    exact_match: float | None = None
+    iou: float | None = None
+    non_finite: int = 0
+    reference_non_finite: int = 0
+    worst_sample: int | None = None
+    worst_position: int | None = None
+    mismatch: str | None = None
+    suspect: str | None = None
+
+
+def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
+    """Returns every reason why an output does not reach the thresholds, one line each."""
+    name = f"output '{output.name}'"
+    if output.samples == 0:
+        return (f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""),)
+    if output.non_finite:
+        own = output.reference_non_finite
+        return (
+            f"{name} has {output.non_finite} values that are NaN or infinite"
+            + (f", {own} of them on the float model already" if own else "")
+            + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else "")
+            + (f": it {output.suspect}" if output.suspect else ""),
+        )
+    judged = [f"{name} {output.mismatch}"] if output.mismatch else []
+    is_bound = thresholds.gate == "bound"
+    granted = 0.0 if is_bound else thresholds.granted_samples / output.samples
+    for label, value, interval, least, unit in (
+        ("cosine", output.cosine, None, thresholds.min_cosine, ""),
+        ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
+        ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement - granted, ""),
+        ("exact match", output.exact_match, None, thresholds.min_top1_agreement, ""),
+    ):
+        if value is not None and not value >= least - 1e-12:
+            judged.append(f"{name} has {label} {value:.4g}{unit}, below {least:g}{unit}")
+        elif value is not None and is_bound and interval is not None and not interval[0] >= least - 1e-12:
+            could = f"with {output.samples} samples it could be {interval[0]:.4g}{unit}, below {least:g}{unit}"
+            judged.append(f"{name} has {label} {value:.4g}{unit}, and {could}")
+    if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
+        judged.append(f"{name} was not measured")
+    if judged and output.suspect:
+        judged.append(f"{name} {output.suspect}")
+    return tuple(judged)
