@@ -1,5 +1,7 @@
-"""What this machine is, for reports whose figures depend on it."""
+"""What this machine is, for reports whose figures depend on it, and its memory."""
 
+import ctypes
+import gc
 import os
 import platform
 from pathlib import Path
@@ -16,6 +18,14 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def release_memory() -> None:
+    """Gives memory that is free again back to the system, where the C library can (`malloc_trim` of glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _name_cpu() -> str:

@@ -9,7 +9,7 @@ import msgspec
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.model import Model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.graph import Graph, float_activations, read_graph
+from edgekit.quantize.graph import Graph, float_activations, read_graph, set_weights_aside
 from edgekit.quantize.held_out import save_held_out
 from edgekit.quantize.histogram import HistogramGrower
 from edgekit.quantize.judge import judge_points
@@ -81,9 +81,9 @@ def calibrate_model(
         ModelError: the model is quantized already, is older than opset 13, or has no float activation.
         OutputError: the cache cannot be written.
     """
-    graph = read_graph(model)
     methods = _check_methods(methods)
     work.mkdir(parents=True, exist_ok=True)
+    graph = set_weights_aside(read_graph(model), work / "float.onnx")
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     task = _make_task(graph, samples, methods, cache, work, fitting=fitting)

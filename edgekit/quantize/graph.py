@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from edgekit.tensors import Array
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
+_ASIDE_BYTES = 1 << 14
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
 )
@@ -84,7 +86,22 @@ def read_graph(model: Model) -> Graph:
     _check_float(model, proto)
     _lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
-    _infer_types(model, proto)
+    _infer_types(proto)
+    return _index(proto)
+
+
+def set_weights_aside(graph: Graph, path: Path) -> Graph:
+    """Returns the graph without its weights, which are in a file beside `path`: a graph to run, in little memory.
+
+    What is written to the folder of `path` may refer to them. `graph` must not be used any more.
+    """
+    onnx.save(
+        graph.proto, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=_ASIDE_BYTES
+    )
+    return _index(onnx.load(str(path), load_external_data=False))
+
+
+def _index(proto: onnx.ModelProto) -> Graph:
     graph = proto.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     for value in [value for value in graph.input if value.name in initializers]:
@@ -229,12 +246,25 @@ def _fold_dequantized_weights(graph: onnx.GraphProto) -> None:
         graph.node.remove(node)
 
 
-def _infer_types(model: Model, proto: onnx.ModelProto) -> None:
-    bare = read_proto(model, weights=False) if model.external_files else proto
+def _infer_types(proto: onnx.ModelProto) -> None:
+    """Infers types and shapes on a copy without large weights, of which inference would make several."""
+    bare = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
+    graph = proto.graph
+    bare.graph.name = graph.name or "graph"
+    bare.graph.node.extend(graph.node)
+    bare.graph.input.extend(graph.input)
+    bare.graph.output.extend(graph.output)
+    bare.graph.value_info.extend(graph.value_info)
+    bare.graph.sparse_initializer.extend(graph.sparse_initializer)
+    for tensor in graph.initializer:
+        if tensor.ByteSize() > _ASIDE_BYTES:
+            bare.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        else:
+            bare.graph.initializer.append(tensor)
     inferred = onnx.shape_inference.infer_shapes(bare)
-    known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    del proto.graph.value_info[:]
-    proto.graph.value_info.extend(value for value in inferred.graph.value_info if value.name not in known)
+    known = {value.name for value in (*graph.input, *graph.output)}
+    del graph.value_info[:]
+    graph.value_info.extend(value for value in inferred.graph.value_info if value.name not in known)
 
 
 def _dims(value: onnx.ValueInfoProto) -> tuple[int | None, ...]:

@@ -34,7 +34,8 @@ class HeldOut:
             return False
         self._size_bytes += size_bytes
         self.arrays.update({f"{index}:in:{name}": value for name, value in sample.items()})
-        self.arrays.update({f"{index}:out:{name}": value for name, value in outputs.items()})
+        # What ONNX Runtime returns keeps the memory of its whole session.
+        self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
         return True
 
     def restore(self, arrays: Tensors) -> bool:

@@ -9,11 +9,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.data_check import digest_sample
 from edgekit.errors import DataError, EdgekitError, ModelError
+from edgekit.machine import release_memory
 from edgekit.model import MAX_PROTOBUF_BYTES, Model, save_proto
 from edgekit.progress import Progress
 from edgekit.quantize.checkpoint import Checkpoint
@@ -107,7 +109,9 @@ def measure_samples(model: Model, task: Task, cache: Cache | None, progress: Pro
         else:
             progress(f"calibrate with {count} samples" + (f", {known} known from the cache" if known else ""))
         _measure(run)
+        release_memory()
         _bound(run)
+        release_memory()
     return Measured(
         tally=run.tally,
         held_out=run.held_out,
@@ -236,15 +240,15 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
     for name, value in _load(proto, work / "located.onnx").run(sample).items():
         maker = graph.producers[name]
         if not _is_finite(value):
-            _refuse_weights(graph, maker)
+            _refuse_weights(graph, maker, work)
         _refuse_value(value, f"tensor '{name}' (made by {maker.op_type})", source, index)
     raise DataError(f"sample {index} of '{source}' gives a value that is not finite", hint="mend or drop the sample")
 
 
-def _refuse_weights(graph: Graph, node: onnx.NodeProto) -> None:
-    for name in node.input:
-        weight = graph.constant(name)
-        if weight is not None and not _is_finite(weight):
+def _refuse_weights(graph: Graph, node: onnx.NodeProto, work: Path) -> None:
+    for name in (name for name in node.input if name in graph.initializers):
+        weight = numpy_helper.to_array(graph.initializers[name], str(work))
+        if not _is_finite(weight):
             raise ModelError(
                 f"weight '{name}' of {node.op_type} '{node.name}' holds {_kind(weight)}",
                 hint="export or train the model again",
