@@ -43,6 +43,7 @@ from edgekit.target import Precision, Target
 from edgekit.verify.attribute import explain_report
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import Step, VerifyReport
+from edgekit.verify.sketch import sketch_model
 from edgekit.verify.tasks import find_metric
 from edgekit.verify.verify import verify_bundle, write_report
 
@@ -284,7 +285,15 @@ def _collect(
         recipe=recipe,
         preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
+        layers=_sketch_layers(converted, inputs),
     )
+
+
+def _sketch_layers(converted: ConvertedModel, inputs: _Inputs) -> bytes | None:
+    names = converted.files.get("onnx")
+    if not names:
+        return None
+    return sketch_model(load_model(converted.folder / names[0], custom_ops=inputs.source.custom_ops), inputs.golden)
 
 
 def _fall_back(error: EdgekitError, target: Target, job: _Job, notes: list[str]) -> Precision:

@@ -16,7 +16,8 @@ from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.target import Form, Precision
 from edgekit.tensors import Array, Tensors
 
-EXPECTED = "expected.npz"
+EXPECTED, LAYERS = "expected.npz", "layers.json"
+"""What the model in the bundle gives for the chosen samples; and what its layers gave at the build."""
 CANDIDATES = 16
 """So many golden samples are looked at, spread evenly, to choose from."""
 

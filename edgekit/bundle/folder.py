@@ -10,7 +10,7 @@ import msgspec
 from edgekit._files import digest_bytes, digest_file, replacing_file, write_file
 from edgekit.bundle.checks import check_files, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
-from edgekit.bundle.expected import write_expected
+from edgekit.bundle.expected import LAYERS, write_expected
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.manifest import BundledFile, GoldenFacts, Manifest, decode_manifest, encode_json
 from edgekit.bundle.names import find_fault
@@ -141,6 +141,8 @@ def _describe_target(target: Target) -> dict[str, object]:
 
 
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
+    if contents.layers is not None:
+        write_file(out / GOLDEN / LAYERS, contents.layers)
     models = _place_models(contents.files, out)
     if contents.recorded is not None:
         adopted = adopt_expected(contents.recorded, models, out / GOLDEN)

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import open_regular, replacing_file, safe_join
-from edgekit.bundle.folder import CHECK, TARGET, Bundle
+from edgekit.bundle.expected import LAYERS
+from edgekit.bundle.folder import CHECK, GOLDEN, TARGET, Bundle
 from edgekit.errors import BundleError
 from edgekit.target import Form
 
@@ -15,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
-    """Copies the model files of some forms, the golden samples, the target and the check into the folder `out`.
+    """Copies the model files of some forms, the golden samples and what is known of model and target into `out`.
 
     Each file is digested as it is copied, so that a bundle which is altered after it was opened is refused, and what is
     altered later is not what runs.
@@ -35,7 +36,7 @@ def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
         yield from bundle.manifest.forms[form]
     for file in bundle.golden.files:
         yield file.relative_to(bundle.folder).as_posix()
-    yield from (CHECK, TARGET)
+    yield from (name for name in (f"{GOLDEN}/{LAYERS}", CHECK, TARGET) if name in bundle.manifest.files)
 
 
 def _copy_checked(bundle: Bundle, name: str, place: Path) -> None:

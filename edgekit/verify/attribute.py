@@ -10,7 +10,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import read_classes, read_inputs, read_outputs
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
-from edgekit.model import Model
+from edgekit.model import Model, load_model
 from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.accuracy import measure_accuracy
@@ -35,20 +35,31 @@ def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
     """Returns the report with the loss attributed, the layers measured, and the first of them that stands out.
 
     `models` holds the models that the bundle was made from, under "prepare" and, for integer precisions, "quantize".
+    The layers are those of the bundle's own ONNX file.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot run one of the models.
     """
     explained = attribute_loss(bundle, report, models)
-    if not {"prepare", "quantize"} <= models.keys():
+    deployed = _find_deployed(bundle, models)
+    if "prepare" not in models or deployed is None:
         return explained
     few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, _LOCATING_SAMPLES))
     try:
-        layers = compare_layers(models["prepare"], models["quantize"], few)
+        layers = compare_layers(models["prepare"], deployed, few)
     except ModelError:
         return explained
     bad = find_first_bad(layers)
-    return msgspec.structs.replace(explained, layers=layers, first_bad_layer=None if bad is None else bad.name)
+    name = explained.first_bad_layer if bad is None else bad.name
+    return msgspec.structs.replace(explained, layers=layers, first_bad_layer=name)
+
+
+def _find_deployed(bundle: Bundle, models: Mapping[Step, Model]) -> Model | None:
+    """Returns the ONNX model in the bundle, or the quantized one where it holds other forms only."""
+    if "onnx" not in bundle.manifest.forms:
+        return models.get("quantize")
+    libraries = models["prepare"].custom_ops if "prepare" in models else ()
+    return load_model(bundle.find_model("onnx"), custom_ops=libraries)
 
 
 def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:

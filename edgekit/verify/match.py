@@ -47,9 +47,10 @@ def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[s
     reads_a, reads_b = _find_readers(a), _find_readers(b)
     producers_b = {name: node for node in b.node for name in node.output}
     known_b = producers_b.keys() | {value.name for value in b.input}
+    rounds_a, rounds_b = _find_rounding(a), _find_rounding(b)
     matched: list[MatchedTensor] = []
     for name, raw in pairs:
-        if raw not in known_b:
+        if raw not in known_b or (name in rounds_a and raw in rounds_b):
             continue
         behind_a, behind_b = _look_behind(name, reads_a), _look_behind(raw, reads_b)
         node = producers_b.get(raw)
@@ -67,6 +68,11 @@ def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[s
             )
         )
     return tuple(matched)
+
+
+def _find_rounding(graph: onnx.GraphProto) -> frozenset[str]:
+    """Returns what Q and DQ nodes give: it belongs to what they round, a weight to the node that reads it."""
+    return frozenset(name for node in graph.node if node.op_type in {QUANTIZE, DEQUANTIZE} for name in node.output)
 
 
 def _count_alike(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[MatchedTensor]) -> int:

@@ -176,7 +176,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     `layers` are those of the quantized model against the float one, where both were at hand.
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
-    one that edgekit ran on, where emulators and simulators ran too.
+    one that edgekit ran on, where emulators and simulators ran too. `alterations` say what in the bundle's model is not
+    as it was built.
     """
 
     bundle: str
@@ -198,6 +199,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     ancestry: dict[str, str] = {}
     regressions: tuple[str, ...] = ()
     machine: dict[str, str] = {}
+    alterations: tuple[str, ...] = ()
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:
@@ -239,7 +241,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         if most is not None and self.size_bytes > most * self.source_size_bytes:
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
-        return (*found, *judge_layers(self.layers), *self.regressions)
+        return (*found, *judge_layers(self.layers), *self.alterations, *self.regressions)
 
     @property
     def evidence(self) -> Evidence | None:

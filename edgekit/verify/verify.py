@@ -22,6 +22,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.accuracy import measure_accuracy
+from edgekit.verify.alterations import COMPARED_FORMS, Alteration, find_alterations
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import look_at_layers
 from edgekit.verify.outputs import OutputReport, judge_output
@@ -56,7 +57,8 @@ def verify_bundle(
     installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
     a metric in place of that of the bundle. With `float_model` an output that is wrong is held against what that model
     makes of inputs with a usual mistake. Where outputs are wrong, or `layers` asks for it, the layer is looked for that
-    the device computes otherwise. Devices run at once, on a copy of the bundle whose digests were checked.
+    the device computes otherwise. What is not as it was built is told of. Devices run at once, on a copy of the bundle
+    whose digests were checked.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -64,21 +66,14 @@ def verify_bundle(
         UsageError: there is no such metric.
         MissingExtraError: the metric needs a package that is not installed.
     """
-    skipped: list[SkippedDevice] = []
-    present: list[Device] = []
-    for device in devices:
-        missing = device.find_missing()
-        if missing is None:
-            present.append(device)
-        else:
-            skipped.append(SkippedDevice(device=device.name, reason=missing.reason, command=missing.command))
+    present, skipped = _find_present(devices)
     asked = _Asked(golden=golden, task=task or bundle.manifest.thresholds.task, float_model=float_model, layers=layers)
-    runs = _run_devices(bundle, present, asked, progress or say_nothing) if present else ()
+    runs, altered = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), ())
     return VerifyReport(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
         target=bundle.manifest.target,
         runs=runs,
-        skipped=tuple(skipped),
+        skipped=skipped,
         taken_macs=bundle.manifest.placement.taken_macs,
         min_taken_macs=bundle.manifest.thresholds.min_taken_macs,
         bundle_sha256=bundle.sha256,
@@ -88,6 +83,8 @@ def verify_bundle(
         max_size_share=bundle.manifest.thresholds.max_size_share,
         needs_placement=bundle.manifest.thresholds.needs_placement,
         machine=describe_machine(),
+        alterations=tuple(alteration.words for alteration in altered),
+        first_bad_layer=next((alteration.layer for alteration in altered if alteration.layer), None),
     )
 
 
@@ -125,9 +122,21 @@ def read_known(bundle: Bundle) -> VerifyReport | None:
     return report if report.bundle_sha256 == bundle.sha256 else None
 
 
-def _run_devices(bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress) -> tuple[RunReport, ...]:
+def _find_present(devices: Sequence[Device]) -> tuple[list[Device], tuple[SkippedDevice, ...]]:
+    found = [(device, device.find_missing()) for device in devices]
+    skipped = (
+        SkippedDevice(device=device.name, reason=missing.reason, command=missing.command)
+        for device, missing in found
+        if missing is not None
+    )
+    return [device for device, missing in found if missing is None], tuple(skipped)
+
+
+def _run_devices(
+    bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
+) -> tuple[tuple[RunReport, ...], tuple[Alteration, ...]]:
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
-    forms += ["onnx"] if "onnx" in bundle.manifest.forms else []
+    forms += [form for form in COMPARED_FORMS if form in bundle.manifest.forms]
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
@@ -135,7 +144,8 @@ def _run_devices(bundle: Bundle, devices: Sequence[Device], asked: _Asked, progr
             progress(f"verify {bundle.manifest.name} on {device.name}")
             return _run_device(private, device, asked)
 
-        return run_each(devices, run)
+        altered = find_alterations(private)
+        return run_each(devices, run), altered
 
 
 def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
