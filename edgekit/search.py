@@ -16,7 +16,7 @@ from edgekit.quantize.choose import relieve_step
 from edgekit.quantize.predict import Prediction
 from edgekit.target import Precision, Target
 
-RELIEFS = (3, 8, 20, 40, 80)
+RELIEFS = (1, 3, 8, 20, 40, 80)
 """How many of the most harmful tensors are taken out of 8 bits, step by step."""
 _SAME_SHARE = 0.005
 MAX_STATE_BYTES = 1 << 28

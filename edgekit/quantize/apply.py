@@ -7,9 +7,9 @@ import onnx
 
 from edgekit.errors import DataError, ModelError
 from edgekit.model import Model, save_proto
-from edgekit.quantize.build import build_qdq
+from edgekit.quantize.build import build_qdq, plan_graph
 from edgekit.quantize.compact import compact_qdq
-from edgekit.quantize.graph import Graph, read_graph
+from edgekit.quantize.graph import Graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
 
 _WEIGHT_BIAS_OPS = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -35,7 +35,7 @@ def quantize_model(model: Model, plan: QuantPlan, out: Path) -> QuantizedModel:
     """
     if plan.model_sha256 != model.sha256:
         raise DataError(f"the plan is not of '{model.path.name}'", hint="plan the quantization of this model")
-    graph = read_graph(model)
+    graph = plan_graph(model, plan)
     quantized = build_qdq(graph, plan, model.path.name)
     units = _Units(quantized.graph)
     units.refuse_float_weights()

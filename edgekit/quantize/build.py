@@ -4,10 +4,23 @@ from pathlib import Path
 
 import onnx
 
+from edgekit.model import Model
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.correct import correct_weights
-from edgekit.quantize.graph import Graph, sort_nodes
+from edgekit.quantize.equalize import SUFFIX, equalize_graph
+from edgekit.quantize.graph import Graph, read_graph, sort_nodes
+from edgekit.quantize.layers import read_layers
 from edgekit.quantize.plan import QuantPlan
+
+
+def plan_graph(model: Model, plan: QuantPlan) -> Graph:
+    """Returns the float graph of a model with the channels of tensors scaled as planned.
+
+    Raises:
+        ModelError: the model is quantized already, or older than opset 13.
+        UsageError: the plan is not of this model.
+    """
+    return equalize_graph(read_graph(model), plan.factors)
 
 
 def build_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
@@ -40,7 +53,9 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onn
     """
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
-    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding)
+    sources = {name + SUFFIX: factors for name, factors in plan.factors.items()}
+    scaled = {layer.node: sources[layer.source] for layer in read_layers(graph) if layer.source in sources}
+    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled)
     return qdq
 
 

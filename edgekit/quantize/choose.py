@@ -8,10 +8,11 @@ import msgspec
 from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model import Model
-from edgekit.quantize.build import place_plan, round_weights
+from edgekit.quantize.build import place_plan, plan_graph, round_weights
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.correct import Rounding
 from edgekit.quantize.diagnose import rank_activations
+from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph
 from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
@@ -21,14 +22,16 @@ from edgekit.quantize.surgery import strip_weights
 from edgekit.target import Precision, Target
 
 COLLAPSED_DB = 20.0
-"""Below this ratio the worst tensors get 16 bits, where the target takes them, even if nobody asked for the best."""
+"""Below this ratio the worst tensors leave 8 bits even if nobody asked for the best."""
 GOOD_DB = 30.0
 """From this ratio on nothing more is relieved."""
 
 _METHODS_16 = ("minmax",)
-_RELIEF_STEPS = (3, 8, 20, 40)
+_RELIEF_STEPS = (1, 3, 8, 20, 40)
 _LEAST_GAIN_DB = 1.0
 _NOTABLE_DB = 0.3
+_FAITHFUL_DB = 40.0
+"""From this ratio on nothing dearer than plain rounding is tried."""
 
 
 def plan_quantization(
@@ -39,7 +42,8 @@ def plan_quantization(
     With the method "auto" several range methods and roundings are built and judged on the samples that the calibration
     held out; what comes nearest to the float model is planned, so it is never worse there than plain minmax. "best"
     then takes the most harmful tensors out of 8 bits, few by few, as long as that helps: to 16 bits where the target
-    takes them, else to float; "auto" does so only to 16 bits, and only where the model has collapsed (below 20 dB).
+    takes them, else to float; "auto" does so only where the model has collapsed (below 20 dB). Below 40 dB channels of
+    unequal size are evened out, if that helps.
     Without held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named range method is taken as
     it is.
 
@@ -55,12 +59,43 @@ def plan_quantization(
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
     judged = _judge_once(graph, _unsigned(plan), calibration)
-    best = _choose(plan, calibration, judged[0].method, judged[0].rounding)
+    factors = _factors_to_try(graph, calibration, judged[0], precision)
+    if factors:
+        evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
+        other = draft_plan(model, evened, spans, target, precision)
+        other = msgspec.structs.replace(other, factors=factors)
+        again = _judge_once(evened, _unsigned(other), spans)
+        if again[0].sqnr_db > judged[0].sqnr_db + _NOTABLE_DB:
+            graph, calibration, plan = evened, spans, other
+        judged = _best_first(*judged, *again)
+    lead = next(candidate for candidate in judged if candidate.equalized == bool(plan.factors))
+    best = _choose(plan, calibration, lead.method, lead.rounding)
     widens = "int16" in target.precisions
-    if precision == "int8" and (method == "best" or (widens and judged[0].sqnr_db < COLLAPSED_DB)):
-        best, tried = _relieve(graph, best, calibration, judged[0], widens=widens)
-        judged = tuple(sorted((*judged, *tried), key=lambda candidate: -candidate.sqnr_db))
+    if precision == "int8" and (method == "best" or lead.sqnr_db < COLLAPSED_DB):
+        best, tried = _relieve(graph, best, calibration, lead, widens=widens)
+        judged = _best_first(*judged, *tried)
     return msgspec.structs.replace(best, judged=judged)
+
+
+def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
+    """Returns what the calibration of a model says of the graph that a plan quantizes.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
+
+
+def _factors_to_try(
+    graph: Graph, calibration: Calibration, best: Candidate, precision: Precision
+) -> dict[str, tuple[float, ...]]:
+    if precision != "int8" or best.sqnr_db >= _FAITHFUL_DB:
+        return {}
+    return choose_factors(graph, Path(calibration.statistics))
+
+
+def _best_first(*judged: Candidate) -> tuple[Candidate, ...]:
+    return tuple(sorted(judged, key=lambda candidate: -candidate.sqnr_db))
 
 
 def _choose(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
@@ -82,7 +117,7 @@ def _judge_once(graph: Graph, plan: QuantPlan, calibration: Calibration) -> tupl
     memory = Path(plan.statistics) / f"judged-{_digest_plan(graph, plan)}.json"
     if memory.is_file():
         return msgspec.json.decode(memory.read_bytes(), type=tuple[Candidate, ...])
-    judged = tuple(sorted(_judge_all(graph, plan, calibration), key=lambda candidate: -candidate.sqnr_db))
+    judged = _best_first(*_judge_all(graph, plan, calibration))
     write_file(memory, msgspec.json.encode(judged))
     return judged
 
@@ -96,6 +131,7 @@ def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
         "axes": plan.axes,
         "float": [node.name for node in plan.float_nodes if node.name not in behind],
         "wide": plan.wide,
+        "factors": plan.factors,
     }
     return digest_bytes(msgspec.json.encode(facts))[:16]
 
@@ -103,7 +139,8 @@ def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
 def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Iterator[Candidate]:
     """Yields plain minmax, then the roundings of the range method that is best while weights are float.
 
-    Rounding with second moments takes its time, so it is tried only where rounded weights cost something.
+    Rounding with second moments takes its time, so it is tried only where rounded weights cost something, or where it
+    may make up for what activations cost.
     """
     methods = _METHODS_16 if plan.precision == "int16" else AUTO_METHODS
     ratios = {method: _judge_ranges(graph, _choose(plan, calibration, method, "nearest")) for method in methods}
@@ -114,7 +151,8 @@ def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Itera
     cheap: tuple[Rounding, ...] = ("nearest", "bias") if read_layers(graph) else ("nearest",)
     tried = list(_judge_method(graph, chosen, cheap))
     yield from tried
-    if len(cheap) > 1 and max(entry.sqnr_db for entry in tried) < ratios[best] - _NOTABLE_DB:
+    reached = max(entry.sqnr_db for entry in tried)
+    if len(cheap) > 1 and (reached < ratios[best] - _NOTABLE_DB or reached < _FAITHFUL_DB):
         yield from _judge_method(graph, chosen, ("gptq", "refit"))
 
 
@@ -128,7 +166,13 @@ def _judge_method(graph: Graph, plan: QuantPlan, roundings: tuple[Rounding, ...]
     for rounding in roundings:
         chosen = msgspec.structs.replace(plan, rounding=rounding)
         ratio = judge_candidate(round_weights(placed, graph, chosen), judge_points(graph), Path(plan.statistics))
-        yield Candidate(method=plan.method, rounding=rounding, relieved=(), sqnr_db=round(ratio, 3))
+        yield Candidate(
+            method=plan.method,
+            rounding=rounding,
+            relieved=(),
+            sqnr_db=round(ratio, 3),
+            equalized=bool(plan.factors),
+        )
 
 
 def relieve_step(
@@ -141,7 +185,7 @@ def relieve_step(
     Raises:
         UsageError: the statistics are gone.
     """
-    graph = read_graph(model)
+    graph, calibration = plan_graph(model, plan), plan_calibration(model, plan, calibration)
     order = _rank_once(graph, plan)
     if count > 2 * len(order):
         return None
@@ -179,7 +223,7 @@ def _relieve(
         if not quantizes_any(graph, relieved):
             break
         ratio = next(_judge_method(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
-        tried.append(Candidate(method=plan.method, rounding=plan.rounding, relieved=names, sqnr_db=ratio))
+        tried.append(msgspec.structs.replace(start, relieved=names, sqnr_db=ratio))
         if ratio >= reached + _LEAST_GAIN_DB:
             best, reached, idle = relieved, ratio, 0
         else:

@@ -1,7 +1,7 @@
 """Better integers for the weights of a QDQ graph: rounded with second moments, their mean error put into the bias."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from edgekit._files import replacing_file
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.layers import Layer, read_layers
-from edgekit.quantize.moments import Moment, open_moments
+from edgekit.quantize.moments import Moment, open_moments, scale_moment
 from edgekit.quantize.rounding import (
     Rounded,
     refit_weights,
@@ -47,9 +47,16 @@ class _Seat(msgspec.Struct, frozen=True, kw_only=True):
     per_channel: bool
 
 
-def correct_weights(qdq: onnx.ModelProto, graph: Graph, statistics: Path, rounding: Rounding) -> None:
+def correct_weights(
+    qdq: onnx.ModelProto,
+    graph: Graph,
+    statistics: Path,
+    rounding: Rounding,
+    factors: Mapping[str, tuple[float, ...]],
+) -> None:
     """Rewrites weights, their scales and biases of the QDQ form of `graph`; `qdq` is changed.
 
+    `factors` holds by layer those that the channels of its input were multiplied by since the calibration.
     What was rounded once is kept in the folder `statistics` for other targets that quantize the same inputs alike.
 
     Raises:
@@ -61,7 +68,13 @@ def correct_weights(qdq: onnx.ModelProto, graph: Graph, statistics: Path, roundi
     seats = _find_seats(qdq.graph, initializers)
     layers = [layer for layer in read_layers(graph) if layer.node in seats]
     layers = [layer for layer in layers if (layer.bias is None) == (seats[layer.node].bias is None)]
-    with open_moments(statistics / "moments.npz") as read:
+    with open_moments(statistics / "moments.npz") as stored:
+
+        def read(layer: Layer) -> Moment | None:
+            moment = stored(layer.node)
+            scaled = moment is not None and layer.node in factors
+            return scale_moment(moment, layer, np.asarray(factors[layer.node])) if moment and scaled else moment
+
         for layer in layers:
             corrected = _correct_layer(graph, layer, seats[layer.node], read, statistics, rounding)
             if corrected is not None:
@@ -72,7 +85,7 @@ def _correct_layer(
     graph: Graph,
     layer: Layer,
     seat: _Seat,
-    read: Callable[[str], Moment | None],
+    read: Callable[[Layer], Moment | None],
     statistics: Path,
     rounding: Rounding,
 ) -> dict[str, Array] | None:
@@ -82,12 +95,14 @@ def _correct_layer(
     floor = np.abs(bias).reshape(layer.groups, layer.outputs, 1) * _INT32_MARGIN / seat.step
     plain = weight_scale(matrix, per_channel=seat.per_channel, floor=floor)
     step = seat.step.hex() if rounding == "refit" else ""
-    key = hashlib.sha256(f"{layer.node}:{rounding}:{seat.per_channel}:{step};".encode() + plain.tobytes()).hexdigest()
-    memory = statistics / "rounded" / f"{key[:24]}.npz"
+    key = hashlib.sha256(f"{layer.node}:{rounding}:{seat.per_channel}:{step};".encode())
+    for part in (plain, np.ascontiguousarray(weight), bias):
+        key.update(part.tobytes())
+    memory = statistics / "rounded" / f"{key.hexdigest()[:24]}.npz"
     if memory.is_file():
         with np.load(memory, allow_pickle=False) as fields:
             return {name: fields[name] for name in fields.files}
-    moment = read(layer.node)
+    moment = read(layer)
     if moment is None:
         return None
     rounded = _round_layer(layer, matrix, moment, seat, floor, rounding)

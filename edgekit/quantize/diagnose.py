@@ -8,11 +8,20 @@ import numpy as np
 import onnx
 
 from edgekit.model import Model
-from edgekit.quantize.build import build_qdq
+from edgekit.quantize.build import build_qdq, plan_graph
 from edgekit.quantize.calibrate import Calibration
+from edgekit.quantize.equalize import equalize_calibration
 from edgekit.quantize.graph import Graph, read_graph
 from edgekit.quantize.held_out import read_held_out
-from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points, open_graph, powers_of, ratio_db
+from edgekit.quantize.judge import (
+    has_held_out,
+    join_ratios,
+    judge_candidate,
+    judge_points,
+    open_graph,
+    powers_of,
+    ratio_db,
+)
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.surgery import SWITCHES, strip_weights, swap_weights, switch_activations
 
@@ -59,10 +68,10 @@ def diagnose_quantization(model: Model, calibration: Calibration, plan: QuantPla
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, statistics = read_graph(model), Path(plan.statistics)
+    graph, statistics = plan_graph(model, plan), Path(plan.statistics)
     points = judge_points(graph)
     qdq = build_qdq(graph, plan, model.path.name)
-    ranges = calibration.ranges["minmax"]
+    ranges = equalize_calibration(read_graph(model), calibration, plan.factors).ranges["minmax"]
     wide = msgspec.structs.replace(plan, activation="uint16", ranges=ranges, grids={}, wide={})
     return Diagnosis(
         w8_db=judge_candidate(swap_weights(qdq, graph), points, statistics),
@@ -81,7 +90,7 @@ def rank_plan(model: Model, plan: QuantPlan) -> tuple[TensorError, ...]:
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, statistics = read_graph(model), Path(plan.statistics)
+    graph, statistics = plan_graph(model, plan), Path(plan.statistics)
     if not has_held_out(statistics) or not judge_points(graph):
         return ()
     return rank_activations(graph, build_qdq(graph, plan, model.path.name), statistics)
@@ -110,6 +119,6 @@ def rank_activations(graph: Graph, qdq: onnx.ModelProto, statistics: Path, sampl
             found = session.run({**inputs, SWITCHES: np.arange(len(names)) == index})
             powers += [powers_of(point, expected[point.tensor], found[shown[point]]) for point in points]
         op = graph.producers[name].op_type if name in graph.producers else "input"
-        ratio = float(np.mean([ratio_db(*power) for power in powers]))
+        ratio = join_ratios([ratio_db(*power) for power in powers])
         errors.append(TensorError(name=name, op=op, sqnr_db=round(ratio, 2)))
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))

@@ -87,7 +87,7 @@ def read_graph(model: Model) -> Graph:
     _lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
     _infer_types(proto)
-    return _index(proto)
+    return index_proto(proto)
 
 
 def set_weights_aside(graph: Graph, path: Path) -> Graph:
@@ -98,10 +98,11 @@ def set_weights_aside(graph: Graph, path: Path) -> Graph:
     onnx.save(
         graph.proto, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=_ASIDE_BYTES
     )
-    return _index(onnx.load(str(path), load_external_data=False))
+    return index_proto(onnx.load(str(path), load_external_data=False))
 
 
-def _index(proto: onnx.ModelProto) -> Graph:
+def index_proto(proto: onnx.ModelProto) -> Graph:
+    """Returns the main graph of a model whose weights are initializers and whose types are in value_info."""
     graph = proto.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     for value in [value for value in graph.input if value.name in initializers]:

@@ -1,7 +1,8 @@
 """How near a quantized candidate comes to the float model on samples that were held out from fitting."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ _PICKING = frozenset({"ArgMax", "TopK"})
 _SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
 _WORST_DB, _BEST_DB = -20.0, 80.0
 _FEW = 32
+_MOST_PARTS = 8
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
 
 
@@ -28,12 +30,14 @@ class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
     mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
-    layer with weights reads is compared too.
+    layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
+    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others.
     """
 
     tensor: str
     reader: str
     centred: bool
+    part: tuple[int, int, int] | None = None
 
 
 def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
@@ -42,7 +46,7 @@ def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
     for value in graph.proto.graph.output:
         point = _find_point(graph, value.name)
         if graph.is_float(point.tensor):
-            points.append(point)
+            points += _split_point(graph, point)
             points += _find_features(graph, point.tensor)
     return tuple(dict.fromkeys(points))
 
@@ -50,10 +54,11 @@ def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
 def judge_candidate(
     qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statistics: Path, *, keep_float_weights: bool = False
 ) -> float:
-    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, the mean over the points.
+    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
 
-    It runs on the CPU provider with 16-bit products kept from saturating (`session.x64quantprecision`). With
-    `keep_float_weights` ONNX Runtime may not quantize float weights between Q and DQ nodes, as it does by default.
+    Of several points it is that of their mean noise. It runs on the CPU provider with 16-bit products kept from
+    saturating (`session.x64quantprecision`). With `keep_float_weights` ONNX Runtime may not quantize float weights
+    between Q and DQ nodes, as it does by default.
 
     Raises:
         UsageError: the statistics are gone.
@@ -70,7 +75,12 @@ def judge_candidate(
         found = session.run(inputs)
         for point, name in names.items():
             powers[point] += powers_of(point, expected[point.tensor], found[name])
-    return float(np.mean([ratio_db(*power) for power in powers.values()]))
+    return join_ratios([ratio_db(*power) for power in powers.values()])
+
+
+def join_ratios(ratios: Sequence[float]) -> float:
+    """Returns the ratio in dB that stands for several: that of their mean noise, so that the worst counts most."""
+    return float(-10 * np.log10(np.mean(10 ** (-np.asarray(ratios) / 10))))
 
 
 def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
@@ -81,6 +91,9 @@ def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
     if expected.size != found.size:
         return np.array([1.0, np.inf])
     one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
+    if point.part is not None:
+        axis, start, stop = point.part
+        one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
     if point.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
     return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
@@ -127,6 +140,49 @@ def _find_point(graph: Graph, output: str) -> JudgePoint:
         if node.op_type in _PICKING:
             point = JudgePoint(tensor=name, reader=node.name, centred=False)
     return point
+
+
+def _split_point(graph: Graph, point: JudgePoint) -> list[JudgePoint]:
+    found = None if point.centred else _find_parts(graph, point.tensor)
+    if found is None:
+        return [point]
+    axis, ends = found
+    return [msgspec.structs.replace(point, part=(axis, *part)) for part in pairwise(ends)]
+
+
+def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
+    """Returns along which axis a tensor is put together and where its parts begin and end, None if it is of a piece.
+
+    Of what comes from several levels of a network the parts within each level count, if they are the same in all.
+    """
+    node, shape = graph.producers.get(name), graph.static_shape(name)
+    if node is None or shape is None or not node.input:
+        return None
+    if node.op_type == "Concat":
+        return _find_concat_parts(graph, node, len(shape))
+    before = graph.static_shape(node.input[0])
+    inner = _find_parts(graph, node.input[0]) if node.op_type in _PASSED_THROUGH | {"Sigmoid"} else None
+    if inner is None or before is None:
+        return None
+    axis, ends = inner
+    if node.op_type == "Transpose":
+        order = next((list(item.ints) for item in node.attribute if item.name == "perm"), list(range(len(shape)))[::-1])
+        return order.index(axis), ends
+    return inner if before[: axis + 1] == shape[: axis + 1] else None
+
+
+def _find_concat_parts(graph: Graph, node: onnx.NodeProto, rank: int) -> tuple[int, tuple[int, ...]] | None:
+    axis = next(item.i for item in node.attribute if item.name == "axis") % rank
+    inner = {_find_parts(graph, name) for name in node.input}
+    if len(inner) == 1:
+        (parts,) = inner
+        if parts is not None and parts[0] != axis:
+            return parts
+    shapes = [graph.static_shape(name) for name in node.input]
+    if len(shapes) > _MOST_PARTS or any(shape is None for shape in shapes):
+        return None
+    sizes = [shape[axis] for shape in shapes if shape is not None]
+    return axis, tuple(int(end) for end in np.cumsum([0, *sizes]))
 
 
 def _find_features(graph: Graph, name: str) -> list[JudgePoint]:

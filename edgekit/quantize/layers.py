@@ -92,6 +92,12 @@ def cut_vectors(graph: Graph, layer: Layer, count: int) -> Cut | None:
     return _cut_conv(graph, layer, spatial, count)
 
 
+def layer_factors(layer: Layer, factors: Array) -> Array:
+    """Returns factors of the channels of a layer's source as those of its inputs, [groups, 1, inputs]."""
+    taps = layer.groups * layer.inputs // len(factors)
+    return np.repeat(factors, taps).reshape(layer.groups, 1, layer.inputs)
+
+
 def _read_layer(graph: Graph, node: onnx.NodeProto) -> Iterator[Layer]:
     if node.op_type not in {"Conv", "Gemm", "MatMul"} or node.domain not in {"", "ai.onnx"}:
         return

@@ -9,19 +9,20 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError
-from edgekit.quantize.layers import Cut, Layer
+from edgekit.quantize.layers import Cut, Layer, layer_factors
 from edgekit.tensors import Array
 
 BUDGET_BYTES = 96 << 20
 _BLOCK_SIZES = (1152, 576, 288, 144)
 _FLUSH_ROWS = 256
+_FIELDS = ("mean", "spread", "low", "high", "blocks")
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics of a layer's input vectors: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
 
     `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
-    only over the vectors cut: an input that seldom fires shows there.
+    only over the vectors cut: an input that seldom fires shows there. `low` and `high` [channels] are these values.
     `blocks` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into as
     many parts of `size` and what one part has to do with another is left out.
     """
@@ -29,6 +30,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     mean: Array
     spread: Array
+    low: Array
+    high: Array
     blocks: Array
 
 
@@ -65,6 +68,8 @@ class MomentGrower:
             count=int(self._count),
             mean=(self._sum / count).astype(np.float32),
             spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
+            low=lows.astype(np.float32),
+            high=highs.astype(np.float32),
             blocks=self._products / np.float32(count),
         )
 
@@ -77,6 +82,20 @@ class MomentGrower:
         self._sum += rows.sum(axis=0, dtype=np.float64)
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
         self._products += np.swapaxes(parts, 1, 2) @ parts
+
+
+def scale_moment(moment: Moment, layer: Layer, factors: Array) -> Moment:
+    """Returns the moments of a layer's input once its channels are multiplied by factors."""
+    scale = layer_factors(layer, factors)[:, 0].astype(np.float32)
+    pieces = scale.reshape(len(moment.blocks), -1)
+    return msgspec.structs.replace(
+        moment,
+        mean=moment.mean * scale,
+        spread=moment.spread * scale,
+        low=moment.low * factors.astype(np.float32),
+        high=moment.high * factors.astype(np.float32),
+        blocks=moment.blocks * pieces[:, :, None] * pieces[:, None, :],
+    )
 
 
 def block_sizes(layers: tuple[Layer, ...]) -> dict[str, int]:
@@ -103,6 +122,7 @@ def save_moments(path: Path, moments: Mapping[str, Moment]) -> None:
         arrays[f"{index}.count"] = np.array(moment.count)
         arrays[f"{index}.mean"] = moment.mean
         arrays[f"{index}.spread"] = moment.spread
+        arrays[f"{index}.low"], arrays[f"{index}.high"] = moment.low, moment.high
         arrays[f"{index}.blocks"] = moment.blocks
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
@@ -126,7 +146,7 @@ def open_moments(path: Path) -> Generator[Callable[[str], Moment | None]]:
         def read(node: str) -> Moment | None:
             if node not in places:
                 return None
-            fields = {field: archive[f"{places[node]}.{field}"] for field in ("mean", "spread", "blocks")}
+            fields = {field: archive[f"{places[node]}.{field}"] for field in _FIELDS}
             return Moment(count=int(archive[f"{places[node]}.count"]), **fields)
 
         yield read

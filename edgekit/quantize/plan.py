@@ -28,19 +28,21 @@ class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A way to quantize that was tried, and the signal-to-noise ratio it reached on held-out samples.
 
-    `relieved` names the tensors that were taken out of 8 bits.
+    `relieved` names the tensors that were taken out of 8 bits; `equalized`: channels of unequal size were evened out.
     """
 
     method: str
     rounding: Rounding
     relieved: tuple[str, ...]
     sqnr_db: float
+    equalized: bool = False
 
 
 class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What quantizing will do.
 
     `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
+    `factors` holds for each tensor whose channels are scaled, in the producer and back in its readers, the factors.
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `statistics` is the calibration's folder, which rounding other than "nearest" needs.
@@ -60,6 +62,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     op_types: tuple[str, ...]
     ranges: dict[str, TensorRange]
     grids: dict[str, Grid]
+    factors: dict[str, tuple[float, ...]] = {}
     axes: dict[str, int]
     float_nodes: tuple[FloatNode, ...]
     wide: dict[str, TensorRange]

@@ -20,7 +20,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target"
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
     for tried in report.steps:
-        yield f"- {tried.method}, {tried.rounding}: {tried.sqnr_db:.1f} dB on held-out samples"
+        more = ", channels evened out" if tried.equalized else ""
+        more += f", {len(tried.relieved)} out of 8 bits" if tried.relieved else ""
+        yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
     yield from (f"warning: {warning}" for warning in (*report.data_warnings, *report.calibration.notes))
 
 
