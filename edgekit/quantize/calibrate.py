@@ -37,7 +37,8 @@ MEASURED_SAMPLES = 64
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the float activations of a model do over some samples: plain data, good for every target.
 
-    `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact,
+    `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact (but
+    for scores that a mask hides before a Softmax: of these only what counts is in the range),
     "moving-average" too, the others come from histograms of at most `picked` values a tensor and each of the `measured`
     samples.
     `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
@@ -137,8 +138,10 @@ def _all_ranges(
     graph: Graph, aliases: dict[str, str], tally: Tally, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
     exact, mean, histograms = tally.exact_ranges(), tally.mean_ranges(), tally.histograms()
-    empty = HistogramGrower().freeze()
-    readers = read_by(graph)
+    masked, empty, readers = tally.masked(), HistogramGrower().freeze(), read_by(graph)
+    exact |= masked
+    mean |= masked
+    histograms |= dict.fromkeys(masked, empty)
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]

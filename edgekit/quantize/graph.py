@@ -11,6 +11,7 @@ from onnx import numpy_helper
 
 from edgekit.errors import ModelError
 from edgekit.model import Model, find_integer_ops, iterate_graphs, read_proto
+from edgekit.quantize.masks import bound_masks
 from edgekit.tensors import Array
 
 MINIMUM_OPSET = 13
@@ -86,6 +87,7 @@ def read_graph(model: Model) -> Graph:
     _check_float(model, proto)
     _lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
+    bound_masks(proto.graph)
     _infer_types(proto)
     return index_proto(proto)
 

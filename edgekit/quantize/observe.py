@@ -10,10 +10,11 @@ from onnx import helper, numpy_helper
 
 from edgekit.quantize.graph import Graph, float_activations, folded_activations, known_bounds
 from edgekit.quantize.layers import Cut, Layer, cut_vectors, read_layers
+from edgekit.quantize.masks import HIDDEN, Scores, score_tensors
 from edgekit.quantize.moments import vectors_wanted
 from edgekit.tensors import Array
 
-LOWS, HIGHS, SUMS = "edgekit.lows", "edgekit.highs", "edgekit.sums"
+LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
 PICKS, VECTORS = "edgekit.picks", "edgekit.vectors."
 
 PICKED_VALUES = 1 << 18
@@ -30,7 +31,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     `lows` and `highs` name the tensors of the vectors of minima and maxima, with how many entries each has: one, or
     one a channel for images and for tensors that a layer with weights reads. `picks` names the tensors of the vector of
     picked values with the number of values of each. `bounds` holds what operators alone say. `aliases` maps a tensor
-    before a Relu or Clip to the one after it. `sums` names tensors whose sum is there to catch NaN, which ONNX
+    before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which the lowest value that
+    counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
     Runtime's minimum and maximum skip. `cuts` says how to read
     the vectors of each layer from its own output, named VECTORS and its node.
     """
@@ -39,6 +41,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     lows: tuple[tuple[str, int], ...]
     highs: tuple[tuple[str, int], ...]
     sums: tuple[str, ...]
+    scores: tuple[str, ...]
     picks: tuple[tuple[str, int], ...]
     cuts: tuple[tuple[Layer, Cut], ...]
     bounds: dict[str, tuple[float | None, float | None]]
@@ -63,6 +66,10 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
     builder.extremes(LOWS, "ReduceMin", {name: channels.get(name) for name in lows})
     builder.extremes(HIGHS, "ReduceMax", {name: channels.get(name) for name in highs})
+    scores = [
+        each for each in score_tensors(graph.proto.graph) if each.tensor in lows and graph.shapes.get(each.tensor)
+    ]
+    builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
     picks = tuple((name, builder.pick_count(name, picked)) for name in names)
     picks = tuple((name, count) for name, count in picks if count)
@@ -72,6 +79,7 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
         lows=tuple((name, _entries(graph, name, channels.get(name))) for name in lows),
         highs=tuple((name, _entries(graph, name, channels.get(name))) for name in highs),
         sums=sums,
+        scores=tuple(each.tensor for each in scores),
         picks=picks,
         cuts=tuple(builder.cut(vectors_from)) if vectors_from else (),
         bounds=bounds,
@@ -124,6 +132,25 @@ class _Builder:
         others = None if axis is None else [at for at in range(rank) if at != axis]
         reduced = self._reduce_axes(op, source, others, keepdims=0)
         return self._node("Reshape", [reduced, "edgekit.flat"]) if axis is None else reduced
+
+    def lowest_score(self, scores: Scores) -> str:
+        """Adds the lowest value that counts before a Softmax; a row that is hidden as a whole counts for nothing."""
+        rank = len(self._graph.shapes[scores.tensor])
+        highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
+        seen = self._node("Greater", [highest, self._number(HIDDEN / 10)])
+        least = self._node("Sub", [highest, self._number(scores.reach)])
+        least = self._node("Where", [seen, least, self._number(0.0)])
+        return self._node(
+            "Reshape",
+            [self._node("ReduceMin", [self._node("Max", [scores.tensor, least])], keepdims=0), "edgekit.flat"],
+        )
+
+    def _number(self, value: float) -> str:
+        name = f"edgekit.number.{value}"
+        if name not in self._stored:
+            self._stored.add(name)
+            self.proto.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+        return name
 
     def _reduce_planes(self, op: str, name: str) -> str:
         """Adds a reduction of height and width, which leaves little: a pool works in ONNX Runtime's blocked layout.

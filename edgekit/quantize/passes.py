@@ -128,7 +128,7 @@ def _key(model: Model, task: Task, whole: Observation) -> str:
     facts = {
         "model": model.sha256,
         "versions": (version("edgekit"), VERSION, platform.machine()),
-        "layout": (whole.lows, whole.highs, whole.picks, layers, whole.bounds, task.points),
+        "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.points),
         "settings": (task.picked, task.vectors_from, SETTLED_SAMPLES),
         "indices": task.indices,
     }

@@ -11,6 +11,7 @@ from edgekit.quantize.histogram import Histogram
 from edgekit.tensors import Array
 
 _BINS = 2048
+_LARGEST = float(np.finfo(np.float32).max)
 LEVELS = 255
 """Steps between the lowest and the highest of 256 integers."""
 
@@ -36,7 +37,7 @@ def snap_range(span: TensorRange) -> TensorRange:
 
 def _snap(value: float) -> float:
     mantissa, exponent = math.frexp(value)
-    return math.ldexp(round(mantissa * 512), exponent - 9)
+    return float(np.clip(math.ldexp(round(mantissa * 512), exponent - 9), -_LARGEST, _LARGEST))
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgekit.quantize.histogram import Histogram, HistogramGrower
+from edgekit.quantize.masks import is_masked
 from edgekit.quantize.moments import Moment, MomentGrower, block_sizes
-from edgekit.quantize.observe import HIGHS, LOWS, PICKS, VECTORS, Observation
+from edgekit.quantize.observe import HIGHS, LOWS, PICKS, SCORES, VECTORS, Observation
 from edgekit.quantize.ranges import TensorRange
 from edgekit.tensors import Array, Tensors
 
@@ -19,6 +20,7 @@ class Tally:
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
         self._lows, self._highs = _Extremes(observation.lows, np.minimum), _Extremes(observation.highs, np.maximum)
+        self._scores = _Extremes(tuple((name, 1) for name in observation.scores), np.minimum)
         self._growers = [HistogramGrower() for _ in observation.picks]
         self._pending: list[Array] = []
         layers = tuple(layer for layer, _ in observation.cuts)
@@ -29,6 +31,7 @@ class Tally:
         """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
         self._lows.add(values.get(LOWS))
         self._highs.add(values.get(HIGHS))
+        self._scores.add(values.get(SCORES))
         if PICKS in values:
             self._pending.append(values[PICKS])
         if len(self._pending) == _FLUSH_SAMPLES:
@@ -78,6 +81,17 @@ class Tally:
             del lows[name]
         return {name: TensorRange(low=float(lows[name].min()), high=float(highs[name].max())) for name in lows}
 
+    def masked(self) -> dict[str, TensorRange]:
+        """Returns the ranges that count of tensors that are masked before a Softmax."""
+        exact = self.exact_ranges()
+        lowest = {name: float(values[0]) for name, values in self._scores.entries().items() if name in exact}
+        spans = {name: (exact[name], low) for name, low in lowest.items() if np.isfinite(low)}
+        return {
+            name: TensorRange(low=low, high=max(span.high, low))
+            for name, (span, low) in spans.items()
+            if is_masked(span.low, span.high, low)
+        }
+
     def mean_ranges(self) -> dict[str, TensorRange]:
         """Returns the mean over the samples of each tensor's lowest and highest value."""
         lows, highs = self._lows.means(), self._highs.means()
@@ -109,7 +123,7 @@ class Tally:
         return lows, highs
 
     def _ends(self) -> dict[str, "_Extremes"]:
-        return {"lows": self._lows, "highs": self._highs}
+        return {"lows": self._lows, "highs": self._highs, "scores": self._scores}
 
     def _moment_arrays(self) -> dict[str, Array]:
         return {

@@ -1,0 +1,101 @@
+"""What attention hides does not stretch the ranges of its scores."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from quantize_models import make_model, make_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.model import Model, load_model
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.graph import read_graph
+from edgekit.samples import Samples
+from edgekit.target import load_target
+from edgekit.tensors import Array
+
+TOKENS = 8
+MASKS = {
+    "added": "m = Add(s, hidden) p = Softmax(m)",
+    "chosen": "m = Where(seen, s, lowest) p = Softmax(m)",
+    "added, then reshaped": "m4 = Add(s, hidden) m = Reshape(m4, rows) p = Softmax(m)",
+    "computed": """one = Cast<to=1>(seen) zero = Constant<value_float=1.0>() n = Sub(zero, one) f = Mul(n, lowest)
+                   m = Add(s, f) p = Softmax(m)""",
+    "added to a bias": "b = Add(bias, f) m = Add(s, b) p = Softmax(m)",
+}
+HIDDEN = (-100.0, -1e4, float(np.finfo(np.float32).min), -np.inf)
+LOWEST = {"computed": HIDDEN[:3], "added to a bias": HIDDEN[:3]}
+"""Zero times infinity is no number, and an input may not be infinite."""
+
+
+def attention(mask: str, lowest: float, folder: Path) -> Model:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,16] x, float[1,8,8] f) => (float[1,8,16] y) {{
+      q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv) t = Transpose<perm=[0,2,1]>(k)
+      u = MatMul(q, t) s = Mul(u, quarter)
+      {MASKS[mask]} o = MatMul(p, v) y = MatMul(o, wo) }}"""
+    if "(bias, f)" not in MASKS[mask]:
+        text = text.replace(", float[1,8,8] f)", ")")
+    path = folder / "m.onnx"
+    make_model(text, path, dict.fromkeys(("wq", "wk", "wv", "wo"), (16, 16)))
+    proto, seen = onnx.load(str(path)), np.tril(np.ones((TOKENS, TOKENS), bool))
+    constants: dict[str, Array] = {
+        "seen": seen,
+        "hidden": np.where(seen, 0, lowest).astype(np.float32),
+        "lowest": np.array(lowest, np.float32),
+        "quarter": np.array(0.25, np.float32),
+        "rows": np.array([1, TOKENS, TOKENS]),
+        "bias": np.random.default_rng(5).normal(size=(TOKENS, TOKENS)).astype(np.float32),
+    }
+    read = {name for node in proto.graph.node for name in node.input}
+    for name in sorted(read & constants.keys()):
+        proto.graph.initializer.append(numpy_helper.from_array(constants[name], name))
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def rows(model: Model, lowest: float) -> Samples:
+    random = np.random.default_rng(1)
+    hidden = np.where(np.tril(np.ones((TOKENS, TOKENS))), 0, lowest).astype(np.float32)[None]
+    every = [{"x": random.normal(size=(1, 8, 16)).astype(np.float32), "f": hidden} for _ in range(16)]
+    names = {spec.name for spec in model.inputs}
+    return make_samples([{name: value for name, value in each.items() if name in names} for each in every])
+
+
+@pytest.mark.parametrize(("mask", "lowest"), [(mask, lowest) for mask in MASKS for lowest in LOWEST.get(mask, HIDDEN)])
+def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: Path) -> None:
+    model = attention(mask, lowest, tmp_path)
+    samples = rows(model, lowest)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work", methods=("minmax",), fitting=False)
+    scores = calibration.ranges["minmax"]["m"]
+    assert -40 < scores.low < scores.high < 20
+    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
+    quantized = quantize_model(model, plan, tmp_path / "q.onnx").model
+    one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.path, SessionSettings())
+    for sample in samples:
+        expected, found = one.run(sample)["y"], two.run(sample)["y"]
+        assert 20 * np.log10(np.linalg.norm(expected) / np.linalg.norm(expected - found)) > 20
+
+
+def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
+    model = attention("added", 0.0, tmp_path)
+    samples = rows(model, 0.0)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work", methods=("minmax",), fitting=False)
+    proto = onnx.load(str(model.path))
+    proto.graph.output.append(onnx.ValueInfoProto(name="m"))
+    session = CpuSession(proto.SerializeToString(), SessionSettings())
+    lowest = min(float(session.run(sample)["m"].min()) for sample in samples)
+    assert calibration.ranges["minmax"]["m"].low == pytest.approx(lowest, rel=2e-3)
+
+
+def test_a_huge_weight_that_hides_nothing_is_left_alone(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { m = Add(x, b) y = Relu(m) }'
+    path = tmp_path / "m.onnx"
+    make_model(text, path, {"b": (4,)})
+    proto = onnx.load(str(path))
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full(4, -1e9, np.float32), "b"))
+    onnx.save(proto, str(path))
+    value = read_graph(load_model(path)).constant("b")
+    assert value is not None
+    assert value.max() == -1e9
