@@ -18,6 +18,7 @@ _PRIOR_LOSS, _PRIOR_SPREAD = 0.5, 0.5
 _UNKNOWN_LOSS = 0.5
 _RARE = 1e-3
 _DB_LIMIT = 200.0
+_SMALL = 0.01
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,10 +119,53 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     return Loss(estimate=float(lost.mean()), interval=_bootstrap(lost, lambda sums: np.asarray(sums / len(lost))))
 
 
+def _record_values(expected: Array, found: Array, reading: Reading) -> Array:
+    """Returns sums of each channel: of the values, their squares and those of the differences, float64 [4, channels].
+
+    The last row counts.
+    """
+    one, two = (np.moveaxis(value.astype(np.float64), reading.axis, 0) for value in (expected, found))
+    one, two = one.reshape(len(one), -1), two.reshape(len(two), -1)
+    count = np.full(len(one), float(one.shape[1]))
+    return np.stack([one.sum(axis=1), (one**2).sum(axis=1), ((one - two) ** 2).sum(axis=1), count])
+
+
+def _judge_values(records: Sequence[Array]) -> Loss:
+    """Returns how much of the spread of the values is lost: what R2 falls by where they predict a number.
+
+    Channels count by their standard deviation. Those a hundred times smaller than the largest are a group of their
+    own, such as scores beside boxes in pixels, and the group that loses most counts.
+    """
+    table = np.stack(records)
+    total = table.sum(axis=0)
+    deviation = np.sqrt(_variance(total))
+    share = deviation / max(float(deviation.max()), 1e-30)
+    # A vector has one value a channel: an embedding, whose small ones count for little.
+    is_vector = total[3].max() <= len(table)
+    groups = [share >= 0] if is_vector else [share >= _SMALL, (share < _SMALL) & (share >= _SMALL**2)]
+
+    def score(sums: Array) -> Array:
+        lost = np.minimum(sums[..., 2, :] / sums[..., 3, :] / np.maximum(_variance(sums), 1e-30), 1.0)
+        each = [_weigh(lost[..., group], deviation[group]) for group in groups if group.any()]
+        return np.asarray(np.max(each, axis=0))
+
+    return Loss(estimate=float(score(total)), interval=_bootstrap(table, score))
+
+
+def _variance(sums: Array) -> Array:
+    means = sums[..., 0, :] / sums[..., 3, :]
+    return np.asarray(np.maximum(sums[..., 1, :] / sums[..., 3, :] - means**2, 0.0))
+
+
+def _weigh(values: Array, weights: Array) -> Array:
+    return np.asarray((values * weights).sum(axis=-1) / max(float(weights.sum()), 1e-30))
+
+
 MEASURES: Mapping[Meaning, Measure] = {
     "classes": Measure(name="top-1 accuracy", record=_record_classes, judge=_judge_classes),
     "map": Measure(name="mean overlap of classes (mIoU)", record=_record_map, judge=_judge_map),
     "labels": Measure(name="equal labels", record=_record_labels, judge=_judge_labels),
+    "values": Measure(name="spread of the values (R2)", record=_record_values, judge=_judge_values),
     "image": Measure(name="PSNR of images, 30 dB before", record=_record_image, judge=_judge_image),
 }
 

@@ -16,15 +16,16 @@ _SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 _MOST_CLASSES = 8192
 _IMAGE_CHANNELS = frozenset({1, 3, 4})
 _LEAST_SIDE = 8
+_BOX = 4
 _LEAST_CONFIDENCE = 0.6
-_MOST_UNEVEN = 10.0
+_MOST_UNEVEN = 30.0
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """How an output is read: what it means, along which axis its classes lie, and what squashes it ("" for nothing).
 
     "classes" are the scores of one decision, "map" those of many (pixels, steps, boxes), "labels" the decisions
-    themselves, made by an ArgMax.
+    themselves, made by an ArgMax. Of values it is the axis of the channels, which is the shortest.
     """
 
     meaning: Meaning
@@ -76,7 +77,10 @@ def _read_numbers(value: Array) -> Reading:
     sides = value.shape[2:] if len(value.shape) == 4 and value.shape[1] in _IMAGE_CHANNELS else value.shape[1:3]
     channels = {value.shape[1], value.shape[-1]} if value.ndim == 4 else {0}
     is_image = bool(channels & _IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
-    return Reading(meaning="image" if is_image else "values")
+    if is_image:
+        return Reading(meaning="image")
+    sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
+    return Reading(meaning="values", axis=min(sizes, default=(True, 1, 0))[2])
 
 
 def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
@@ -107,14 +111,14 @@ def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
     first = values[0]
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in _IMAGE_CHANNELS:
         axis = 1 if first.shape[1] <= first.shape[3] else 3
-    elif first.ndim == 3:
+    elif first.ndim == 3 and first.shape[2] > _BOX:
         axis = 2
     else:
         return
     reading = Reading(meaning="map", axis=axis)
     size = first.shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
-    even = float(means.max()) <= _MOST_UNEVEN * max(float(np.median(means)), 1e-12)
+    even = float(means.max()) <= _MOST_UNEVEN * float(means.min())
     if 1 < size <= _MOST_CLASSES and even and _confidence(values, reading) >= _LEAST_CONFIDENCE:
         yield reading
 

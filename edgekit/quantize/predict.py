@@ -60,8 +60,8 @@ def predict_drop(model: Model, quantized: Model, samples: Samples) -> Prediction
     The float model's probabilities stand for the truth: where a decision changes, the expected loss is the
     probability of the float model's class less that of the other one (after D. Guillory et al., "Predicting with
     confidence on unseen distributions", 2021: difference of confidences). For maps of classes it is the loss of mean
-    overlap. Images are held against a truth that the float model is taken to meet with 30 dB. Outputs that decide
-    nothing are left out where others decide; of several that mean something the worst counts.
+    overlap. Images are held against a truth that the float model is taken to meet with 30 dB. Other values lose as
+    much of their spread as the differences have. An output that makes one decision counts alone, else the worst does.
 
     Raises:
         RuntimeRefusal: ONNX Runtime refuses a model.
@@ -130,18 +130,14 @@ def _with_loss(prediction: Prediction, loss: Loss, reading: Reading) -> Predicti
         top1_agreement=loss.agreement,
         drop_estimate=round(loss.estimate, 6),
         drop_interval=(round(low, 6), round(high, 6)),
-        source="the float model's confidence" if loss.agreement is not None else "the difference of images",
+        source="the float model's confidence" if loss.agreement is not None else "the differences",
     )
 
 
 def _choose_outputs(readings: dict[str, Reading]) -> dict[str, Reading]:
-    """Returns the outputs that count: the first that makes one decision, else all, if no other is among them."""
+    """Returns the outputs that count: the first that makes one decision, else all."""
     first = next((name for name, reading in readings.items() if reading.meaning == "classes"), None)
-    if first is not None:
-        return {first: readings[first]}
-    if any(reading.meaning not in MEASURES for reading in readings.values()):
-        return {}
-    return readings
+    return readings if first is None else {first: readings[first]}
 
 
 def _add_powers(powers: dict[str, Array], expected: Tensors, found: Tensors) -> None:

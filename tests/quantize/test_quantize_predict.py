@@ -58,8 +58,8 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     assert truth.drop_estimate > 0.02
 
 
-def test_outputs_that_rank_no_classes_have_a_ratio_only(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,3] x) => (float[1,2,3] y) { y = Relu(x) }'
+def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,3] x) => (int64[1,2,3] y) { y = Cast<to=7>(x) }'
     model = make_model(text, tmp_path / "m.onnx")
     samples = make_samples([{"x": np.ones((1, 2, 3), np.float32)}])
     found = predict_drop(model, model, samples)
@@ -109,8 +109,23 @@ def test_what_is_lost_is_measured_by_what_an_output_means(
 
 
 @pytest.mark.parametrize("shape", ["float[1,64]", "float[1,20,10]", "float[1,85,4,4]"])
-def test_an_embedding_and_a_raw_head_decide_nothing(shape: str, tmp_path: Path) -> None:
-    assert drop_of(tmp_path, shape, "Identity", 0.1, 0.0).drop_estimate is None
+def test_an_embedding_and_a_raw_head_are_held_by_their_spread(shape: str, tmp_path: Path) -> None:
+    same, far = (drop_of(tmp_path, shape, "Identity", 0.1, bias) for bias in (1e-4, 0.4))
+    assert (same.measure, far.measure) == ("spread of the values (R2)",) * 2
+    assert same.meets(0.005)
+    assert not far.meets(0.005)
+
+
+def test_lost_scores_are_seen_beside_boxes_in_pixels(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,50,6] x) => (float[1,50,6] y)
+      <float[6] s = {1, 1, 1, 1, SCORE, SCORE}> { y = Mul(x, s) }"""
+    good, bad = (make_model(text.replace("SCORE", size), tmp_path / f"{size}.onnx") for size in ("1", "0"))
+    rng = np.random.default_rng(0)
+    scale = np.array([200, 200, 200, 200, 0.1, 0.1])
+    samples = make_samples([{"x": (rng.normal(size=(1, 50, 6)) * scale).astype(np.float32)} for _ in range(9)])
+    found = predict_drop(good, bad, samples)
+    assert found.sqnr_db > 60
+    assert found.drop_estimate == 1.0
 
 
 def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
