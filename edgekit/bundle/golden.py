@@ -52,11 +52,11 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[Label] | None = None) -> Golden:
     """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
 
-    Inputs and outputs are streamed: memory holds one sample.
+    Inputs and outputs are streamed: memory holds one sample. The shape of an output may depend on the data.
 
     Raises:
         ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
-        DataError: an output changes its shape from sample to sample, or there are more or fewer labels than samples.
+        DataError: an output changes its rank from sample to sample, or there are more or fewer labels than samples.
         RuntimeRefusal: ONNX Runtime cannot run the model.
     """
     for spec in model.outputs:
@@ -72,7 +72,7 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[L
         )
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     inputs, count = write_rows(out / INPUTS, samples)
-    outputs, _ = write_rows(out / OUTPUTS, _run_all(session, samples))
+    outputs, _ = write_rows(out / OUTPUTS, _run_all(session, samples), ragged=True)
     if labels is not None:
         _write_labels(out, labels)
     return Golden(folder=out, samples=count, inputs=inputs, outputs=outputs, has_labels=labels is not None)

@@ -1,21 +1,27 @@
 """Writing samples to an `.npz` that is the same to the byte for the same content, in memory that stays flat."""
 
+import math
 import zipfile
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgekit._files import copy_into, replacing_file, work_folder
 from edgekit.errors import DataError
+from edgekit.npz import SHAPES
 from edgekit.tensors import Array, Tensors, TensorSpec
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-def write_rows(path: Path, samples: Iterable[Tensors]) -> tuple[tuple[TensorSpec, ...], int]:
+def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) -> tuple[tuple[TensorSpec, ...], int]:
     """Writes one array per tensor, row i of it being sample i, and returns their specs and the number of samples.
+
+    With `ragged` a tensor `y` may change its shape, not its rank: `y` then holds the values of all samples one after
+    another, `y.shapes` the shape of each, and in its spec the dimensions that change are unknown.
 
     Arrays are stored, not deflated, because deflated bytes depend on the version of zlib; entries are sorted by name
     and bear no time. Strings are kept in memory until the end, numbers are not. `edgekit.npz` reads them back.
@@ -34,53 +40,91 @@ def write_rows(path: Path, samples: Iterable[Tensors]) -> tuple[tuple[TensorSpec
                     hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
                 )
             for place, (name, value) in enumerate(sample.items()):
-                column = columns.setdefault(name, _Column(name, value, work / str(place)))
+                column = columns.setdefault(name, _Column(name, value, work / str(place), ragged=ragged))
                 column.append(value, count)
             count += 1
         if not count:
             raise DataError(f"there is no sample for '{path.name}'", hint="give at least one, better 100")
         with replacing_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            for name in sorted(columns):
-                columns[name].pack(archive, count)
+            entries = {f"{name}{part}": column for name, column in columns.items() for part in column.parts}
+            if len(entries) < sum(len(column.parts) for column in columns.values()):
+                raise DataError(f"'{path.name}' has two tensors of one name with '{SHAPES}'", hint="rename an output")
+            for name in sorted(entries):
+                entries[name].pack(archive, name)
         return tuple(column.spec for column in columns.values()), count
 
 
 class _Column:
     """The rows of one tensor: numbers in a raw file until their count is known, strings in memory."""
 
-    def __init__(self, name: str, first: Array, path: Path) -> None:
+    def __init__(self, name: str, first: Array, path: Path, *, ragged: bool) -> None:
         is_text = first.dtype.kind in "UO"
-        self.spec = TensorSpec(name=name, dtype="string" if is_text else first.dtype.name, shape=first.shape)
+        self._name, self._ragged = name, ragged
         self._dtype = np.dtype(np.str_) if is_text else first.dtype
         self._path = path
         self._words: list[Array] = []
+        self._shapes: list[tuple[int, ...]] = []
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What stands behind the name of each of its arrays."""
+        return ("",) if len(set(self._shapes)) == 1 else ("", SHAPES)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its type, and the dimensions that all rows have."""
+        dims = (next(iter(sizes)) if len(sizes) == 1 else None for sizes in map(set, zip(*self._shapes, strict=True)))
+        return TensorSpec(name=self._name, dtype=_name_dtype(self._dtype), shape=tuple(dims))
 
     def append(self, value: Array, index: int) -> None:
         is_text = value.dtype.kind in "UO"
-        if value.shape != self.spec.shape or ("string" if is_text else value.dtype.name) != self.spec.dtype:
-            raise DataError(
-                f"'{self.spec.name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{self.spec}]",
-                hint="tensors of changing shape cannot be compared: cut the model before it (prepare --outputs)",
-            )
+        self._check(value, "string" if is_text else value.dtype.name, index)
+        self._shapes.append(value.shape)
         if is_text:
-            self._words.append(_as_text(value, self.spec.name))
+            self._words.append(_as_text(value, self._name))
             return
         with self._path.open("ab") as file:
             file.write(np.ascontiguousarray(value).tobytes())
 
-    def pack(self, archive: zipfile.ZipFile, count: int) -> None:
-        entry = zipfile.ZipInfo(f"{self.spec.name}.npy", _EPOCH)
-        entry.create_system = 3
-        entry.external_attr = 0o644 << 16
-        rows = np.stack(self._words) if self._words else None
-        shape = (count, *(dim for dim in self.spec.shape or () if isinstance(dim, int)))
-        header = _header(self._dtype, shape) if rows is None else _header(rows.dtype, rows.shape)
-        size_bytes = self._path.stat().st_size if rows is None else rows.nbytes
-        # With the size known beforehand no Python writes a zip64 record that is not needed; they differ in its bytes.
-        entry.file_size = len(header) + size_bytes
-        with archive.open(entry, "w") as out:
-            out.write(header)
-            copy_into(self._path if rows is None else rows.tobytes(), out)
+    def _check(self, value: Array, dtype: str, index: int) -> None:
+        first = self._shapes[0] if self._shapes else value.shape
+        fits = len(value.shape) == len(first) if self._ragged else value.shape == first
+        if not fits or dtype != _name_dtype(self._dtype):
+            spec = TensorSpec(name=self._name, dtype=_name_dtype(self._dtype), shape=first)
+            what = "rank or type" if self._ragged else "shape or type"
+            raise DataError(
+                f"'{self._name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{spec}]",
+                hint=f"a tensor of changing {what} cannot be kept: cut the model before it (prepare --outputs)",
+            )
+
+    def pack(self, archive: zipfile.ZipFile, name: str) -> None:
+        if name != self._name:
+            shapes = np.array(self._shapes, np.int64)
+            _pack(archive, name, _header(shapes.dtype, shapes.shape), shapes.tobytes())
+            return
+        is_ragged, count = len(self.parts) > 1, len(self._shapes)
+        if self._words:
+            words = np.concatenate([word.reshape(-1) for word in self._words]) if is_ragged else np.stack(self._words)
+            _pack(archive, name, _header(words.dtype, words.shape), words.tobytes())
+            return
+        shape = (sum(map(math.prod, self._shapes)),) if is_ragged else (count, *self._shapes[0])
+        _pack(archive, name, _header(self._dtype, shape), self._path)
+
+
+def _pack(archive: zipfile.ZipFile, name: str, header: bytes, content: bytes | Path) -> None:
+    entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
+    entry.create_system = 3
+    entry.external_attr = 0o644 << 16
+    size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+    # With the size known beforehand no Python writes a zip64 record that is not needed; they differ in its bytes.
+    entry.file_size = len(header) + size_bytes
+    with archive.open(entry, "w") as out:
+        out.write(header)
+        copy_into(content, out)
+
+
+def _name_dtype(dtype: np.dtype[Any]) -> str:
+    return "string" if dtype.kind == "U" else dtype.name
 
 
 def _as_text(value: Array, name: str) -> Array:

@@ -9,6 +9,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from edgekit.bundle.manifest import Manifest
 from edgekit.errors import TargetError
 from edgekit.target import Target
+from edgekit.tensors import TensorSpec
 
 NOTES = "notes.md"
 """What a target says of itself, for the README of its bundles."""
@@ -78,7 +79,7 @@ def _plain(text: str) -> str:
 def describe_interface(manifest: Manifest) -> str:
     """Returns the inputs and outputs as a Markdown table."""
     rows = [("input", spec) for spec in manifest.inputs] + [("output", spec) for spec in manifest.outputs]
-    lines = [f"| {side} | `{_plain(spec.name)}` | {spec.dtype} | {list(spec.shape or ())} |" for side, spec in rows]
+    lines = [f"| {side} | `{_plain(spec.name)}` | {spec.dtype} | [{_dims(spec)}] |" for side, spec in rows]
     return "\n".join(("| | name | type | shape |", "|---|---|---|---|", *lines, ""))
 
 
@@ -94,3 +95,7 @@ def make_environment(folder: Path) -> SandboxedEnvironment:
     )
     environment.filters.update({"kotlin": quote_kotlin, "swift": quote_swift, "cpp": quote_cpp, "plain": _plain})
     return environment
+
+
+def _dims(spec: TensorSpec) -> str:
+    return ", ".join("depends on the data" if dim is None else str(dim) for dim in spec.shape or ())

@@ -124,6 +124,18 @@ def clean_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
+def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
+    """Returns the outputs of fixed shape: the loaders' self-test compares those, row by row."""
+    fixed = tuple(tensor.spec for tensor in bundle.manifest.outputs if tensor.is_static)
+    if not fixed:
+        raise UsageError(
+            f"'{bundle.folder}' cannot be packaged: the shape of each of its outputs depends on the data, so that a"
+            " loader could prove nothing",
+            hint="let the model give one output of fixed shape too, such as the number of detections",
+        )
+    return fixed
+
+
 def _name(bundle: Bundle) -> str:
     return clean_name(f"{bundle.manifest.name}-{bundle.manifest.target}")
 
@@ -146,7 +158,7 @@ def _describe(bundle: Bundle, name: str, platform: str) -> Variant:
         model=manifest.model_file,
         files=dict(sorted(files.items())),
         inputs=tuple(tensor.spec for tensor in manifest.inputs),
-        outputs=tuple(tensor.spec for tensor in manifest.outputs),
+        outputs=_list_outputs(bundle),
         samples=manifest.golden.samples,
         thresholds=Limits(
             min_cosine=manifest.thresholds.min_cosine,

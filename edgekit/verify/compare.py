@@ -20,12 +20,14 @@ _STILL = 100.0
 class _Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One output of one sample: its errors, or why there are none; and what tells a liar.
 
-    `stale_energy` is the error against the reference of the sample before, `reference_step` and `got_step` how far
-    each side moved since that sample; all None for the first sample.
+    `shapes` are those of both sides, the second None where nothing came back. `stale_energy` is the error against the
+    reference of the sample before, `reference_step` and `got_step` how far each side moved since that sample; all None
+    for the first sample.
     """
 
     errors: SampleErrors | None
     mismatch: str | None
+    shapes: tuple[tuple[int, ...], tuple[int, ...] | None]
     stale_energy: float | None = None
     reference_step: float | None = None
     got_step: float | None = None
@@ -74,14 +76,16 @@ def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
 def _measure(name: str, index: int, pair: tuple[Tensors, Tensors], before: tuple[Tensors, Tensors] | None) -> _Measured:
     wanted, found = pair[0][name], pair[1].get(name)
     mismatch = _find_mismatch(wanted, found, index)
+    shapes = (wanted.shape, None if found is None else found.shape)
     if found is None or mismatch:
-        return _Measured(errors=None, mismatch=mismatch)
+        return _Measured(errors=None, mismatch=mismatch, shapes=shapes)
     errors = metrics.measure_sample(wanted, found)
     if before is None or name not in before[1]:
-        return _Measured(errors=errors, mismatch=None)
+        return _Measured(errors=errors, mismatch=None, shapes=shapes)
     return _Measured(
         errors=errors,
         mismatch=None,
+        shapes=shapes,
         stale_energy=metrics.distance_energy(before[0][name], found),
         reference_step=metrics.distance_energy(before[0][name], wanted),
         got_step=metrics.distance_energy(before[1][name], found),
@@ -100,7 +104,9 @@ def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None
 
 def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> OutputReport:
     errors = [row.errors for row in rows if row.errors is not None]
-    mismatch = next((row.mismatch for row in rows if row.mismatch), trouble)
+    agreement = _agree_in_shape(rows)
+    unexcused = [row for row in rows if row.mismatch and not (agreement and row.shapes[1] not in {None, row.shapes[0]})]
+    mismatch = next((row.mismatch for row in unexcused), trouble)
     non_finite = sum(sample.non_finite for sample in errors)
     elements = sum(sample.elements for sample in errors)
     facts = OutputReport(
@@ -110,37 +116,50 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         non_finite=non_finite,
         reference_non_finite=sum(sample.reference_non_finite for sample in errors),
         mismatch=mismatch,
+        shape_agreement=agreement,
     )
     if non_finite:
         bad = next(index for index, sample in enumerate(errors) if sample.non_finite)
-        return msgspec.structs.replace(facts, worst_sample=bad, worst_position=errors[bad].position)
+        return _place_worst(facts, rows, bad)
     if not elements:
         return facts
     if not all(sample.numeric for sample in errors):
-        return _match_all(facts, errors)
-    return _measure_all(msgspec.structs.replace(facts, mismatch=mismatch or _find_staleness(rows)), errors)
+        worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
+        return _place_worst(_match_all(facts, errors), rows, worst)
+    worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
+    stale = msgspec.structs.replace(facts, mismatch=mismatch or _find_staleness(rows))
+    return _place_worst(_measure_all(stale, errors), rows, worst)
+
+
+def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
+    """Returns the facts with the worst of the samples that could be measured."""
+    index, errors = [(index, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
+    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position)
+
+
+def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
+    """Returns the share of samples with the shape of the reference, None where the shape does not depend on the data.
+
+    It does where it changes from sample to sample on either side.
+    """
+    changes = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
+    return sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes else None
 
 
 def _match_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
-    worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
     return msgspec.structs.replace(
-        facts,
-        exact_match=metrics.match_share(errors),
-        iou=mean_iou([sample.masks for sample in errors]),
-        worst_sample=worst,
-        worst_position=errors[worst].position,
+        facts, exact_match=metrics.match_share(errors), iou=mean_iou([sample.masks for sample in errors])
     )
 
 
 def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
-    worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
     top1 = [sample.top1 for sample in errors if sample.top1 is not None]
     top5 = [sample.top5 for sample in errors if sample.top5 is not None]
     rank = [sample.rank for sample in errors if sample.rank is not None]
     kl = [sample.kl for sample in errors if sample.kl is not None]
     return msgspec.structs.replace(
         facts,
-        max_abs=errors[worst].max_abs,
+        max_abs=max(sample.max_abs for sample in errors),
         mean_abs=metrics.mean_abs(errors),
         rmse=metrics.rmse(errors),
         relative_error=metrics.relative_error(errors),
@@ -153,8 +172,6 @@ def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputR
         top5_agreement=sum(top5) / len(top5) if top5 else None,
         rank_correlation=sum(rank) / len(rank) if rank else None,
         kl_divergence=sum(kl) / len(kl) if len(kl) == len(errors) else None,
-        worst_sample=worst,
-        worst_position=errors[worst].position,
     )
 
 

@@ -11,12 +11,12 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     The figures are None where they are not defined: for integers, booleans and strings only `exact_match` (the share
     of equal elements) counts, and `iou` for those that are masks; where there is a value that is not finite, nothing
     can be measured; `top1_agreement`, `top5_agreement` and `rank_correlation` need an output that ranks classes,
-    `kl_divergence` (in nats) one that is a distribution. `elements` counts the values over all samples; an output
-    that is empty on the float model in every sample has none and proves nothing. Decibels are clamped to plus and
-    minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite, `worst_position`
-    the flat index in it. `mismatch` says in words why the output
-    cannot be compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names a usual
-    mistake that explains what came back.
+    `kl_divergence` (in nats) one that is a distribution. Where the shape depends on the data, `shape_agreement` is the
+    share of samples that have the reference's, and `samples` counts those alone. `elements` counts the values over all
+    samples; an output that is empty on the float model in every sample has none and proves nothing. Decibels are
+    clamped to plus and minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite,
+    `worst_position` the flat index in it. `mismatch` says in words why the output cannot be compared, or what is wrong
+    with it beyond its distance, None if nothing is; `suspect` names a usual mistake that explains what came back.
     """
 
     name: str
@@ -37,6 +37,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     kl_divergence: float | None = None
     exact_match: float | None = None
     iou: float | None = None
+    shape_agreement: float | None = None
     non_finite: int = 0
     reference_non_finite: int = 0
     worst_sample: int | None = None
@@ -61,10 +62,12 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
     is_bound = thresholds.gate == "bound"
     granted = 0.0 if is_bound else thresholds.granted_samples / output.samples
+    shaped = thresholds.min_top1_agreement - granted * (output.shape_agreement or 0.0)
     for label, value, interval, least, unit in (
         ("cosine", output.cosine, None, thresholds.min_cosine, ""),
         ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
         ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement - granted, ""),
+        ("shape agreement", output.shape_agreement, None, shaped, ""),
         ("exact match", output.exact_match, None, thresholds.min_top1_agreement, ""),
     ):
         if value is not None and not value >= least - 1e-12:

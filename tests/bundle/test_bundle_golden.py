@@ -4,13 +4,15 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_samples, save_classifier, save_graph
+from bundle_models import make_samples, make_scenes, save_classifier, save_detector, save_graph
 from onnx import TensorProto, helper
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.golden import make_golden, read_inputs, read_labels, read_outputs
+from edgekit.bundle.rows import write_rows
 from edgekit.errors import DataError, ModelError
 from edgekit.model import load_model
+from edgekit.npz import read_rows
 from edgekit.samples import Samples
 
 
@@ -89,17 +91,67 @@ def test_scalar_and_empty_outputs_survive(tmp_path: Path) -> None:
     assert [(row["scalar"].shape, row["empty"].shape) for row in read_outputs(golden)] == [((), (0, 8))] * 6
 
 
-def test_an_output_of_changing_shape_is_refused(tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("NonZero", ["x"], ["places"])],
-        "changing",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [helper.make_tensor_value_info("places", TensorProto.INT64, [2, None])],
-    )
-    rows = [np.zeros((1, 8), np.float32), np.ones((1, 8), np.float32)]
-    samples = Samples(source="rows", count=2, read=lambda: ({"x": row} for row in rows))
-    with pytest.raises(DataError, match="'places' is int64"):
-        make_golden(save_graph(graph, tmp_path / "m.onnx"), samples, tmp_path)
+def test_an_output_of_changing_shape_is_kept(tmp_path: Path) -> None:
+    golden = make_golden(save_detector(tmp_path / "m.onnx"), make_scenes(), tmp_path)
+    shapes = {spec.name: spec.shape for spec in golden.outputs}
+    assert shapes == {"found": (None, 4), "kept": (None, 3), "best": (1, 2)}
+    session = CpuSession(tmp_path / "m.onnx", SessionSettings(level=Level.DISABLED))
+    counts: list[int] = []
+    for sample, row in zip(make_scenes(), read_outputs(golden), strict=True):
+        for name, value in session.run(sample).items():
+            assert np.array_equal(row[name], value)
+            assert row[name].dtype == value.dtype
+        counts.append(len(row["found"]))
+    assert counts[1] == 0
+    assert len(set(counts)) > 2
+    with np.load(tmp_path / "outputs.npz") as archive:
+        assert sorted(archive.files) == ["best", "found", "found.shapes", "kept", "kept.shapes"]
+        assert archive["found"].size == 4 * sum(counts)
+
+
+def test_texts_of_changing_number_are_kept(tmp_path: Path) -> None:
+    rows = [{"y": np.array(words, dtype=object)} for words in (["a", "bcd"], [], ["ef"])]
+    specs, count = write_rows(tmp_path / "t.npz", rows, ragged=True)
+    assert (specs[0].dtype, specs[0].shape, count) == ("string", (None,), 3)
+    assert [list(row["y"]) for row in read_rows(tmp_path / "t.npz")] == [["a", "bcd"], [], ["ef"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        pytest.param([np.zeros(2), np.zeros((2, 1))], "in sample 1", id="rank"),
+        pytest.param([np.zeros(2), np.zeros(3, np.float32)], "in sample 1", id="type"),
+    ],
+)
+def test_a_changing_rank_or_type_is_refused(tmp_path: Path, rows: list[np.ndarray], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        write_rows(tmp_path / "t.npz", ({"y": row} for row in rows), ragged=True)
+
+
+def test_names_that_would_meet_are_refused(tmp_path: Path) -> None:
+    rows = [{"y": np.zeros(size), "y.shapes": np.zeros(1)} for size in (1, 2)]
+    with pytest.raises(DataError, match="two tensors of one name"):
+        write_rows(tmp_path / "t.npz", rows, ragged=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "shapes"),
+    [
+        pytest.param(np.zeros(5), [[2], [4]], id="too short"),
+        pytest.param(np.zeros(9), [[2], [4]], id="too long"),
+        pytest.param(np.zeros(6), [[-2], [8]], id="negative"),
+        pytest.param(np.zeros(6), [[1 << 40], [4]], id="huge"),
+    ],
+)
+def test_shapes_that_lie_are_refused(tmp_path: Path, values: np.ndarray, shapes: list[list[int]]) -> None:
+    np.savez(tmp_path / "t.npz", **{"y": values, "y.shapes": np.array(shapes)})  # type: ignore[arg-type] # numpy
+    with pytest.raises(DataError):
+        list(read_rows(tmp_path / "t.npz"))
+
+
+def test_inputs_keep_their_shape(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'x' is"):
+        write_rows(tmp_path / "t.npz", ({"x": np.zeros(size)} for size in (1, 2)))
 
 
 def test_a_sequence_becomes_tensors(tmp_path: Path) -> None:

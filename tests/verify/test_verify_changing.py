@@ -1,0 +1,101 @@
+"""Outputs whose shape depends on the data: a detector with its NMS inside, from the golden file to the verdict."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundle_models import make_bundle, make_detector_bundle
+from verify_devices import InProcess, Lie
+
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.devices.find import find_device
+from edgekit.npz import read_rows
+from edgekit.package.variant import describe_variants
+from edgekit.report.html import render_verify
+from edgekit.target import load_target
+from edgekit.tensors import Tensors
+from edgekit.verify.verify import verify_bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return make_detector_bundle(tmp_path_factory.mktemp("detector"))
+
+
+def test_the_bundle_opens_and_tests_what_has_a_fixed_shape(bundle: Bundle) -> None:
+    opened = open_bundle(bundle.folder)
+    assert {tensor.name: tensor.shape for tensor in opened.manifest.outputs} == {
+        "found": (None, 4),
+        "kept": (None, 3),
+        "best": (1, 2),
+    }
+    assert set(opened.manifest.golden.tolerance) == {"best"}
+    assert [row.keys() for row in read_rows(bundle.folder / "golden" / "expected.npz")] == [{"best"}] * 3
+    assert "[depends on the data, 4]" in (bundle.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("host", "nnapi"), ("host:native", "nnapi"), ("emulated", "nnapi"), ("xnnpack-wasm", "xnnpack")],
+)
+def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: str) -> None:
+    device = find_device(name, load_target(target))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    (run,) = verify_bundle(make_detector_bundle(tmp_path, target), [device], layers=True).runs
+    outputs = {output.name: output for output in run.outputs}
+    assert run.failure is None
+    assert {name: (output.samples, output.shape_agreement) for name, output in outputs.items()} == {
+        "found": (6, 1.0),
+        "kept": (6, 1.0),
+        "best": (6, None),
+    }
+    assert outputs["kept"].exact_match == 1.0
+    assert (outputs["found"].sqnr_db or 0.0) > 100.0
+    assert not [line for line in run.failures if "output" in line]
+    assert run.located is not None
+    assert run.located.layer is None
+
+
+def lose_in(samples: set[int]) -> Lie:
+    def lose(rows: list[Tensors]) -> list[Tensors]:
+        return [
+            {name: value[:-1] if name != "best" and index in samples else value for name, value in row.items()}
+            for index, row in enumerate(rows)
+        ]
+
+    return lose
+
+
+def test_a_detection_too_few_costs_agreement_in_shape(bundle: Bundle) -> None:
+    (run,) = verify_bundle(bundle, [InProcess(lie=lose_in({4}))]).runs
+    (found, _, best) = run.outputs
+    assert (found.samples, best.shape_agreement) == (5, None)
+    assert found.shape_agreement == pytest.approx(5 / 6)
+    assert found.sqnr_db == 200.0
+    assert run.passed == (run.thresholds.min_top1_agreement - run.thresholds.granted_samples / 6 <= 5 / 6)
+    (run,) = verify_bundle(bundle, [InProcess(lie=lose_in({0, 2, 3}))]).runs
+    assert "output 'found' has shape agreement 0.5, below 0.73" in " ".join(run.failures)
+    assert "0.5" in render_verify(verify_bundle(bundle, [InProcess(lie=lose_in({0, 2, 3}))]))
+
+
+def test_the_worst_sample_is_counted_over_all(bundle: Bundle) -> None:
+    def blur(rows: list[Tensors]) -> list[Tensors]:
+        lost = lose_in({2})(rows)
+        return [*lost[:4], {**lost[4], "found": lost[4]["found"] + np.float32(0.1)}, lost[5]]
+
+    (run,) = verify_bundle(bundle, [InProcess(lie=blur)]).runs
+    assert run.outputs[0].worst_sample == 4
+
+
+def test_a_fixed_shape_is_not_excused(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    (run,) = verify_bundle(bundle, [InProcess(lie=lambda rows: [{"y": row["y"][:, :3]} for row in rows])]).runs
+    assert run.outputs[0].shape_agreement is None
+    assert "has shape [1, 3] in sample 0" in " ".join(run.failures)
+
+
+def test_a_package_tests_the_outputs_of_fixed_shape(bundle: Bundle) -> None:
+    (variant,) = describe_variants([bundle], "android")
+    assert [spec.name for spec in variant.outputs] == ["best"]
