@@ -15,6 +15,7 @@ from edgekit.quantize.moments import vectors_wanted
 from edgekit.tensors import Array
 
 LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
+_SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 PICKS, VECTORS = "edgekit.picks", "edgekit.vectors."
 
 PICKED_VALUES = 1 << 18
@@ -55,7 +56,8 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     vectors of the input of each layer with weights are, as many as so many samples should give.
     """
     aliases = folded_activations(graph)
-    names = [name for name in float_activations(graph) if name not in aliases and 0 not in graph.shapes.get(name, ())]
+    unsure = {*aliases, *_shaped_by_data(graph)}
+    names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
@@ -90,6 +92,15 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
 def picked_values(samples: int) -> int:
     """Returns how many values of a tensor each of so many samples gives to its histogram."""
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
+
+
+def _shaped_by_data(graph: Graph) -> frozenset[str]:
+    """Returns the tensors of unknown size behind an operator that lets data decide it: they may be empty."""
+    found: set[str] = set()
+    for node in graph.proto.graph.node:
+        if node.op_type in _SHAPED_BY_DATA or not found.isdisjoint(node.input):
+            found.update(node.output)
+    return frozenset(name for name in found if None in graph.shapes.get(name, (None,)))
 
 
 def _entries(graph: Graph, name: str, axis: int | None) -> int:
@@ -183,7 +194,7 @@ class _Builder:
 
     def cut(self, samples: int) -> Iterator[tuple[Layer, Cut]]:
         for layer in read_layers(self._graph):
-            if not self._graph.is_float(layer.source):
+            if not self._graph.is_float(layer.source) or layer.source in _shaped_by_data(self._graph):
                 continue
             cut = cut_vectors(self._graph, layer, vectors_wanted(layer, samples))
             if cut is not None:

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bundle_models import make_bundle, make_detector_bundle
+from bundle_models import make_bundle, make_detector_bundle, make_scenes, save_detector
 from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.devices.find import find_device
 from edgekit.npz import read_rows
 from edgekit.package.variant import describe_variants
+from edgekit.prepare.clean import prepare_model
+from edgekit.quantize.calibrate import calibrate_model
 from edgekit.report.html import render_verify
 from edgekit.target import load_target
 from edgekit.tensors import Tensors
@@ -99,3 +101,10 @@ def test_a_fixed_shape_is_not_excused(tmp_path: Path) -> None:
 def test_a_package_tests_the_outputs_of_fixed_shape(bundle: Bundle) -> None:
     (variant,) = describe_variants([bundle], "android")
     assert [spec.name for spec in variant.outputs] == ["best"]
+
+
+def test_tensors_that_may_be_empty_are_not_calibrated(tmp_path: Path) -> None:
+    prepared = prepare_model(save_detector(tmp_path / "detector.onnx"), tmp_path / "prepared.onnx", {})
+    calibration = calibrate_model(prepared, make_scenes(), work=tmp_path / "calibration")
+    assert "boxes" in calibration.ranges["minmax"]
+    assert "found" not in calibration.ranges["minmax"]
