@@ -10,6 +10,15 @@ from edgekit.quantize.graph import Graph
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
 _MOST_NODES = 24
+_TRANSFORMS = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
+_LINEAR = frozenset(
+    {
+        "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
+        "Identity", "MatMul", "Max", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Split",
+        "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+"""What may lie between the inputs of a graph and the power of their spectrum; a network has other activations."""
 
 
 def float_islands(graph: Graph) -> dict[str, str]:
@@ -17,19 +26,51 @@ def float_islands(graph: Graph) -> dict[str, str]:
 
     Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure (facts, section 7). So a
     spectral front end stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies
-    between the last layer with weights and the Log does. A constant that is not finite has no scale.
+    between the last layer with weights and the Log does. The root of a spectrum (its magnitude, or a power below one as
+    in PCEN) is like its Log. A constant that is not finite has no scale.
     """
     reasons: dict[str, str] = {}
     for node in graph.proto.graph.node:
         if any(_is_infinite(graph, name) for name in node.input):
             reasons.setdefault(node.name, "a constant of it is not finite")
-        if node.op_type != "Log" or not graph.is_float(node.output[0]):
-            continue
-        before = _ancestors(graph, node)
-        front = _count_weighted(before) <= _count_weighted(_descendants(graph, node))
-        for member in (node, *(before if front else _ancestors(graph, node, stop=_WEIGHTED))):
-            reasons.setdefault(member.name, f"it leads to the logarithm '{node.name}', which magnifies rounding near 0")
+        if node.output and graph.is_float(node.output[0]):
+            for member, kind in _magnified(graph, node):
+                reason = f"it leads to the {kind} '{node.name}', which magnifies rounding near 0"
+                reasons.setdefault(member.name, reason)
     return reasons
+
+
+def _magnified(graph: Graph, node: onnx.NodeProto) -> Iterator[tuple[onnx.NodeProto, str]]:
+    """Yields the nodes whose rounding a Log, or a root of a spectrum, magnifies, itself first, and what it is."""
+    before = _ancestors(graph, node) if node.op_type in {"Log", "Sqrt", "Pow"} else []
+    spectrum = _is_spectrum(graph, before)
+    front = spectrum or _count_weighted(before) <= _count_weighted(_descendants(graph, node))
+    if node.op_type == "Log":
+        for member in (node, *(before if front else _ancestors(graph, node, stop=_WEIGHTED))):
+            yield member, "logarithm"
+    elif spectrum and _is_root(graph, node):
+        for member in (node, *before):
+            yield member, "root of a spectrum"
+
+
+def _is_root(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type == "Sqrt":
+        return not _normalisation(graph, node)
+    exponent = graph.constant(node.input[1])
+    return exponent is not None and exponent.size == 1 and 0 < float(exponent.reshape(-1)[0]) < 1
+
+
+def _is_spectrum(graph: Graph, nodes: list[onnx.NodeProto]) -> bool:
+    """Returns True if nodes transform the inputs of a graph linearly and square the result, or take its transform."""
+    if any(node.op_type not in _LINEAR | _TRANSFORMS for node in nodes):
+        return False
+    return any(node.op_type in _TRANSFORMS or _is_square(graph, node) for node in nodes)
+
+
+def _is_square(graph: Graph, node: onnx.NodeProto) -> bool:
+    exponent = graph.constant(node.input[1]) if node.op_type == "Pow" else None
+    is_two = exponent is not None and exponent.size == 1 and float(exponent.reshape(-1)[0]) == 2
+    return is_two or (node.op_type == "Mul" and len(set(node.input)) == 1)
 
 
 def delicate_islands(graph: Graph) -> dict[str, str]:

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from quantize_models import make_model, make_samples, op_types
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -20,6 +21,15 @@ def test_spectral_front_end_stays_float_up_to_its_log(tmp_path: Path) -> None:
     ops = {node.op_type for node in graph.proto.graph.node if node.name in float_islands(graph)}
     assert ops == {"MatMul", "Mul", "Add", "Log"}
     assert sum(node.op_type == "MatMul" and node.name in float_islands(graph) for node in graph.proto.graph.node) == 1
+
+
+def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y) <float eps = {1e-6}> {
+      re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)
+      e = Max(m, eps) l = Log(e) y = MatMul(l, w) }"""
+    shapes = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4)}
+    graph = read_graph(make_model(text, tmp_path / "m.onnx", shapes))
+    assert len(float_islands(graph)) == len(graph.proto.graph.node) - 1
 
 
 def test_log_behind_a_network_keeps_only_its_neighbours(tmp_path: Path) -> None:
@@ -42,3 +52,36 @@ def test_front_end_reads_the_input_itself(tmp_path: Path) -> None:
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.model.path, SessionSettings())
     errors = [np.abs(one.run(row)["y"] - two.run(row)["y"]).max() for row in rows]
     assert max(errors) < 1
+
+
+MAGNITUDE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,400] x) => (float[1,8] y) {
+  re = Conv<strides=[20]>(x, wr) im = Conv<strides=[20]>(x, wi)
+  re2 = Mul(re, re) im2 = Mul(im, im) power = Add(re2, im2) ROOT
+  h = Conv(root, wh) a = Relu(h) c = Conv(a, wc) g1 = GlobalAveragePool(c) y = Flatten(g1) }"""
+ROOTS = {
+    "magnitude": "root = Sqrt(power)",
+    "power": "p = Constant<value_float=0.33>() root = Pow(power, p)",
+    "gain": """s = AveragePool<kernel_shape=[3], pads=[1,1]>(power) e = Constant<value_float=0.000001>() se = Add(s, e)
+        alpha = Constant<value_float=0.98>() gain = Pow(se, alpha) even = Div(power, gain)
+        two = Constant<value_float=2.0>() up = Add(even, two) half = Constant<value_float=0.5>()
+        rooted = Pow(up, half) off = Constant<value_float=1.4>()
+        root = Sub(rooted, off)""",
+}
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_the_root_of_a_spectrum_and_all_before_it_stay_float(tmp_path: Path, root: str) -> None:
+    text = MAGNITUDE.replace("ROOT", root)
+    weights = {"wr": (16, 1, 40), "wi": (16, 1, 40), "wh": (8, 16, 3), "wc": (8, 8, 3)}
+    islands = float_islands(read_graph(make_model(text, tmp_path / "m.onnx", weights)))
+    kinds = [name.split("_")[1] for name in islands]
+    assert {"Conv", "Mul", "Add"} <= set(kinds)
+    assert kinds.count("Conv") == 2
+    assert "Relu" not in kinds
+
+
+def test_a_root_within_a_network_is_no_spectrum(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,6,6] y) {
+      c = Conv(x, w) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = Conv(q, v) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4, 1, 1), "v": (4, 4, 3, 3)})
+    assert not float_islands(read_graph(model))
