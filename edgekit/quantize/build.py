@@ -7,9 +7,8 @@ import onnx
 from edgekit.model import Model
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.correct import correct_weights
-from edgekit.quantize.equalize import SUFFIX, equalize_graph
+from edgekit.quantize.equalize import equalize_graph, scaled_layers
 from edgekit.quantize.graph import Graph, read_graph, sort_nodes
-from edgekit.quantize.layers import read_layers
 from edgekit.quantize.plan import QuantPlan
 
 
@@ -53,8 +52,7 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onn
     """
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
-    sources = {name + SUFFIX: factors for name, factors in plan.factors.items()}
-    scaled = {layer.node: sources[layer.source] for layer in read_layers(graph) if layer.source in sources}
+    scaled = scaled_layers(graph, plan.factors)
     correct_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled)
     return qdq
 

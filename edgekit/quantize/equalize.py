@@ -17,10 +17,10 @@ from onnx import numpy_helper
 from edgekit.errors import UsageError
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph, index_proto
-from edgekit.quantize.judge import judge_points
-from edgekit.quantize.layers import Layer, layer_factors, read_layers
+from edgekit.quantize.layers import layer_factors, read_layers
 from edgekit.quantize.moments import open_moments
 from edgekit.quantize.ranges import TensorRange, snap_range
+from edgekit.quantize.seams import Seam, find_seams, source_of
 from edgekit.tensors import Array
 
 SUFFIX = "_equalized"
@@ -30,56 +30,6 @@ _LEAST = 1e-4
 """A channel, or its weights, smaller than this share of the largest counts as so large."""
 _MARGIN = 0.9
 """A channel below a Clip's end may grow up to this share of it."""
-_WEIGHTS: dict[str, tuple[tuple[int, int], ...]] = {
-    "Conv": ((1, 0), (2, 0)),
-    "ConvTranspose": ((1, 1), (2, 0)),
-    "BatchNormalization": ((1, 0), (2, 0)),
-    "InstanceNormalization": ((1, 0), (2, 0)),
-    "LayerNormalization": ((1, -1), (2, -1)),
-    "MatMul": ((1, -1),),
-}
-"""The constant inputs that decide how large the channels of an output are: (input, axis of the channels)."""
-
-
-class _Edit(msgspec.Struct, frozen=True, kw_only=True):
-    """A constant to multiply: an input of a node, and the axis of the channels counted from the end (negative)."""
-
-    node: str
-    index: int
-    axis: int
-
-
-class _Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor on the way back from a seam, and what undoes the node behind it: value = (value - shift) / slope."""
-
-    tensor: str
-    shift: Array
-    slope: Array
-    below: bool
-
-
-class Seam(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that only layers with weights read, whose channels are made by constants: where they can be scaled.
-
-    `ceiling` is where a Clip cuts its channels off.
-    """
-
-    tensor: str
-    channels: int
-    edits: tuple[_Edit, ...]
-    steps: tuple[_Step, ...]
-    ceiling: float | None
-    readers: tuple[Layer, ...]
-
-
-def find_seams(graph: Graph) -> tuple[Seam, ...]:
-    """Returns the seams of a graph, in graph order; no tensor that a quantized model is judged by is among them."""
-    layers: dict[str, list[Layer]] = {}
-    for layer in read_layers(graph):
-        layers.setdefault(layer.source, []).append(layer)
-    judged = {point.tensor for point in judge_points(graph)}
-    seams = (_find_seam(graph, name, tuple(readers)) for name, readers in layers.items() if name not in judged)
-    return tuple(seam for seam in seams if seam is not None and judged.isdisjoint(step.tensor for step in seam.steps))
 
 
 def choose_factors(graph: Graph, statistics: Path) -> dict[str, tuple[float, ...]]:
@@ -117,7 +67,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
         if name not in seams or len(values) != seams[name].channels or not _are_powers(values):
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(seams[name], values)
-        renamed |= {tensor: tensor + SUFFIX for tensor in (name, *(step.tensor for step in seams[name].steps))}
+        renamed |= {tensor: tensor + SUFFIX for tensor in seams[name].tensors}
     return index_proto(constants.write(renamed))
 
 
@@ -139,7 +89,7 @@ def equalize_calibration(
     for seam in seams:
         low, high = spans[seam.tensor]
         scale = np.asarray(factors[seam.tensor])
-        changed[seam.tensor] = _span_of(low * scale, high * scale)
+        changed |= dict.fromkeys((seam.tensor, *seam.copies), _span_of(low * scale, high * scale))
         for step in seam.steps:
             low = (low - step.shift) / (step.slope if step.below else 1.0)
             high = high - step.shift
@@ -151,114 +101,10 @@ def equalize_calibration(
     return msgspec.structs.replace(calibration, ranges=ranges)
 
 
-def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | None:
-    axis = readers[0].channel_axis(graph)
-    shape = graph.shapes.get(name, ())
-    same = all(layer.channel_axis(graph) == axis for layer in readers)
-    if axis is None or not same or len(graph.consumers[name]) != len(readers) or not _is_inner(graph, name):
-        return None
-    channels = shape[axis] or 0
-    place = axis - len(shape)
-    edits: list[_Edit] = []
-    steps: list[_Step] = []
-    ceiling: float | None = None
-    node: onnx.NodeProto | None = graph.producers.get(name)
-    while node is not None:
-        made = _made_by(graph, node, place, channels)
-        if made is not None:
-            return Seam(
-                tensor=name, channels=channels, edits=(*edits, *made), steps=tuple(steps), ceiling=ceiling,
-                readers=readers,
-            )  # fmt: skip
-        passed = _pass(graph, node, place, channels)
-        if passed is None or not _is_inner(graph, passed[0].tensor) or len(graph.consumers[passed[0].tensor]) != 1:
-            return None
-        steps.append(passed[0])
-        edits += passed[1]
-        ceiling = ceiling if passed[2] is None else passed[2]
-        node = graph.producers.get(steps[-1].tensor)
-    return None
-
-
-def _is_inner(graph: Graph, name: str) -> bool:
-    return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
-
-
-def _made_by(graph: Graph, node: onnx.NodeProto, place: int, channels: int) -> list[_Edit] | None:
-    """Returns the constants that scale every channel of what a node makes, None if it has none."""
-    if node.op_type == "Mul":
-        side = _constant_side(graph, node)
-        fits = side is not None and _holds_channels(graph, node.input[side], place, channels)
-        return [_Edit(node=node.name, index=side, axis=place)] if fits and side is not None else None
-    edits: list[_Edit] = []
-    for index, axis in _weights_of(node):
-        if index >= len(node.input) or not node.input[index]:
-            continue
-        dims = graph.initializers[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
-        if not dims or dims[axis] != channels:
-            return None
-        edits.append(_Edit(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims)))
-    return edits or None
-
-
-def _weights_of(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
-    numbers = {item.name: item.i for item in node.attribute}
-    if node.op_type == "Gemm":
-        return (1, 0 if numbers.get("transB", 0) else 1), (2, -1)
-    grouped = node.op_type == "ConvTranspose" and numbers.get("group", 1) != 1
-    inward = node.op_type == "LayerNormalization" and numbers.get("axis", -1) != -1
-    return () if grouped or inward else _WEIGHTS.get(node.op_type, ())
-
-
-def _pass(
-    graph: Graph, node: onnx.NodeProto, place: int, channels: int
-) -> tuple[_Step, list[_Edit], float | None] | None:
-    """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
-    zero, one = np.zeros(channels), np.ones(channels)
-    if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
-        bounds = _slope_of(graph, node, channels)
-        if bounds is None:
-            return None
-        slope, ceiling = bounds
-        return _Step(tensor=node.input[0], shift=zero, slope=slope, below=True), [], ceiling
-    constant = _constant_side(graph, node) if node.op_type == "Add" else None
-    if constant is None:
-        return None
-    value = graph.constant(node.input[constant])
-    if value is None or not _holds_channels(graph, node.input[constant], place, channels) or value.size != channels:
-        return None
-    step = _Step(tensor=node.input[1 - constant], shift=value.reshape(-1).astype(np.float64), slope=one, below=False)
-    return step, [_Edit(node=node.name, index=constant, axis=place)], None
-
-
-def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:
-    """Returns what an activation multiplies negative values by, and its ceiling; None if it does something else."""
-    if node.op_type == "Relu":
-        return np.ones(channels), None
-    if node.op_type == "LeakyRelu":
-        slope = next((item.f for item in node.attribute if item.name == "alpha"), 0.01)
-        return (np.full(channels, slope), None) if slope > 0 else None
-    if node.op_type == "PRelu":
-        value = graph.constant(node.input[1])
-        if value is None or value.size not in {1, channels} or (value <= 0).any():
-            return None
-        return np.broadcast_to(value.reshape(-1).astype(np.float64), (channels,)), None
-    low, high = (
-        graph.constant(node.input[index]) if len(node.input) > index and node.input[index] else None for index in (1, 2)
-    )
-    if low is None or float(low.reshape(-1)[0]) != 0 or (high is None and len(node.input) > 2 and node.input[2]):
-        return None
-    return np.ones(channels), None if high is None else float(high.reshape(-1)[0])
-
-
-def _constant_side(graph: Graph, node: onnx.NodeProto) -> int | None:
-    sides = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
-    return sides[0] if len(sides) == 1 and len(node.input) == 2 else None
-
-
-def _holds_channels(graph: Graph, name: str, place: int, channels: int) -> bool:
-    dims = graph.initializers[name].dims
-    return len(dims) >= -place and dims[place] == channels
+def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+    """Returns for each layer of an equalized graph whose input was scaled, by its node, the factors of its channels."""
+    sources = {layer.node: source_of(graph, layer).removesuffix(SUFFIX) for layer in read_layers(graph)}
+    return {node: factors[source] for node, source in sources.items() if source in factors}
 
 
 def _read_spans(seams: tuple[Seam, ...] | list[Seam], statistics: Path) -> dict[str, tuple[Array, Array]]:

@@ -12,8 +12,9 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.model import Model, load_model, save_proto
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph, find_seams
+from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph
 from edgekit.quantize.graph import float_activations, read_graph
+from edgekit.quantize.seams import find_seams
 from edgekit.target import Target, load_target
 from edgekit.tensors import Array
 
@@ -80,6 +81,17 @@ def test_the_seams_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model,
     assert list(seams) == ["r", "p", "c", "f"]
     assert [step.tensor for step in seams["p"].steps] == ["d"]
     assert (seams["c"].ceiling, seams["r"].ceiling) == (6, None)
+
+
+def test_a_normalisation_is_a_seam_through_the_reshapes_behind_it(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,6,32] x) => (float[1,6,40] y) {
+      s = Constant<value_ints=[6,32]>() n = LayerNormalization<axis=-1>(x, gain, shift) one = Reshape(n, s)
+      a = Gemm(one, wa) two = Reshape(n, s) b = Gemm(two, wb) m = Mul(a, b) y = MatMul(n, wc) z = Relu(m) }"""
+    shapes: dict[str, tuple[int, ...]] = {
+        "gain": (32,), "shift": (32,), "wa": (32, 8), "wb": (32, 8), "wc": (32, 40),
+    }  # fmt: skip
+    seams = find_seams(read_graph(make_model(text, tmp_path / "m.onnx", shapes)))
+    assert [(seam.tensor, seam.copies, len(seam.readers)) for seam in seams] == [("n", ("one", "two"), 3)]
 
 
 def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_p
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y) <float eps = {1e-6}> {
       re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)
       e = Max(m, eps) l = Log(e) y = MatMul(l, w) }"""
-    shapes = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4)}
+    shapes: dict[str, tuple[int, ...]] = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4)}
     graph = read_graph(make_model(text, tmp_path / "m.onnx", shapes))
     assert len(float_islands(graph)) == len(graph.proto.graph.node) - 1
 
@@ -72,7 +72,7 @@ ROOTS = {
 @pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
 def test_the_root_of_a_spectrum_and_all_before_it_stay_float(tmp_path: Path, root: str) -> None:
     text = MAGNITUDE.replace("ROOT", root)
-    weights = {"wr": (16, 1, 40), "wi": (16, 1, 40), "wh": (8, 16, 3), "wc": (8, 8, 3)}
+    weights: dict[str, tuple[int, ...]] = {"wr": (16, 1, 40), "wi": (16, 1, 40), "wh": (8, 16, 3), "wc": (8, 8, 3)}
     islands = float_islands(read_graph(make_model(text, tmp_path / "m.onnx", weights)))
     kinds = [name.split("_")[1] for name in islands]
     assert {"Conv", "Mul", "Add"} <= set(kinds)

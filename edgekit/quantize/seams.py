@@ -1,0 +1,216 @@
+"""Tensors whose channels can be scaled where they are made, and back in the weights that read them."""
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.quantize.graph import Graph
+from edgekit.quantize.islands import float_islands
+from edgekit.quantize.judge import judge_points
+from edgekit.quantize.layers import Layer, read_layers
+from edgekit.tensors import Array
+
+_WEIGHTS: dict[str, tuple[tuple[int, int], ...]] = {
+    "Conv": ((1, 0), (2, 0)),
+    "ConvTranspose": ((1, 1), (2, 0)),
+    "BatchNormalization": ((1, 0), (2, 0)),
+    "InstanceNormalization": ((1, 0), (2, 0)),
+    "LayerNormalization": ((1, -1), (2, -1)),
+    "MatMul": ((1, -1),),
+}
+"""The constant inputs that decide how large the channels of an output are: (input, axis of the channels)."""
+
+
+class Edit(msgspec.Struct, frozen=True, kw_only=True):
+    """A constant to multiply: an input of a node, and the axis of the channels counted from the end (negative)."""
+
+    node: str
+    index: int
+    axis: int
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor on the way back from a seam, and what undoes the node behind it: value = (value - shift) / slope."""
+
+    tensor: str
+    shift: Array
+    slope: Array
+    below: bool
+
+
+class Seam(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that only layers with weights read, whose channels are made by constants: where they can be scaled.
+
+    `ceiling` is where a Clip cuts its channels off. `copies` are other shapes of it, which layers read instead.
+    """
+
+    tensor: str
+    channels: int
+    edits: tuple[Edit, ...]
+    steps: tuple[Step, ...]
+    ceiling: float | None
+    readers: tuple[Layer, ...]
+    copies: tuple[str, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Every tensor whose channels are scaled."""
+        return (self.tensor, *(step.tensor for step in self.steps), *self.copies)
+
+
+def find_seams(graph: Graph) -> tuple[Seam, ...]:
+    """Returns the seams of a graph, in graph order: none that is judged by, none before a layer that stays float."""
+    islands = float_islands(graph)
+    layers: dict[str, list[Layer]] = {}
+    for layer in (layer for layer in read_layers(graph) if layer.node not in islands):
+        layers.setdefault(source_of(graph, layer), []).append(layer)
+    judged = {point.tensor for point in judge_points(graph)}
+    seams = (_find_seam(graph, name, tuple(readers)) for name, readers in layers.items())
+    return tuple(seam for seam in seams if seam is not None and judged.isdisjoint(seam.tensors))
+
+
+def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | None:
+    places = {_place(graph, layer) for layer in readers}
+    copies = _copies(graph, name, {layer.node for layer in readers})
+    if len(places) != 1 or copies is None:
+        return None
+    ((place, channels),) = places
+    if place is None or channels is None:
+        return None
+    edits: list[Edit] = []
+    steps: list[Step] = []
+    ceiling: float | None = None
+    node: onnx.NodeProto | None = graph.producers.get(name)
+    while node is not None:
+        made = _made_by(graph, node, place, channels)
+        if made is not None:
+            return Seam(
+                tensor=name, channels=channels, edits=(*edits, *made), steps=tuple(steps), ceiling=ceiling,
+                readers=readers, copies=copies,
+            )  # fmt: skip
+        passed = _pass(graph, node, place, channels)
+        if passed is None or not _is_inner(graph, passed[0].tensor) or len(graph.consumers[passed[0].tensor]) != 1:
+            return None
+        steps.append(passed[0])
+        edits += passed[1]
+        ceiling = ceiling if passed[2] is None else passed[2]
+        node = graph.producers.get(steps[-1].tensor)
+    return None
+
+
+def source_of(graph: Graph, layer: Layer) -> str:
+    """Returns what a layer reads, or what that was before a Reshape that leaves its channels, the last axis, as is."""
+    name = layer.source
+    while layer.op != "Conv" and name in graph.producers and _keeps_last(graph, graph.producers[name]):
+        name = graph.producers[name].input[0]
+    return name
+
+
+def _place(graph: Graph, layer: Layer) -> tuple[int, int] | tuple[None, None]:
+    """Returns the axis of the channels that a layer reads, counted from the end, and how many there are."""
+    axis, shape = layer.channel_axis(graph), graph.shapes.get(layer.source, ())
+    channels = None if axis is None else shape[axis]
+    return (None, None) if axis is None or channels is None else (axis - len(shape), channels)
+
+
+def _keeps_last(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type != "Reshape":
+        return False
+    before, after = (graph.shapes.get(name) or (None,) for name in (node.input[0], node.output[0]))
+    return before[-1] is not None and before[-1] == after[-1]
+
+
+def _copies(graph: Graph, name: str, readers: set[str]) -> tuple[str, ...] | None:
+    """Returns the other shapes of a tensor that layers read, None if something else reads it."""
+    if not _is_inner(graph, name):
+        return None
+    found: list[str] = []
+    for node in graph.consumers[name]:
+        if node.name in readers:
+            continue
+        inner = _copies(graph, node.output[0], readers) if _keeps_last(graph, node) else None
+        if inner is None:
+            return None
+        found += [node.output[0], *inner]
+    return tuple(found)
+
+
+def _is_inner(graph: Graph, name: str) -> bool:
+    return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
+
+
+def _made_by(graph: Graph, node: onnx.NodeProto, place: int, channels: int) -> list[Edit] | None:
+    """Returns the constants that scale every channel of what a node makes, None if it has none."""
+    if node.op_type == "Mul":
+        side = _constant_side(graph, node)
+        fits = side is not None and _holds_channels(graph, node.input[side], place, channels)
+        return [Edit(node=node.name, index=side, axis=place)] if fits and side is not None else None
+    edits: list[Edit] = []
+    for index, axis in _weights_of(node):
+        if index >= len(node.input) or not node.input[index]:
+            continue
+        dims = graph.initializers[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
+        if not dims or dims[axis] != channels:
+            return None
+        edits.append(Edit(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims)))
+    return edits or None
+
+
+def _weights_of(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
+    numbers = {item.name: item.i for item in node.attribute}
+    if node.op_type == "Gemm":
+        return (1, 0 if numbers.get("transB", 0) else 1), (2, -1)
+    grouped = node.op_type == "ConvTranspose" and numbers.get("group", 1) != 1
+    inward = node.op_type == "LayerNormalization" and numbers.get("axis", -1) != -1
+    return () if grouped or inward else _WEIGHTS.get(node.op_type, ())
+
+
+def _pass(
+    graph: Graph, node: onnx.NodeProto, place: int, channels: int
+) -> tuple[Step, list[Edit], float | None] | None:
+    """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
+    zero, one = np.zeros(channels), np.ones(channels)
+    if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
+        bounds = _slope_of(graph, node, channels)
+        if bounds is None:
+            return None
+        slope, ceiling = bounds
+        return Step(tensor=node.input[0], shift=zero, slope=slope, below=True), [], ceiling
+    constant = _constant_side(graph, node) if node.op_type == "Add" else None
+    if constant is None:
+        return None
+    value = graph.constant(node.input[constant])
+    if value is None or not _holds_channels(graph, node.input[constant], place, channels) or value.size != channels:
+        return None
+    step = Step(tensor=node.input[1 - constant], shift=value.reshape(-1).astype(np.float64), slope=one, below=False)
+    return step, [Edit(node=node.name, index=constant, axis=place)], None
+
+
+def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:
+    """Returns what an activation multiplies negative values by, and its ceiling; None if it does something else."""
+    if node.op_type == "Relu":
+        return np.ones(channels), None
+    if node.op_type == "LeakyRelu":
+        slope = next((item.f for item in node.attribute if item.name == "alpha"), 0.01)
+        return (np.full(channels, slope), None) if slope > 0 else None
+    if node.op_type == "PRelu":
+        value = graph.constant(node.input[1])
+        if value is None or value.size not in {1, channels} or (value <= 0).any():
+            return None
+        return np.broadcast_to(value.reshape(-1).astype(np.float64), (channels,)), None
+    low, high = (
+        graph.constant(node.input[index]) if len(node.input) > index and node.input[index] else None for index in (1, 2)
+    )
+    if low is None or float(low.reshape(-1)[0]) != 0 or (high is None and len(node.input) > 2 and node.input[2]):
+        return None
+    return np.ones(channels), None if high is None else float(high.reshape(-1)[0])
+
+
+def _constant_side(graph: Graph, node: onnx.NodeProto) -> int | None:
+    sides = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
+    return sides[0] if len(sides) == 1 and len(node.input) == 2 else None
+
+
+def _holds_channels(graph: Graph, name: str, place: int, channels: int) -> bool:
+    dims = graph.initializers[name].dims
+    return len(dims) >= -place and dims[place] == channels
