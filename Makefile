@@ -23,6 +23,8 @@ bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against st
 	$(BIN)/python tools/bench/check_speed.py
 	$(BIN)/python tools/bench/build_zoo.py
 	$(BIN)/python tools/bench/quantize_zoo.py
+	$(BIN)/python tools/bench/predict_coverage.py
+	$(BIN)/python tools/bench/search_time.py
 	$(BIN)/python tools/bench/calibrate_ratio.py
 	$(BIN)/python tools/bench/seeded_faults.py
 	$(BIN)/python tools/bench/verify_overhead.py

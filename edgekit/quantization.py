@@ -277,6 +277,7 @@ def _report(
                 drop_estimate=trial.prediction.drop_estimate,
                 sqnr_db=trial.prediction.sqnr_db,
                 taken_macs=trial.taken_macs,
+                integer_macs=trial.integer_macs,
             )
             for trial in trials
         ),

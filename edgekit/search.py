@@ -1,13 +1,14 @@
 """Automatic quantization: from the cheapest plan to dearer ones, until the expected drop is small enough."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import replacing_file, write_file
 from edgekit.check.check import check_model
+from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
 from edgekit.model import Model, load_model
 from edgekit.progress import Progress
@@ -34,12 +35,16 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One plan that was tried: how it was made, what it costs, and the share of work that the target takes of it."""
+    """One plan that was tried: how it was made, what it costs, and the share of work that the target takes of it.
+
+    `integer_macs` is the share of the work that is done in integers, 1.0 if everything is.
+    """
 
     step: str
     plan: QuantPlan
     prediction: Prediction
     taken_macs: float
+    integer_macs: float = 1.0
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,10 +141,22 @@ def _try(search: _Search, step: str, make: Callable[[], QuantPlan | None]) -> Tr
     if plan is None:
         return None
     with replacing_file(search.work / "trial.onnx") as temporary:
-        quantized = quantize_model(search.model, plan, temporary).model
-        prediction = search.goal.measure(quantized)
-        taken = check_model(load_model(temporary), search.target).taken_macs
-    return Trial(step=step, plan=plan, prediction=prediction, taken_macs=taken)
+        quantized = quantize_model(search.model, plan, temporary)
+        prediction = search.goal.measure(quantized.model)
+        check = check_model(load_model(temporary), search.target)
+    kept = {node.name for node in quantized.float_nodes}
+    return Trial(
+        step=step,
+        plan=plan,
+        prediction=prediction,
+        taken_macs=check.taken_macs,
+        integer_macs=round(_integer_share(check, kept), 4),
+    )
+
+
+def _integer_share(check: CheckReport, kept: Collection[str]) -> float:
+    total = sum(node.macs for node in check.node_list)
+    return 1 - sum(node.macs for node in check.node_list if node.name in kept) / total if total else 1.0
 
 
 def _is_enough(trial: Trial, first: Trial, goal: Goal) -> bool:

@@ -17,7 +17,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}:"
     for trial in report.trials:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
-        work = f"{100 * trial.taken_macs:.1f} % of the work on the target"
+        work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
     for tried in report.steps:
         more = ", channels evened out" if tried.equalized else ""

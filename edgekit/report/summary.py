@@ -73,12 +73,16 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan of a search: what left 8 bits, the drop to expect, and the share of work the target takes."""
+    """One plan of a search: what left 8 bits, the drop to expect, and the share of work the target takes.
+
+    `integer_macs` is the share of the work that is done in integers.
+    """
 
     step: str
     drop_estimate: float | None
     sqnr_db: float
     taken_macs: float
+    integer_macs: float = 1.0
 
 
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
