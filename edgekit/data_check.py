@@ -46,7 +46,8 @@ def check_samples(samples: Samples) -> SampleFacts:
             f"'{samples.source}' gave {len(contents)} samples, then {samples.count}",
             hint="it must give the same at each pass",
         )
-    warnings = (*_repeated(contents), *(line for name, seen in inputs.items() for line in seen.doubts(name)))
+    cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
+    warnings = (*cut, *_repeated(contents), *(line for name, seen in inputs.items() for line in seen.doubts(name)))
     return SampleFacts(sha256=digest.hexdigest(), count=len(contents), digests=tuple(contents), warnings=warnings)
 
 

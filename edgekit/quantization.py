@@ -19,7 +19,7 @@ from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.diagnose import rank_plan
 from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import Prediction, predict_drop
-from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_error
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.summary import CalibrationReport, LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
@@ -142,9 +142,14 @@ def plan_for(
 
 
 def _describe_calibration(calibration: Calibration) -> CalibrationReport:
+    values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
+    errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
     return CalibrationReport(
         samples=calibration.samples,
         measured=calibration.measured,
+        values=values,
+        is_exact=calibration.is_exact,
+        tail_errors={name: round(error, 7) for name, error in errors.items() if name in calibration.ranges},
         known=calibration.known,
         notes=calibration.notes,
     )

@@ -27,13 +27,14 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
     `read` starts a new pass and yields one sample at a time, each a tensor per model input with the batch axis of the
     model. `source` names where they come from, for messages. `class_names` holds, for folders of images in folders,
-    the name of each sample's folder.
+    the name of each sample's folder. `batches` says how many batches were cut into samples, 0 where they came singly.
     """
 
     source: str
     count: int
     read: Callable[[], Iterator[Tensors]]
     class_names: tuple[str, ...] = ()
+    batches: int = 0
 
     def __iter__(self) -> Iterator[Tensors]:
         return self.read()
@@ -41,6 +42,8 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preprocess | None = None) -> Samples:
     """Opens sample inputs for a model with these inputs, and judges names, dtype and shape of the first.
+
+    Where the model takes one row and the data are batches, of any size and of several, each row is a sample.
 
     Raises:
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
@@ -57,9 +60,11 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
 
     def read() -> Iterator[Tensors]:
         for index, sample in enumerate(raw):
-            yield fit_sample(sample, inputs, f"sample {index} of '{source}'")
+            for row in _split_rows(sample, inputs):
+                yield fit_sample(row, inputs, f"sample {index} of '{source}'")
 
-    samples = msgspec.structs.replace(raw, read=read)
+    count = raw.count if raw.class_names else _count_samples(raw, inputs)
+    samples = msgspec.structs.replace(raw, count=count, batches=raw.count if count != raw.count else 0, read=read)
     next(iter(samples))
     return samples
 
@@ -103,6 +108,32 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
     if missing is not None:
         raise DataError(f"{where} lacks the model input '{missing}'", hint=f"it has: {', '.join(sample) or 'nothing'}")
     return {spec.name: _fit(sample[spec.name], spec, where) for spec in inputs}
+
+
+def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tensors]:
+    """Yields the rows of a batch for a model of batch one, as batches of one; what is no batch as it is."""
+    sizes = {spec.name: _batch_size(sample[spec.name], spec) for spec in inputs if spec.name in sample}
+    batched = {size for size in sizes.values() if size != 1}
+    if len(batched) != 1:
+        yield sample
+        return
+    for row in range(batched.pop()):
+        yield {name: value if sizes.get(name, 1) == 1 else value[row : row + 1] for name, value in sample.items()}
+
+
+def _batch_size(value: Array, spec: TensorSpec) -> int:
+    """Returns how many rows a value has for an input that takes one, 1 where it is none or no batch."""
+    shape = spec.shape or ()
+    is_batch = len(shape) == value.ndim and shape[0] == 1 and value.shape[0] > 1
+    return value.shape[0] if is_batch and shape_matches((1, *value.shape[1:]), spec) else 1
+
+
+def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> int:
+    if all(spec.shape is None or not spec.shape or spec.shape[0] != 1 for spec in inputs):
+        return raw.count
+    if raw.source.endswith(".npz"):
+        return raw.count * sum(1 for _ in _split_rows(next(iter(raw)), inputs))
+    return sum(1 for sample in raw for _ in _split_rows(sample, inputs))
 
 
 def _fit(value: Array, spec: TensorSpec, where: str) -> Array:

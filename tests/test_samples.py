@@ -136,3 +136,23 @@ def test_selection_keeps_order_and_spreads_evenly(tmp_path: Path) -> None:
     assert [sample["x"][0, 0] for sample in select_samples(samples, [2, 0])] == [0, 4]
     assert spread_indices(10, 4) == (0, 2, 5, 7)
     assert spread_indices(2, 4) == (0, 1)
+
+
+def test_batches_of_any_size_are_cut_into_samples(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(7, 3, 2)).astype(np.float32)
+    (tmp_path / "mixed").mkdir()
+    for index, (start, end) in enumerate([(0, 1), (1, 4), (4, 6), (6, 7)]):
+        np.savez(tmp_path / "mixed" / f"{index}.npz", x=rows[start:end], scale=np.array([index], np.float32))
+    inputs = [
+        TensorSpec(name="x", dtype="float32", shape=(1, 3, 2)),
+        TensorSpec(name="scale", dtype="float32", shape=(1,)),
+    ]
+    mixed = load_samples(str(tmp_path / "mixed"), inputs)
+    assert (mixed.count, mixed.batches) == (7, 4)
+    assert [sample["x"].shape for sample in mixed] == [(1, 3, 2)] * 7
+    assert np.array_equal(np.concatenate([sample["x"] for sample in mixed]), rows)
+    assert [float(sample["scale"][0]) for sample in mixed] == [0, 1, 1, 1, 2, 2, 3]
+    np.savez(tmp_path / "four.npz", x=rows[:4].reshape(2, 2, 3, 2))
+    assert (load_samples(str(tmp_path / "four.npz"), inputs[:1]).count) == 4
+    open_batch = [TensorSpec(name="x", dtype="float32", shape=("N", 3, 2))]
+    assert load_samples(str(tmp_path / "four.npz"), open_batch).count == 2

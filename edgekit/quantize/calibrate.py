@@ -40,7 +40,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact (but
     for scores that a mask hides before a Softmax: of these only what counts is in the range),
     "moving-average" too, the others come from histograms of at most `picked` values a tensor and each of the `measured`
-    samples.
+    samples; `is_exact` says that these are all there are.
     `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
     wrong with a cache.
     `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
@@ -52,6 +52,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     samples: int
     measured: int
     picked: int
+    is_exact: bool
     known: int
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
@@ -98,6 +99,7 @@ def calibrate_model(
         samples=len(found.seen),
         measured=len(task.indices),
         picked=task.picked,
+        is_exact=found.is_exact,
         known=found.known,
         notes=found.notes,
         ranges=_all_ranges(graph, found.aliases, found.tally, methods),

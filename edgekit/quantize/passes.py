@@ -34,11 +34,15 @@ _SLACK_BYTES = 1 << 24
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the passes; `known` samples were not run, and `notes` says what was wrong with the cache."""
+    """What came of the passes; `known` samples were not run, and `notes` says what was wrong with the cache.
+
+    `is_exact` says that every value of every tensor is in its histogram.
+    """
 
     tally: Tally
     held_out: HeldOut
     aliases: dict[str, str]
+    is_exact: bool
     seen: dict[int, bytes]
     known: int
     notes: tuple[str, ...]
@@ -116,6 +120,7 @@ def measure_samples(model: Model, task: Task, cache: Cache | None, progress: Pro
         tally=run.tally,
         held_out=run.held_out,
         aliases=whole.aliases,
+        is_exact=not task.others and all(count < task.picked for _, count in whole.picks),
         seen=run.seen,
         known=known,
         notes=tuple(keeper.notes),

@@ -59,6 +59,16 @@ def percentile_range(exact: TensorRange, histogram: Histogram, percent: float) -
     return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
 
 
+def tail_error(percent: float, values: int) -> float:
+    """Returns how far what is cut off at an end may be from the share wanted, with 95 % certainty, from so many values.
+
+    This is the normal bound for values drawn at random; those picked one from each of equal parts of a tensor are
+    never worse (W. Cochran, "Sampling Techniques", 1977, 5.6).
+    """
+    tail = (100 - percent) / 200
+    return 1.96 * math.sqrt(tail * (1 - tail) / max(1, values))
+
+
 def mse_range(exact: TensorRange, histogram: Histogram, reader: Reader | None = None) -> TensorRange:
     """Returns the range with the least mean squared rounding and clipping error at 8 bits, after `reader`.
 
@@ -163,6 +173,8 @@ _GATES: dict[str, Reader] = {"Sigmoid": lambda values: values * _sigmoid(values)
 
 PLAIN_METHODS = ("minmax", "moving-average")
 """The range methods that need no histogram."""
+
+PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
 
 AUTO_METHODS = ("minmax", "mse", "percentile-99.99", "percentile-99.9")
 """The range methods that are judged against each other; entropy is left out, because it collapses on ReLU nets."""

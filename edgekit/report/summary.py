@@ -110,11 +110,17 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
 class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     """What ranges come from: extremes from all `samples`, histograms and moments from the `measured` ones.
 
-    `known` samples were not run, because a cache knew them. `notes` says what was wrong with a cache.
+    Histograms hold at most `values` of a tensor; where `is_exact`, every one of every sample. `tail_errors` says by how
+    much the share of the measured samples' values that a range method cuts off at an end may differ from what is
+    wanted, with 95 % certainty. `known` samples were not run, because a cache knew them. `notes` says what was wrong
+    with a cache.
     """
 
     samples: int
     measured: int
+    values: int
+    is_exact: bool
+    tail_errors: dict[str, float]
     known: int
     notes: tuple[str, ...]
 

@@ -48,3 +48,19 @@ def test_a_quantized_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "q.onnx").unlink()
     assert quantize(again, tmp_path) == 2
     assert "is quantized already" in capsys.readouterr().err
+
+
+def test_the_same_rows_in_batches_give_the_same_bytes(tmp_path: Path) -> None:
+    hard = TAKEN["opset 7"]
+    rows = np.concatenate(list(hard.data["x"]))
+    onnx.save(hard.proto, str(tmp_path / "m.onnx"))
+    (tmp_path / "mixed").mkdir()
+    for index, (start, end) in enumerate([(0, 5), (5, 6), (6, 10), (10, 12)]):
+        np.savez(tmp_path / "mixed" / f"{index}.npz", x=rows[start:end])
+    np.savez(tmp_path / "fours.npz", x=rows.reshape(3, 4, 3, 12, 12))
+    np.savez(tmp_path / "ones.npz", x=rows[:, None])
+    for data in ("mixed", "fours.npz", "ones.npz"):
+        arguments = ["quantize", str(tmp_path / "m.onnx"), "--data", str(tmp_path / data), "--target", "nnapi", "-q"]
+        assert run_command([*arguments, "--out", str(tmp_path / f"{data}.onnx")]) == 0
+    made = {(tmp_path / f"{data}.onnx").read_bytes() for data in ("mixed", "fours.npz", "ones.npz")}
+    assert len(made) == 1

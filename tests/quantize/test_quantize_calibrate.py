@@ -11,7 +11,7 @@ from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model import Model
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.calibrate import MEASURED_SAMPLES
-from edgekit.quantize.ranges import PLAIN_METHODS, RANGE_METHODS
+from edgekit.quantize.ranges import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
 from edgekit.samples import spread_indices
 from edgekit.tensors import Array
 
@@ -151,3 +151,28 @@ def test_a_layer_that_multiplies_the_last_of_four_axes_is_measured(tmp_path: Pat
     calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
     highest = max(float(sample["x"].max()) for sample in random_samples(model))
     assert calibration.ranges["minmax"]["r"].high == pytest.approx(highest, rel=2e-3)
+
+
+def test_percentiles_of_picked_values_keep_the_error_that_is_stated(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,300] x) => (float[1,64,300] y) { y = Relu(x) }'
+    model = make_model(text, tmp_path / "m.onnx")
+    rng, misses = np.random.default_rng(0), 0
+    for turn in range(20):
+        arrays = [{"x": rng.standard_t(4, size=(1, 64, 300)).astype(np.float32)} for _ in range(8)]
+        found = calibrate_model(model, make_samples(arrays), work=tmp_path / str(turn), fitting=False)
+        assert not found.is_exact
+        every = np.sort(np.concatenate([array["x"].reshape(-1) for array in arrays]))
+        for method, percent in PERCENTS.items():
+            span, tail = found.ranges[method]["x"], (100 - percent) / 200
+            allowed = tail_error(percent, found.picked * found.measured)
+            bin_width = 2 * float(np.abs(every).max()) / 1024  # a range ends in the middle of a bin, or beside it
+            for end, sign in ((-span.low, -1), (span.high, 1)):
+                beyond = [float((sign * every > end + shift).mean()) for shift in (bin_width, -bin_width)]
+                misses += not beyond[0] - allowed <= tail <= beyond[1] + allowed
+    assert misses <= 0.1 * 20 * 2 * 2
+
+
+def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    assert calibration.is_exact
+    many = calibrate_model(net, random_samples(net, count=MEASURED_SAMPLES + 1), work=tmp_path / "many", fitting=False)
+    assert not many.is_exact
