@@ -11,10 +11,11 @@ from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
 from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.convert.cpu_kernels import find_integer_nodes
 from edgekit.devices import coreml, qnn_sim, xnnpack_wasm
 from edgekit.devices.device import Device, Job
 from edgekit.devices.find import find_device
-from edgekit.errors import DeviceError, MissingExtraError, ModelError
+from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.model import Model
 from edgekit.samples import Samples
@@ -99,6 +100,8 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     Raises:
         TargetError: the target has an option that the provider would ignore or misread.
     """
+    if target.provider == CPU_PROVIDER:
+        return _observe_kernels(model, target)
     name = _ORACLES.get(target.provider)
     if name is None:
         return NotObserved(reason=f"nothing outside a device runs {target.provider}; edgekit verify imitates it")
@@ -112,6 +115,31 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     except (DeviceError, MissingExtraError, ModelError) as error:
         return NotObserved(reason=f"'{name}': {error.message}; {error.hint}")
     return compare_placement(predict_for_oracle(model, target), placement, device)
+
+
+def _observe_kernels(model: Model, target: Target) -> Observed:
+    """Returns which nodes compute in integers on the CPU provider, which takes every node that it has a kernel for."""
+    report, failure, seen = check_model(model, target), None, dict[str, bool]()
+    try:
+        seen = find_integer_nodes(model, signed=target.conversion.cpu == "arm")
+    except RuntimeRefusal as error:
+        failure = error.message
+    nodes = [node for node in report.node_list if node.name in seen and not node.is_quantizer]
+    quantized = any(node.is_quantizer for node in report.node_list)
+    return Observed(
+        device="host",
+        evidence=Evidence.SAME_EP,
+        nodes=len(nodes),
+        taken=sum(seen[node.name] or not quantized for node in nodes),
+        not_taken=tuple(node.name for node in nodes if quantized and not seen[node.name]),
+        disagreements=tuple(
+            Disagreement(name=node.name, op=node.op, predicted=node.integers, observed=seen[node.name])
+            for node in nodes
+            if quantized and (node.integers or node.remarks) and node.integers != seen[node.name]
+        ),
+        failure=failure,
+        notes=("of a quantized model the nodes that compute in integers are counted",) if quantized else (),
+    )
 
 
 def predict_for_oracle(model: Model, target: Target) -> CheckReport:

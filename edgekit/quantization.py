@@ -20,7 +20,7 @@ from edgekit.quantize.diagnose import rank_plan
 from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import Prediction, predict_drop
 from edgekit.quantize.ranges import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_error
-from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.recipe import Data, PrecisionChoice, Recipe, choose_precision, load_targets
 from edgekit.report.summary import CalibrationReport, LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
 from edgekit.search import Goal, Searched, search_quantization
@@ -193,7 +193,7 @@ def _make_ready(
     model: Path, data: Data, recipe: Recipe, wanted: _Wanted, cache: Path | None, work: Path, progress: Progress
 ) -> _Ready:
     (target,), source = load_targets(recipe), load_model(model)
-    precision = choose_precision(target, recipe.precision)
+    precision = _choose_integers(target, recipe.precision)
     fixed = ready_model(source, work, recipe.dims)
     prepared = fixed.model
     every = load_samples(data.source, prepared.inputs, data.preprocess)
@@ -231,6 +231,16 @@ def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: S
     if samples.count < every.count:
         raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
     return read_task_labels(path, find_metric(limit).labels, every)
+
+
+def _choose_integers(target: Target, wanted: PrecisionChoice) -> Precision:
+    """Returns the integer precision to quantize with."""
+    if not any(precision.startswith("int") for precision in target.precisions):
+        raise UsageError(
+            f"target '{target.name}' takes no quantized model: {target.precision_reason}",
+            hint=f"edgekit build MODEL --data DATA --target {target.name}, or edgekit convert MODEL --weights fp16",
+        )
+    return choose_precision(target, wanted)
 
 
 def _adopt(plan: QuantPlan, ready: _Ready) -> QuantPlan:

@@ -152,18 +152,22 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
 
 
 class Variant(_Strict, frozen=True, kw_only=True):
-    """What is different about a target where its parameters have the values in `when`."""
+    """What is different about a target where its parameters have the values in `when`; None is as it is elsewhere."""
 
     when: dict[str, str]
-    precisions: tuple[Precision, ...]
-    precision_reason: str
+    precisions: tuple[Precision, ...] | None = None
+    precision_reason: str | None = None
+    quantization: Quantization | None = None
+    conversion: Conversion | None = None
+    verification: tuple[Verification, ...] | None = None
 
 
 class Target(_Strict, frozen=True, kw_only=True):
     """Everything edgekit knows about a target, with `settings` holding the value of each parameter.
 
-    `fallback` are the targets that an app tries next where this one cannot run; "cpu" is ONNX Runtime's own provider,
-    which runs any of the files. `socs` gives the values of the parameter `soc_model` their names.
+    `fallback` are the targets that an app tries next where this one cannot run; the last, "cpu", is ONNX Runtime's own
+    provider, which also runs the files of the others where no bundle was built for it. `socs` gives the values of the
+    parameter `soc_model` their names.
     """
 
     name: str
@@ -259,12 +263,14 @@ def _check_setting(target: Target, key: str, value: str) -> str:
     return value
 
 
+_VARIED = tuple(name for name in Variant.__struct_fields__ if name != "when")
+
+
 def _vary(target: Target) -> Target:
     for variant in target.variants:
         if variant.when.items() <= target.settings.items():
-            target = msgspec.structs.replace(
-                target, precisions=variant.precisions, precision_reason=variant.precision_reason
-            )
+            given = {name: getattr(variant, name) for name in _VARIED}
+            target = msgspec.structs.replace(target, **{name: it for name, it in given.items() if it is not None})
     return target
 
 

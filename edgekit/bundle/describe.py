@@ -167,7 +167,7 @@ def _channel_second(model: Model) -> frozenset[str]:
 def _describe_placement(check: CheckReport, target: Target, node_list: str) -> Placement:
     shares: dict[str, ProviderShare] = {}
     for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
-        nodes = [node for node in check.node_list if node.taken is taken]
+        nodes = [node for node in check.node_list if node.taken is taken or target.provider == CPU_PROVIDER]
         shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     return Placement(
         nodes=check.nodes,

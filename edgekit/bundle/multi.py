@@ -176,10 +176,11 @@ def choose_variant(
     """Returns what a runtime with these providers should open, None where nothing fits.
 
     The first variant in the order of the index is taken whose provider is there and which runs on this operating
-    system, its version and its chip. If there is none, the variant that falls back to the CPU first runs there.
+    system, its version and its chip; the CPU provider always is. If there is none, the variant that falls back to the
+    CPU first runs there.
     """
     for variant in index.variants:
-        if variant.provider in providers and _runs_on(variant, system, version, soc):
+        if variant.provider in {*providers, CPU_PROVIDER} and _runs_on(variant, system, version, soc):
             return Choice(variant=variant, provider=variant.provider)
     general = [variant for variant in index.variants if not variant.socs and "cpu" in variant.fallback]
     nearest = min(general, key=lambda variant: len(variant.fallback), default=None)

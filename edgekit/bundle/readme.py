@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.coordinates import SWIFT_PACKAGE, list_android_dependencies
 from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.snippets import describe_interface, make_environment
@@ -37,10 +38,10 @@ def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapp
         interface=describe_interface(manifest),
         dependencies=dependencies,
         swift_package=SWIFT_PACKAGE,
-        evidence=[(entry.device, *_level(entry.device)) for entry in manifest.verification],
+        evidence=[(entry.device, *_level(entry.device, manifest)) for entry in manifest.verification],
     )
 
 
-def _level(device: str) -> tuple[str, str]:
-    level = LEVELS.get(device)
+def _level(device: str, manifest: Manifest) -> tuple[str, str]:
+    level = Evidence.SAME_EP if manifest.provider == CPU_PROVIDER else LEVELS.get(device)
     return (level.value, level.meaning) if level else ("by device", "see verify.json")

@@ -79,21 +79,37 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
     def find_refusals(self, graph: Graph, unit: Unit) -> tuple[Refusal, ...]:
         """Returns every reason why the rules refuse a unit, none if they do not."""
         book, node = self.book, unit.node
-        ops = [op for op in book.op if node.op in op.types and _names_domain(op, book, node.domain or "ai.onnx")]
+        ops, alone = self._find_ops(node), book.provider.alone
         if not ops:
-            return (Refusal(reason=f"{book.provider.name} has no builder for {_full_name(node.op, node.domain)}"),)
-        found = [Refusal(reason=why) for why in _version_reasons(ops, book, unit)]
+            what = "kernel" if alone else "builder"
+            missing = f"{book.provider.name} has no {what} for {_full_name(node.op, node.domain)}"
+            return (Refusal(reason=missing, fatal=alone),)
+        found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
-        rules: list[Rule] = [*book.provider.rules]
+        for rule in self._list_rules(ops):
+            reason = None if rule.soft else judge_rule(rule, subject)
+            if reason:
+                found.append(Refusal(reason=reason, fatal=rule.fatal or alone))
+        return tuple({refusal.reason: refusal for refusal in found}.values())
+
+    def find_remarks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
+        """Returns how a unit that is taken runs, where that is not in integers or not in its own type."""
+        subject = Subject(graph=graph, unit=unit, settings=self.settings)
+        rules = [rule for rule in self._list_rules(self._find_ops(unit.node)) if rule.soft]
+        found = (judge_rule(rule, subject) for rule in rules)
+        return tuple(dict.fromkeys(remark for remark in found if remark))
+
+    def _find_ops(self, node: Node) -> list[Op]:
+        domain = node.domain or "ai.onnx"
+        return [op for op in self.book.op if node.op in op.types and _names_domain(op, self.book, domain)]
+
+    def _list_rules(self, ops: Sequence[Op]) -> list[Rule]:
+        rules: list[Rule] = [*self.book.provider.rules]
         for op in ops:
             rules += [Forms(allowed=op.forms)] if op.forms else []
-            rules += [rule for group in op.use for rule in book.groups[group]]
+            rules += [rule for group in op.use for rule in self.book.groups[group]]
             rules += op.rules
-        for rule in rules:
-            reason = judge_rule(rule, subject)
-            if reason:
-                found.append(Refusal(reason=reason, fatal=rule.fatal))
-        return tuple({refusal.reason: refusal for refusal in found}.values())
+        return rules
 
     def find_risks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
         """Returns why the session may fail although the provider claims the unit."""
@@ -127,7 +143,9 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     clips = int(judge.settings["ort_minor"]) >= book.units.clip_from_ort_minor
     units = group_units(graph, selectors if book.units.qdq else None, absorb_clips=clips)
     refusals = [
-        (Refusal(reason=blocked),) if blocked else (*judge.find_refusals(graph, unit), *_body_refusals(unit, judge))
+        (Refusal(reason=blocked, fatal=book.provider.alone),)
+        if blocked
+        else (*judge.find_refusals(graph, unit), *_body_refusals(unit, judge))
         for unit in units
     ]
     placement = place_units(graph, units, [not found for found in refusals], book.placing)
@@ -157,6 +175,7 @@ def _list_nodes(
         found = {refusal.reason: refusal for at in mine for refusal in refusals[at]}
         reasons = (*found, *(placement.reasons[at] for at in mine if at in placement.reasons))
         unit = units[mine[0]]
+        remarks = judge.find_remarks(graph, unit) if taken and unit.node.index == node.index else ()
         listed.append(
             CheckedNode(
                 name=node.name,
@@ -169,6 +188,8 @@ def _list_nodes(
                 partition=places[0] if taken else None,
                 grouped=unit.node.index != node.index,
                 risks=judge.find_risks(graph, unit) if taken else (),
+                remarks=remarks,
+                integers=taken and not remarks and _is_integer(unit, node),
                 fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
                 reads=tuple(dict.fromkeys(graph.nodes[at].name for at in _makers(graph, node))),
             )
@@ -176,6 +197,11 @@ def _list_nodes(
         for body in node.bodies:
             listed += _check_body(body, listed[-1], judge, blocked)
     return listed
+
+
+def _is_integer(unit: Unit, node: Node) -> bool:
+    quantized = any(operand.is_quantized for operand in unit.inputs)
+    return quantized and unit.node.index == node.index and node.op not in {"QuantizeLinear", "DequantizeLinear"}
 
 
 def _makers(graph: Graph, node: Node) -> Iterator[int]:

@@ -45,11 +45,15 @@ class When(_Strict, frozen=True, kw_only=True):
 
 
 class _Rule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
-    """Fields of every rule: `note` is added to the reason; `fatal` means that the session cannot be made at all."""
+    """Fields of every rule: `note` is added to the reason; `fatal` means that the session cannot be made at all.
+
+    A `soft` rule refuses nothing: the node is taken, and the reason says how it runs, otherwise than in integers.
+    """
 
     when: When = When()
     note: str = ""
     fatal: bool = False
+    soft: bool = False
 
 
 class Never(_Rule, frozen=True, kw_only=True, tag="never"):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.check.report import CheckReport
 from edgekit.evidence import Evidence
 from edgekit.target import Form, Precision, Target
@@ -27,9 +28,11 @@ def recommend_target(
 ) -> Recommendation:
     """Returns what to use: the best verdict, most work, fewest crossings, best evidence, in this order.
 
+    ONNX Runtime's CPU provider takes every model, so a target of it is named only where no accelerator is of use.
     `refused` names targets whose vendor's own code made no session; these are not recommended, whatever the rules say.
     """
-    usable = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
+    fit = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
+    usable = [name for name in fit if not _is_cpu(targets.get(name))] or fit
     if not usable:
         why = "each refuses the model or takes less than half of its work; use the CPU"
         return Recommendation(target=None, reasons=(why,), rest=tuple(reports))
@@ -62,6 +65,10 @@ def describe_share(report: CheckReport) -> str:
         f"{report.taken_macs:.0%} of the MACs and {report.taken_bytes:.0%} of the activation bytes in"
         f" {report.partitions} partitions; {report.crossings} values ({report.crossing_bytes} bytes) cross"
     )
+
+
+def _is_cpu(target: Target | None) -> bool:
+    return target is not None and target.provider == CPU_PROVIDER
 
 
 def _compare(report: CheckReport, *, name: str, refused: bool) -> str:

@@ -20,7 +20,8 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     `grouped` is True for a Q or DQ node that belongs to the QDQ group of another node. `partition` counts from 0 and is
     None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the computed values
     it reads and writes. `fatal` means that the provider claims it and then refuses the whole session because of it,
-    `risks` say why it may. `reads` names the nodes that make its inputs.
+    `risks` say why it may. `reads` names the nodes that make its inputs. `integers` means that it is taken and computes
+    in 8 or 16 bits; `remarks` say how it runs instead where that could be expected.
     """
 
     name: str
@@ -35,6 +36,8 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     fatal: bool = False
     risks: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    integers: bool = False
+    remarks: tuple[str, ...] = ()
 
     @property
     def is_quantizer(self) -> bool:
@@ -120,6 +123,12 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         """The share of multiply-accumulates taken, 0 to 1; the share of bytes where nothing multiplies."""
         total = sum(node.macs for node in self.node_list)
         return sum(node.macs for node in self.node_list if node.taken) / total if total else self.taken_bytes
+
+    @property
+    def integer_macs(self) -> float:
+        """The share of multiply-accumulates that is taken and done in integers, 0 to 1; 0 where nothing multiplies."""
+        total = sum(node.macs for node in self.node_list)
+        return sum(node.macs for node in self.node_list if node.integers) / total if total else 0.0
 
     @property
     def taken_bytes(self) -> float:

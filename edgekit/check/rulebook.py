@@ -25,7 +25,7 @@ class Provider(_Strict, frozen=True, kw_only=True):
     operator version it knows, `opset_min` and `opset_max` the models it looks at. `bodies` of control flow are never
     entered, placed like the main graph, or taken with their node when every node in them is supported ("whole").
     `rules` are evaluated for every unit before its own. `risks` are those that do not refuse a unit but say why the
-    session may fail all the same.
+    session may fail all the same. `alone` means that no other provider takes what it refuses: then there is no session.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Provider(_Strict, frozen=True, kw_only=True):
     opset_min: int = 0
     opset_max: int = 10_000
     bodies: Literal["never", "placed", "whole"] = "never"
+    alone: bool = False
     rules: tuple[Rule, ...] = ()
     risks: tuple[Rule, ...] = ()
 

@@ -73,7 +73,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
     if chosen is None or not all(spec.is_tensor for spec in source.outputs):
         return msgspec.structs.replace(facts, skipped="its inputs or outputs are no tensors")
-    settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level)
+    settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level, source)
     try:
         wanted = _run(source.path, settings, chosen, source.custom_ops)
     except RuntimeRefusal as refusal:

@@ -10,6 +10,8 @@ from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.convert.canonical import canonicalize_file
 from edgekit.errors import ModelError
 from edgekit.model import Model
+from edgekit.prepare.float_weights import OPTIMIZER, find_float_weights
+from edgekit.skim import skim_model
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
 """The session entry without which ONNX Runtime 1.31 ignores what the runtime style saved (its PR 32077)."""
@@ -71,9 +73,11 @@ def refuse_size(path: Path, size_bytes: int) -> None:
         )
 
 
-def session_settings(options: OrtOptions, level: Level) -> SessionSettings:
+def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
     """Returns how to open the source so that it runs as the file will."""
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
+    if find_float_weights(skim_model(source.path).graph):
+        disabled = (*disabled, OPTIMIZER)
     return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
 
 
@@ -91,7 +95,7 @@ def _load_mapped(path: Path, options: OrtOptions, model: Model) -> None:
 
 
 def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
-    settings = session_settings(options, options.level)
+    settings = session_settings(options, options.level, model)
     config = {**settings.config, "session.save_model_format": "ORT"}
     if options.style == "runtime":
         config["optimization.minimal_build_optimizations"] = "save"

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from edgekit._ort import VERSION
+import msgspec
+
+from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.devices.adb import AdbDevice
 from edgekit.devices.address import check_host, check_serial
 from edgekit.devices.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
@@ -18,6 +20,7 @@ from edgekit.devices.ssh import SshDevice
 from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
 from edgekit.devices.xnnpack_wasm import XnnpackWasm, find_wasm_versions, install_xnnpack_wasm
 from edgekit.errors import UsageError, suggest_name
+from edgekit.evidence import Evidence
 from edgekit.progress import Progress
 from edgekit.target import Target
 
@@ -76,7 +79,7 @@ def find_device(name: str, target: Target) -> Device:
             f"'{name}' runs {provider}, and target '{target.name}' uses {target.provider}",
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
         )
-    return device
+    return _rate(device, target)
 
 
 def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
@@ -108,6 +111,13 @@ def install_device(name: str, progress: Progress) -> None:
     else:
         install(progress)
         progress(f"'{name}' is installed")
+
+
+def _rate(device: Device, target: Target) -> Device:
+    """Returns a device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself."""
+    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, Arm64, Arm64Native)):
+        return device
+    return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)
 
 
 def _known_device(name: str) -> Device:

@@ -2,7 +2,6 @@
 
 import msgspec
 
-from edgekit._ort import CPU_PROVIDER
 from edgekit.target import Session, Target, load_target
 
 _TARGETS = {"qnn-htp-sim": "qnn", "xnnpack-wasm": "xnnpack", "coreml": "coreml"}
@@ -14,8 +13,5 @@ def plain_target(kind: str) -> Target:
 
 
 def cpu_target() -> Target:
-    """Returns the target of a model that is opened on the CPU provider, with no option at all."""
-    like = load_target("xnnpack")
-    return msgspec.structs.replace(
-        like, name="cpu", title="the CPU provider", provider=CPU_PROVIDER, precisions=("fp32",), session=Session()
-    )
+    """Returns the target `cpu` for a float model that is opened with no option at all."""
+    return msgspec.structs.replace(load_target("cpu"), precisions=("fp32",), session=Session())

@@ -7,12 +7,12 @@ import onnx
 
 from edgekit.errors import DataError, ModelError
 from edgekit.model import Model, save_proto
+from edgekit.prepare.float_weights import find_float_weights
 from edgekit.quantize.build import build_qdq, plan_graph
 from edgekit.quantize.compact import compact_qdq
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
-
-_WEIGHT_BIAS_OPS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+from edgekit.quantize.unsigned import unsign_weights
 
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +38,11 @@ def quantize_model(model: Model, plan: QuantPlan, out: Path) -> QuantizedModel:
     graph = plan_graph(model, plan)
     quantized = build_qdq(graph, plan, model.path.name)
     units = _Units(quantized.graph)
-    units.refuse_float_weights()
+    _refuse_float_weights(quantized.graph)
     if not units.quantized:
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
+    if plan.weight == "uint8" and plan.weight_symmetric:
+        unsign_weights(quantized)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
     written = save_proto(quantized, out)
@@ -60,25 +62,24 @@ class _Units:
         self._dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
         self._requantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
         nodes = [node for node in graph.node if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}]
-        self._initializers = {tensor.name for tensor in graph.initializer}
         self.quantized = [node for node in nodes if self._is_integer(node)]
         self.floating = [node for node in nodes if not self._is_integer(node)]
-
-    def refuse_float_weights(self) -> None:
-        """Refuses a float weight between DQ and Q: ONNX Runtime's WeightBiasQuantization would round it per tensor."""
-        for node in self.quantized:
-            if node.op_type in _WEIGHT_BIAS_OPS and node.input[1] in self._initializers:
-                raise ModelError(
-                    f"node '{node.name}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds "
-                    "to 8 bits per tensor",
-                    hint="keep its neighbours float too, or quantize its weight",
-                )
 
     def _is_integer(self, node: onnx.NodeProto) -> bool:
         return (
             bool(node.input)
             and any(name in self._dequantized for name in node.input)
             and any(name in self._requantized for name in node.output)
+        )
+
+
+def _refuse_float_weights(graph: onnx.GraphProto) -> None:
+    found = find_float_weights(graph)
+    if found:
+        raise ModelError(
+            f"node '{found[0]}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds to 8 bits"
+            " per tensor",
+            hint="keep its neighbours float too, or quantize its weight",
         )
 
 

@@ -61,7 +61,7 @@ def _request(plan: QuantPlan) -> QdqRequest:
     return QdqRequest(
         scheme=plan.scheme,
         activation=plan.activation,
-        weight=plan.weight,
+        weight="int8" if plan.weight_symmetric else plan.weight,
         activation_symmetric=plan.activation_symmetric,
         weight_symmetric=plan.weight_symmetric,
         op_types=plan.op_types,

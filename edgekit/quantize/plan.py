@@ -200,7 +200,7 @@ def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]
 
 def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
     axes: dict[str, int] = {}
-    if rules.weight != "int8" or not rules.weight_symmetric:
+    if not rules.weight_symmetric:
         return axes
     for node in graph.proto.graph.node:
         if node.op_type in rules.per_channel_ops and len(node.input) > 1:

@@ -12,6 +12,7 @@ from edgekit.report.checked import (
     describe_work,
     list_observed,
     list_ort_opinions,
+    list_remarks,
 )
 from edgekit.report.drawing import draw_blocks
 from edgekit.report.pages import make_page
@@ -23,6 +24,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "disagreement": describe_disagreement,
     "observed": list_observed,
     "advice": describe_advice,
+    "remarks": list_remarks,
     "fates": describe_fates,
     "blocks": draw_blocks,
 }

@@ -38,9 +38,10 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
 def describe_check(report: CheckReport) -> str:
     """Returns the verdict of a check in one line."""
     settings = "".join(f"; {key} {value}" for key, value in report.settings.items())
+    integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
     crossing = f"{report.crossings} crossings of {format_bytes(report.crossing_bytes)}"
     return (
-        f"{report.target}: {report.verdict}; {describe_taken(report)} and {report.taken_bytes:.0%} of bytes"
+        f"{report.target}: {report.verdict}; {describe_taken(report)}{integers} and {report.taken_bytes:.0%} of bytes"
         f" in {report.partitions} partitions, {crossing} ({report.evidence}{settings})"
     )
 
@@ -71,8 +72,15 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
         if node.fatal:
             yield f"fatal: {node.op} '{node.name}' makes the provider refuse the whole session"
     yield from (f"risk: {risk}" for risk in report.risks)
+    yield from list_remarks(report)
     if seen is not None:
         yield from list_observed(seen)
+
+
+def list_remarks(report: CheckReport) -> Iterator[str]:
+    """Yields how nodes that are taken run, where that is not in integers or their own type: once for each operator."""
+    found = Counter((node.op, remark) for node in report.node_list for remark in node.remarks)
+    yield from (f"{count} {op}: {remark}" for (op, remark), count in found.items())
 
 
 def describe_advice(advice: Advice) -> str:

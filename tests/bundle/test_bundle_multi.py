@@ -154,8 +154,8 @@ def test_only_one_bundle_of_a_target_and_model_is_joined(bundles: list[Bundle], 
         (["Nnapi", "Xnnpack"], "android", "28", "", "xnnpack", "Xnnpack"),
         (["CoreML", "Xnnpack"], "ios", "17.2", "", "coreml", "CoreML"),
         (["CoreML", "Xnnpack"], "ios", "15.9", "", "xnnpack", "Xnnpack"),
-        (["CPU"], "linux", "", "", "xnnpack", "CPU"),
-        ([], "windows", "", "", "xnnpack", "CPU"),
+        (["CPU"], "linux", "", "", "cpu", "CPU"),
+        ([], "windows", "", "", "cpu", "CPU"),
     ],
 )
 def test_a_runtime_chooses(
@@ -166,6 +166,14 @@ def test_a_runtime_chooses(
     choice = choose_variant(index, providers=names, system=system, version=version, soc=soc)
     assert choice is not None
     assert (choice.variant.target, choice.provider) == (target, f"{provider}ExecutionProvider")
+
+
+def test_without_a_bundle_for_the_cpu_that_of_another_target_runs_there(folder: Path) -> None:
+    index: Index = open_index(folder).index
+    others = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target != "cpu"))
+    choice = choose_variant(others, providers=["CPUExecutionProvider"], system="windows")
+    assert choice is not None
+    assert (choice.variant.target, choice.provider) == ("xnnpack", "CPUExecutionProvider")
 
 
 def test_nothing_fits_an_index_without_a_general_variant(folder: Path) -> None:

@@ -16,7 +16,7 @@ from edgekit.check.rulebook import load_rules
 from edgekit.model import load_model
 from edgekit.target import load_target
 
-TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
+TARGETS = ("nnapi", "coreml", "qnn", "xnnpack", "cpu")
 
 
 def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str] | None = None) -> list[CheckedNode]:

@@ -1,0 +1,57 @@
+"""Float weights between Q and DQ nodes, which ONNX Runtime rounds to 8 bits per tensor unless it is told not to."""
+
+from collections.abc import Mapping
+
+import onnx
+
+KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {"optimization.disable_specified_optimizers": "WeightBiasQuantization"}
+"""The session entry that switches this off; without it the results are wrong and nothing says so."""
+OPTIMIZER = "WeightBiasQuantization"
+
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_PASSED = frozenset({"Relu", "Clip"})
+
+
+def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names of the nodes whose float weights ONNX Runtime would round, in graph order.
+
+    Those are layers that read a DQ of one scale, have a constant float weight, and feed a Q alone, directly or through
+    Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    """
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    outputs = {value.name for value in graph.output}
+
+    def feeds_quantizer(node: onnx.NodeProto) -> bool:
+        while len(node.output) == 1 and node.output[0] not in outputs:
+            following = readers.get(node.output[0], [])
+            if len(following) != 1:
+                return False
+            node = following[0]
+            if node.op_type not in _PASSED:
+                return node.op_type == "QuantizeLinear"
+        return False
+
+    return tuple(
+        node.name
+        for node in graph.node
+        if node.op_type in _WEIGHTED
+        and _is_float(stored.get(node.input[1]))
+        and _has_one_scale(makers.get(node.input[0]), stored)
+        and feeds_quantizer(node)
+    )
+
+
+def _is_float(weight: onnx.TensorProto | None) -> bool:
+    return weight is not None and weight.data_type == onnx.TensorProto.FLOAT
+
+
+def _has_one_scale(node: onnx.NodeProto | None, stored: Mapping[str, onnx.TensorProto]) -> bool:
+    if node is None or node.op_type != "DequantizeLinear":
+        return False
+    scale = stored.get(node.input[1])
+    return scale is None or list(scale.dims) in ([], [1])

@@ -1,0 +1,116 @@
+"""The CPU provider takes every model; what of a quantized one it runs in integers is what a session of it does."""
+
+from pathlib import Path
+
+import pytest
+from check_models import check_file, check_text, conv_net, quantized_net
+from onnxruntime.quantization import QuantType
+from tiny_models import parse_model
+
+from edgekit.checking import check_targets
+from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.model import load_model
+from edgekit.observe import Observed, observe_target
+from edgekit.recipe import Recipe
+from edgekit.target import load_target
+
+QDQ = (
+    "<float s = {{0.1}}, uint8 z = {{0}}> {{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) [n] c = {call}"
+    " d = QuantizeLinear(c, s, z) y = DequantizeLinear(d, s, z) }}"
+)
+ANOTHER_STEP = QDQ.replace("QuantizeLinear(c, s, z)", "QuantizeLinear(c, t, z)").replace(
+    "<float s", "<float t = {{0.2}}, float s"
+)
+CALLS = {
+    "Sigmoid(b)": True,
+    "Add(b, b)": True,
+    "Softmax(b)": True,
+    "Concat<axis=1>(b, b)": True,
+    "Transpose<perm=[0,1,3,2]>(b)": True,
+    "MaxPool<kernel_shape=[2,2]>(b)": True,
+    "GlobalAveragePool(b)": True,
+    "Sqrt(b)": False,
+    "HardSigmoid(b)": False,
+    "Sub(b, b)": False,
+    "DepthToSpace<blocksize=2>(b)": True,
+    "SpaceToDepth<blocksize=2>(b)": False,
+    "ReduceMean<axes=[2,3]>(b)": False,
+    "Tanh(b)": False,
+}
+
+
+def qdq_text(call: str, form: str = QDQ) -> str:
+    return f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,4,4] x) => (float y) {form.format(call=call)}'
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_operator_runs_in_integers_as_predicted(tmp_path: Path, call: str) -> None:
+    path = parse_model(qdq_text(call), tmp_path / "m.onnx")
+    report = check_file(path, "cpu")
+    (node,) = (node for node in report.node_list if node.name == "n")
+    seen = find_integer_nodes(load_model(path), signed=True).get("n", False)
+    assert (report.verdict, node.taken, node.integers, seen) == ("yes", True, CALLS[call], CALLS[call])
+    assert bool(node.remarks) is not node.integers
+
+
+@pytest.mark.parametrize("call", ["Transpose<perm=[0,1,3,2]>(b)", "MaxPool<kernel_shape=[2,2]>(b)"])
+def test_what_moves_values_needs_one_scale_on_both_sides(tmp_path: Path, call: str) -> None:
+    path = parse_model(qdq_text(call, ANOTHER_STEP), tmp_path / "m.onnx")
+    (node,) = (node for node in check_file(path, "cpu").node_list if node.name == "n")
+    assert (node.integers, find_integer_nodes(load_model(path), signed=True)["n"]) == (False, False)
+    assert "not all quantized as its 8-bit kernel wants them" in node.remarks[0]
+
+
+@pytest.mark.parametrize("arch", ["arm64", "x64"])
+def test_the_session_agrees_about_a_network(tmp_path: Path, arch: str) -> None:
+    path = quantized_net(tmp_path / "q.onnx", QuantType.QUInt8)
+    target = load_target("cpu", {"arch": arch})
+    seen = observe_target(load_model(path), target)
+    assert isinstance(seen, Observed)
+    assert (seen.device, seen.disagreements, seen.failure) == ("host", (), None)
+    assert (seen.taken, check_file(path, "cpu", {"arch": arch}).integer_macs) == (seen.nodes, 1.0)
+
+
+def test_signed_activations_are_for_arm(tmp_path: Path) -> None:
+    path = quantized_net(tmp_path / "q.onnx", QuantType.QInt8)
+    arm, x64 = (check_file(path, "cpu", {"arch": arch}) for arch in ("arm64", "x64"))
+    assert (arm.integer_macs, round(x64.integer_macs, 2)) == (1.0, 0.0)
+    assert (arm.verdict, x64.verdict) == ("yes", "yes")
+
+
+def test_half_precision_is_for_arm_too() -> None:
+    text = "g (float16[1,2,4,4] x, float16[2,2,1,1] w) => (float16[1,2,4,4] y) { y = Conv(x, w) }"
+    (arm,), (x64,) = (check_text(text, "cpu", {"arch": arch}) for arch in ("arm64", "x64-vnni"))
+    assert (arm.taken, arm.remarks, x64.taken) == (True, (), True)
+    assert "no fp16 kernel for it on x64" in x64.remarks[0]
+    (tanh,) = check_text("g (float16[4] x) => (float16[4] y) { y = Tanh(x) }", "cpu")
+    assert "no fp16 kernel" in tanh.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("g (float[4] x) => (float[4] y) { [n] y = ai.nowhere.Foo(x) }", "no kernel for ai.nowhere:Foo"),
+        ("g (bfloat16[4] x) => (bfloat16[4] y) { [n] y = Tanh(x) }", "its input is bfloat16"),
+    ],
+)
+def test_what_has_no_kernel_makes_no_session(body: str, reason: str) -> None:
+    (node,) = check_text(body, "cpu")
+    assert (node.taken, node.fatal) == (False, True)
+    assert reason in node.reasons[0]
+
+
+def test_a_session_that_is_refused_is_observed(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (bfloat16[4] x) => (bfloat16[4] y) { [n] y = Tanh(x) }'
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    seen = observe_target(model, load_target("cpu"))
+    assert isinstance(seen, Observed)
+    assert seen.failure is not None
+
+
+def test_the_cpu_is_recommended_only_where_no_accelerator_is_of_use(tmp_path: Path) -> None:
+    accelerated = check_targets(conv_net(tmp_path / "net.onnx"), Recipe(targets=("all",)))
+    assert accelerated.recommended.target not in {None, "cpu"}
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (double[4] x) => (double[4] y) { y = Tanh(x) }'
+    plain = check_targets(parse_model(text, tmp_path / "m.onnx"), Recipe(targets=("all",)))
+    assert plain.recommended.target == "cpu"

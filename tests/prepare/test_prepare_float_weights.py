@@ -1,0 +1,51 @@
+"""ONNX Runtime rounds float weights between Q and DQ nodes; they are found, refused where we quantize, else kept."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from tiny_models import parse_model
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.prepare.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights
+
+HEAD = (
+    "g (float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}}, "
+    "float[1] s1 = {{0.02}}, float[4] s4 = {{0.02, 0.02, 0.02, 0.02}}, uint8[4] z4 = {{128, 128, 128, 128}}> "
+    "{{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) {body} y = DequantizeLinear(q, t, z) }}"
+)
+OPEN = "[n] c = Conv(b, w) q = QuantizeLinear(c, t, z)"
+BODIES = {
+    OPEN: ("n",),
+    "[n] c = Conv(b, w) r = Relu(c) q = QuantizeLinear(r, t, z)": ("n",),
+    "[n] c = ConvTranspose(b, w) q = QuantizeLinear(c, t, z)": ("n",),
+    "[n] c = Conv(x, w) q = QuantizeLinear(c, t, z)": (),
+    "[n] c = Conv(b, w) r = Tanh(c) q = QuantizeLinear(r, t, z)": (),
+    "[n] c = Conv(b, w) r = Add(c, c) q = QuantizeLinear(r, t, z)": (),
+    "[n] c = Conv(b, w) q = QuantizeLinear(c, t, z) u = Relu(c)": (),
+}
+
+
+def write(body: str, path: Path) -> Path:
+    parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {HEAD.format(body=body)}', path)
+    proto = onnx.load(str(path))
+    weight = np.random.default_rng(0).normal(0, 1, (4, 4, 1, 1)).astype(np.float32)
+    weight[0] *= 0.003
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, str(path))
+    return path
+
+
+def run(path: Path, *, kept: bool) -> np.ndarray:
+    sample = {"x": np.random.default_rng(1).normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
+    return CpuSession(path, SessionSettings(config=dict(KEEP_FLOAT_WEIGHTS) if kept else {})).run(sample)["y"]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_is_found_is_what_a_session_rounds(tmp_path: Path, body: str) -> None:
+    path = write(body, tmp_path / "m.onnx")
+    found = find_float_weights(onnx.load(str(path)).graph)
+    changes = bool(np.abs(run(path, kept=True) - run(path, kept=False)).max() > 0)
+    assert (found, changes) == (BODIES[body], bool(BODIES[body]))

@@ -1,0 +1,103 @@
+"""INT8 for ONNX Runtime's own CPU kernels: what each architecture gets, and what it computes on one without VNNI."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from quantize_models import dequantized_constants, make_model, make_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit._proc import run_process
+from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.model import Model, load_model
+from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.samples import Samples
+from edgekit.target import load_target
+from edgekit.tensors import Array, Tensors
+
+ARCHS = ("arm64", "x64-vnni", "x64")
+TYPES = {"arm64": ("int8", "int8"), "x64-vnni": ("uint8", "int8"), "x64": ("uint8", "uint8")}
+QEMU = "qemu-x86_64-static"
+FAR = """
+import sys, numpy, onnxruntime
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads, options.log_severity_level = 1, 4
+session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+numpy.save(sys.argv[3], session.run(None, {"x": numpy.load(sys.argv[2])})[0])
+"""
+
+
+def quantize(model: Model, calibration: Calibration, arch: str, folder: Path) -> QuantizedModel:
+    plan = plan_quantization(model, calibration, load_target("cpu", {"arch": arch}), "int8", method="minmax")
+    return quantize_model(model, plan, folder / f"{arch}.onnx")
+
+
+def run(model: Model, sample: Tensors) -> Array:
+    return CpuSession(model.path, SessionSettings(threads=1)).run(sample)["y"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_node_with_a_kernel_runs_in_integers(
+    net: Model, calibration: Calibration, arch: str, tmp_path: Path
+) -> None:
+    quantized = quantize(net, calibration, arch, tmp_path)
+    seen = find_integer_nodes(quantized.model, signed=arch == "arm64")
+    assert (quantized.float_nodes, all(seen.values()), len(seen)) == ((), True, 9)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("tensor", "channels"), [("r1", 8), ("z", 4)])
+def test_weights_have_a_scale_per_channel_and_the_type_of_the_kernel(
+    net: Model, calibration: Calibration, arch: str, tensor: str, channels: int, tmp_path: Path
+) -> None:
+    model = quantize(net, calibration, arch, tmp_path).model
+    weight, scale, zero = dequantized_constants(model, tensor)
+    graph = onnx.load(str(model.path)).graph
+    zeros = {node.input[2] for node in graph.node if node.op_type == "QuantizeLinear"}
+    types = {t.data_type for t in graph.initializer if t.name in zeros}
+    assert (scale.shape, weight.dtype.name, zero.dtype.name) == ((channels,), TYPES[arch][1], TYPES[arch][1])
+    assert set(zero.tolist()) == {128 if arch == "x64" else 0}
+    assert types == {onnx.helper.np_dtype_to_tensor_dtype(np.dtype(TYPES[arch][0]))}
+
+
+def test_unsigned_weights_stand_for_the_same_numbers(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    one, other = (quantize(net, calibration, arch, tmp_path).model for arch in ("x64-vnni", "x64"))
+    for tensor in ("r1", "c2", "z"):
+        (signed, scale, _), (unsigned, same, zero) = (dequantized_constants(model, tensor) for model in (one, other))
+        assert (scale == same).all()
+        assert (signed.astype(int) == unsigned.astype(int) - int(zero[0])).all()
+
+
+def loud_net(folder: Path) -> tuple[Model, Samples]:
+    """A layer whose inputs and weights are all near the end of their range, so that pairs of products are large."""
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4,64] x) => (float[4,32] y) { y = MatMul(x, w) }'
+    model = make_model(text, folder / "loud.onnx", {"w": (64, 32)})
+    proto = onnx.load(str(model.path))
+    rng = np.random.default_rng(3)
+    large = rng.uniform(0.8, 1, (64, 32)) * rng.choice([-1, 1], (64, 32))
+    proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(large.astype(np.float32), "w"))
+    onnx.save(proto, str(model.path))
+    samples = [{"x": rng.uniform(0.8, 1, (4, 64)).astype(np.float32)} for _ in range(12)]
+    return load_model(model.path), make_samples(samples)
+
+
+@pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"{QEMU} not found: apt-get install qemu-user-static")
+def test_without_vnni_only_the_model_for_any_x64_is_right(tmp_path: Path) -> None:
+    model, samples = loud_net(tmp_path)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    (tmp_path / "far.py").write_text(FAR)
+    sample = next(iter(samples))
+    np.save(tmp_path / "x.npy", sample["x"])
+    wanted, errors = run(model, sample), dict[str, float]()
+    for arch in ("x64-vnni", "x64"):
+        quantized = quantize(model, calibration, arch, tmp_path).model
+        out = tmp_path / f"{arch}.npy"
+        argv = [QEMU, "-cpu", "Haswell", sys.executable, tmp_path / "far.py", quantized.path, tmp_path / "x.npy", out]
+        finished = run_process([str(word) for word in argv], timeout_s=120)
+        assert finished.succeeded, finished.stderr[-500:]
+        errors[arch] = float(np.abs(np.load(out) - wanted).max() / np.abs(wanted).max())
+    assert errors["x64"] < 0.03
+    assert errors["x64-vnni"] > 0.1
