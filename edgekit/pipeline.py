@@ -27,7 +27,7 @@ from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
 from edgekit.prepare import ready_model
 from edgekit.prepare.fix import Fix
-from edgekit.prepare.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights
+from edgekit.prepare.float_weights import keep_float_weights
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.halve import halve_model
@@ -244,7 +244,8 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
             check = check_model(model, target)
         except (ModelError, RuntimeRefusal) as error:
             precision = _fall_back(error, target, job, notes)
-    target = _keep_float_weights(target, model, notes)
+    target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
+    notes += told
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
     contents = _collect(inputs, target, precision, quantized, converted, check, job.recipe)
     models: dict[Step, Model] = {"prepare": inputs.prepared}
@@ -259,20 +260,6 @@ def _make_bundle(inputs: _Inputs, target: Target, job: _Job, work: Path) -> _Bui
         quantized=quantized,
         notes=tuple(notes),
     )
-
-
-def _keep_float_weights(target: Target, model: Model, notes: list[str]) -> Target:
-    """Returns a target whose session keeps float weights between Q and DQ nodes, where the model has any."""
-    found = find_float_weights(read_proto(model, weights=False).graph)
-    if not found:
-        return target
-    named = ", ".join(f"'{name}'" for name in found[:3])
-    notes.append(
-        f"{len(found)} layers keep float weights between Q and DQ nodes ({named}): ONNX Runtime would round them to 8"
-        " bits per tensor, so the session needs optimization.disable_specified_optimizers = WeightBiasQuantization"
-    )
-    session = msgspec.structs.replace(target.session, config={**target.session.config, **KEEP_FLOAT_WEIGHTS})
-    return msgspec.structs.replace(target, session=session)
 
 
 def _collect(

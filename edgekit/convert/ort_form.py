@@ -1,5 +1,6 @@
 """Writing ORT-format files: both styles, every level, for Arm and x64, in canonical order."""
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
@@ -76,8 +77,9 @@ def refuse_size(path: Path, size_bytes: int) -> None:
 def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
     """Returns how to open the source so that it runs as the file will."""
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
-    if find_float_weights(skim_model(source.path).graph):
-        disabled = (*disabled, OPTIMIZER)
+    with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
+        if find_float_weights(skim_model(source.path).graph):
+            disabled = (*disabled, OPTIMIZER)
     return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
 
 

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 
+import msgspec
 import onnx
+
+from edgekit.target import Target
 
 KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {"optimization.disable_specified_optimizers": "WeightBiasQuantization"}
 """The session entry that switches this off; without it the results are wrong and nothing says so."""
@@ -44,6 +47,20 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
         and _has_one_scale(makers.get(node.input[0]), stored)
         and feeds_quantizer(node)
     )
+
+
+def keep_float_weights(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
+    """Returns a target whose session keeps such weights where the graph has any, and what to tell of it."""
+    found = find_float_weights(graph)
+    if not found:
+        return target, ()
+    session = msgspec.structs.replace(target.session, config={**target.session.config, **KEEP_FLOAT_WEIGHTS})
+    named = ", ".join(f"'{name}'" for name in found[:3])
+    told = (
+        f"{len(found)} layers keep float weights between Q and DQ nodes ({named}): ONNX Runtime would round them to 8"
+        " bits per tensor, so the session needs optimization.disable_specified_optimizers = WeightBiasQuantization"
+    )
+    return msgspec.structs.replace(target, session=session), (told,)
 
 
 def _is_float(weight: onnx.TensorProto | None) -> bool:

@@ -62,7 +62,9 @@ def test_the_package_is_the_same_to_the_byte_wherever_the_bundles_lie(bundles: P
 
 def test_what_a_board_cannot_use_is_left_out_of_a_build_and_refused_by_name(bundles: Path, tmp_path: Path) -> None:
     report = package_bundles((bundles,), "zip", tmp_path / "out.zip")
-    assert [variant.name for variant in report.bundles] == [QNN, "digits_mobilenet-coreml", XNNPACK]
+    assert [variant.name for variant in report.bundles] == [
+        QNN, "digits_mobilenet-coreml", XNNPACK, "digits_mobilenet-cpu",
+    ]  # fmt: skip
     assert [Path(left.path).name for left in report.left_out] == ["digits_mobilenet-nnapi"]
     with pytest.raises(UsageError, match="NnapiExecutionProvider cannot be used"):
         package_bundles((bundles / "digits_mobilenet-nnapi",), "zip", tmp_path / "no.zip")
@@ -121,10 +123,14 @@ def test_the_cpp_loader_runs_on_64_bit_arm(board: Path) -> None:
 
 
 def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) -> None:
-    code, shown = run_program([program, find_library(), board / "bundles"])
+    code, shown = run_program([program, find_library(), board / "bundles", "--only", XNNPACK])
     assert code == 1
+    assert f"{XNNPACK}: not opened: XNNPACK execution provider is not supported in this build" in shown
+    code, shown = run_program([program, find_library(), board / "bundles"])
+    assert code == 0, shown
     assert f"{QNN}: not opened: give the library of QNNExecutionProvider" in shown
     assert f"{XNNPACK}: not opened: XNNPACK execution provider is not supported in this build" in shown
+    assert "digits_mobilenet-cpu: " in shown
     code, shown = run_program([program, find_library(), board / "bundles", "--cpu", "--only", XNNPACK])
     assert code == 0, shown
 

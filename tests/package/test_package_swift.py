@@ -18,7 +18,7 @@ COREML = "digits_mobilenet-coreml"
 def package(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("swift") / "package"
     report = package_bundles((bundles,), "swiftpm", out)
-    assert [variant.name for variant in report.bundles] == [COREML, XNNPACK]
+    assert [variant.name for variant in report.bundles] == [COREML, XNNPACK, "digits_mobilenet-cpu"]
     return out
 
 
