@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import open_regular, replacing_file, safe_join
-from edgekit.bundle.expected import LAYERS
+from edgekit.bundle.expected import EXPECTED, LAYERS
 from edgekit.bundle.folder import CHECK, GOLDEN, TARGET, Bundle
 from edgekit.errors import BundleError
 from edgekit.target import Form
@@ -36,7 +36,9 @@ def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
         yield from bundle.manifest.forms[form]
     for file in bundle.golden.files:
         yield file.relative_to(bundle.folder).as_posix()
-    yield from (name for name in (f"{GOLDEN}/{LAYERS}", CHECK, TARGET) if name in bundle.manifest.files)
+    yield from (
+        name for name in (f"{GOLDEN}/{EXPECTED}", f"{GOLDEN}/{LAYERS}", CHECK, TARGET) if name in bundle.manifest.files
+    )
 
 
 def _copy_checked(bundle: Bundle, name: str, place: Path) -> None:

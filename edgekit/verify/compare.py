@@ -9,7 +9,9 @@ from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
 from edgekit.verify.agreement import mean_iou
+from edgekit.verify.buckets import Floats, fill_buckets
 from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
+from edgekit.verify.liars import find_deafness, find_order
 from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.outputs import OutputReport
 
@@ -22,7 +24,7 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     `shapes` are those of both sides, the second None where nothing came back. `stale_energy` is the error against the
     reference of the sample before, `reference_step` and `got_step` how far each side moved since that sample; all None
-    for the first sample.
+    for the first sample. `sketches` are those of reference and output.
     """
 
     errors: SampleErrors | None
@@ -31,6 +33,7 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
     stale_energy: float | None = None
     reference_step: float | None = None
     got_step: float | None = None
+    sketches: tuple[Floats, Floats] | None = None
 
 
 def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
@@ -80,8 +83,9 @@ def _measure(name: str, index: int, pair: tuple[Tensors, Tensors], before: tuple
     if found is None or mismatch:
         return _Measured(errors=None, mismatch=mismatch, shapes=shapes)
     errors = metrics.measure_sample(wanted, found)
+    sketches = (fill_buckets(wanted), fill_buckets(found)) if errors.numeric and not errors.non_finite else None
     if before is None or name not in before[1]:
-        return _Measured(errors=errors, mismatch=None, shapes=shapes)
+        return _Measured(errors=errors, mismatch=None, shapes=shapes, sketches=sketches)
     return _Measured(
         errors=errors,
         mismatch=None,
@@ -89,6 +93,7 @@ def _measure(name: str, index: int, pair: tuple[Tensors, Tensors], before: tuple
         stale_energy=metrics.distance_energy(before[0][name], found),
         reference_step=metrics.distance_energy(before[0][name], wanted),
         got_step=metrics.distance_energy(before[1][name], found),
+        sketches=sketches,
     )
 
 
@@ -185,4 +190,10 @@ def _find_staleness(rows: Sequence[_Measured]) -> str | None:
     signal = sum(errors.reference_energy for _, errors in later)
     if moved > signal / _STILL and not any(row.got_step for row, _ in later):
         return "is the same for every sample"
-    return None
+    sketches = [row.sketches for row in rows if row.sketches is not None]
+    same_size = len({row.errors.elements for row in rows if row.errors is not None}) == 1
+    if not sketches or not same_size:
+        return None
+    reference, got = zip(*sketches, strict=True)
+    energy = sum(row.errors.reference_energy for row in rows if row.errors is not None)
+    return find_order(reference, got) or find_deafness(reference, got, energy)

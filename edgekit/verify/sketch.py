@@ -13,12 +13,12 @@ from edgekit.errors import BundleError, EdgekitError, RuntimeRefusal
 from edgekit.model import Model, load_model, read_proto
 from edgekit.samples import select_samples, spread_indices
 from edgekit.tensors import Array
+from edgekit.verify.buckets import fill_buckets
 from edgekit.verify.grids import find_grids
 from edgekit.verify.match import match_tensors
 from edgekit.verify.regions import find_regions
 from edgekit.verify.trace import adapt_sample, open_traced
 
-_BUCKETS = 16
 _SAMPLES = 2
 _DIGITS = 6
 _MOVED = 1e-5
@@ -32,9 +32,8 @@ _FLIPS, _FLIP_SHARE = 3.0, 0.02
 class LayerSketch(msgspec.Struct, frozen=True, kw_only=True):
     """A layer's result in a few numbers: for each sample its energy, and what the sketch makes of it.
 
-    The sketch gives each value a sign and adds it up in one of 16 buckets, so that the energy of a difference of two
-    results is that of the difference of their sketches, on average (Charikar et al. 2002). `granted` is the energy that
-    rounding may cost, `reads` the tensors that the layer computes from.
+    The sketches are those of `fill_buckets`. `granted` is the energy that rounding may cost, `reads` the tensors that
+    the layer computes from.
     """
 
     tensor: str
@@ -149,10 +148,8 @@ def _sketch(model: Model, golden: Golden) -> tuple[LayerSketch, ...]:
 
 
 def _add_up(value: Array) -> tuple[float, tuple[float, ...]]:
-    flat = np.nan_to_num(value.astype(np.float64).reshape(-1), nan=0.0, posinf=1e6, neginf=-1e6).clip(-1e15, 1e15)
-    signs = np.random.default_rng(flat.size).integers(0, 2, flat.size, dtype=np.int8) * 2.0 - 1.0
-    signed = np.pad(flat * signs, (0, -flat.size % _BUCKETS)).reshape(-1, _BUCKETS)
-    return _round(float(np.vdot(flat, flat))), tuple(_round(float(bucket)) for bucket in signed.sum(axis=0))
+    flat = np.nan_to_num(value.astype(np.float64).reshape(-1), nan=0.0, posinf=0.0, neginf=0.0).clip(-1e15, 1e15)
+    return _round(float(np.vdot(flat, flat))), tuple(_round(float(bucket)) for bucket in fill_buckets(value))
 
 
 def _round(value: float) -> float:

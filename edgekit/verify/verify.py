@@ -25,6 +25,7 @@ from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.alterations import COMPARED_FORMS, Alteration, find_alterations
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import look_at_layers
+from edgekit.verify.liars import find_half_values, find_replay
 from edgekit.verify.outputs import OutputReport, judge_output
 from edgekit.verify.placement import find_gap
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
@@ -166,6 +167,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             plan = msgspec.structs.replace(plan, samples=len(indices))
         report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle))
         report = msgspec.structs.replace(report, gap=find_gap(run, job))
+        report = _look_for_lies(bundle, run, report, job.samples.count, None if asked.golden else indices, reference)
         if not report.passed:
             model = asked.float_model or job.model
             report = msgspec.structs.replace(report, traps=_find_traps(bundle, run, job, model, report.outputs))
@@ -184,6 +186,22 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             return report
         measured = measure_task(task, reference, run.outputs, [labels[index] for index in indices])
         return msgspec.structs.replace(report, task=measured)
+
+
+def _look_for_lies(
+    bundle: Bundle, run: DeviceRun, report: RunReport, asked: int, rows: Sequence[int] | None, reference: Samples
+) -> RunReport:
+    """Returns the report of a run with what it did otherwise than it seems; `rows` are those of the golden samples."""
+    if run.failure is not None:
+        return report
+    notes = list(report.notes)
+    if report.samples < asked:
+        notes.append(f"it stopped after {report.samples} of {asked} samples: only these were compared")
+    if bundle.manifest.precision != "fp16":
+        notes.extend(find_half_values(reference, run.outputs))
+    replay = None if rows is None else find_replay(bundle, rows, reference, run.outputs)
+    findings = (*report.findings, *(() if replay is None else (replay,)))
+    return msgspec.structs.replace(report, notes=tuple(notes), findings=findings)
 
 
 def _find_traps(

@@ -1,0 +1,134 @@
+"""Devices that lie: outputs of other samples, of another precision, or of the reference itself."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekit.bundle.expected import EXPECTED
+from edgekit.bundle.folder import GOLDEN, Bundle
+from edgekit.errors import EdgekitError
+from edgekit.npz import read_rows
+from edgekit.samples import Samples
+from edgekit.tensors import Array
+from edgekit.verify.buckets import Floats
+
+_CLOSER = 4.0
+_LEAST_MOVE = 0.25
+_LEAST_SAMPLES, _LEAST_CORRELATION, _STEADY = 6, 0.3, 300.0
+"""A reference that varies by less than a 300th of its energy (25 dB) is steady: rounding may hide what varies."""
+_LOOKED_AT = 8
+_LEAST_VALUES = 16
+
+
+def find_order(reference: Sequence[Floats], got: Sequence[Floats]) -> str | None:
+    """Returns the words for outputs that came back for other samples than they belong to, None where they did not.
+
+    Both are sketches, one a sample. A sample has moved if what came back for it lies four times nearer (in energy) to
+    the reference of another one, and farther from its own than half of what samples lie apart. Only closed circles of
+    moved samples count: an error that all samples share moves them in one direction.
+    """
+    if len(reference) < 2 or len(reference) != len(got):
+        return None
+    wanted, found = np.stack(reference), np.stack(got)
+    apart = float(((wanted - wanted.mean(axis=0)) ** 2).sum(axis=1).mean())
+    own = ((found - wanted) ** 2).sum(axis=1)
+    nearest = np.arange(len(wanted))
+    for index in np.flatnonzero(own > _LEAST_MOVE * apart):
+        distances = ((wanted - found[index]) ** 2).sum(axis=1)
+        if distances.min() * _CLOSER < own[index]:
+            nearest[index] = int(distances.argmin())
+    moved = _list_circles(nearest.tolist())
+    if not moved:
+        return None
+    return f"came back for other samples: that of sample {moved[0]} belongs to sample {nearest[moved[0]]}"
+
+
+def find_deafness(reference: Sequence[Floats], got: Sequence[Floats], energy: float) -> str | None:
+    """Returns the words for outputs that vary otherwise than the inputs make them, None where they do not.
+
+    Both are sketches, one a sample; `energy` is that of the whole reference. What varies from sample to sample on both
+    sides must correlate, unless it is too little to be told from rounding: then the figures of each output say nothing
+    of whether the device looked at its inputs.
+    """
+    if len(reference) < _LEAST_SAMPLES or len(reference) != len(got):
+        return None
+    wanted, found = (np.stack(side) - np.mean(side, axis=0) for side in (reference, got))
+    varying = float(np.vdot(wanted, wanted))
+    size = float(np.sqrt(varying * np.vdot(found, found)))
+    if varying * _STEADY < energy or size == 0.0:
+        return None
+    correlation = float(np.vdot(wanted, found)) / size
+    if correlation >= _LEAST_CORRELATION:
+        return None
+    return f"does not follow its inputs: what varies from sample to sample correlates by {correlation:.2f} only"
+
+
+def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
+    """Returns a note for each float output whose values all have half precision, where the reference's have not."""
+    rows: dict[str, list[tuple[Array, Array]]] = {}
+    try:
+        for _, wanted, found in zip(range(_LOOKED_AT), reference, got, strict=False):
+            for name in wanted.keys() & found.keys():
+                rows.setdefault(name, []).append((wanted[name], found[name]))
+    except EdgekitError:
+        return ()
+    return tuple(
+        f"output '{name}' holds only values of half precision, which the float model's are not: the device computes, or"
+        " hands over, in fp16"
+        for name, pairs in sorted(rows.items())
+        if sum(first.size for first, _ in pairs) >= _LEAST_VALUES
+        and all(_is_half(second) for _, second in pairs)
+        and not all(_is_half(first) for first, _ in pairs)
+    )
+
+
+def find_replay(bundle: Bundle, indices: Sequence[int], reference: Samples, got: Samples) -> str | None:
+    """Returns a finding where a device gives the float model's outputs to the bit and the bundle's own model does not.
+
+    What the bundle's model gives is known for the samples of its self-test; a float32 model may give the same bits.
+    """
+    rows = {choice.row: place for place, choice in enumerate(bundle.manifest.golden.chosen)}
+    if bundle.manifest.precision == "fp32" or not rows.keys() & set(indices):
+        return None
+    try:
+        expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED))
+        differs = False
+        for index, wanted, found in zip(indices, reference, got, strict=False):
+            if index not in rows:
+                continue
+            own = expected[rows[index]]
+            floats = {name: value for name, value in wanted.items() if value.dtype.kind == "f" and name in own}
+            if not floats or any(not _is_same(value, found.get(name)) for name, value in floats.items()):
+                return None
+            differs = differs or any(not _is_same(value, own[name]) for name, value in floats.items())
+    except (EdgekitError, IndexError):
+        return None
+    if not differs:
+        return None
+    return (
+        "the outputs are the float model's to the bit, and the bundle's own model does not give these:"
+        " the reference was replayed, or another model ran"
+    )
+
+
+def _list_circles(nearest: Sequence[int]) -> list[int]:
+    """Returns the samples that one comes back to by going from each to its nearest, others than those at home."""
+    moved: list[int] = []
+    for start in range(len(nearest)):
+        place, steps = nearest[start], 1
+        while place != start and steps <= len(nearest) and nearest[place] != place:
+            place, steps = nearest[place], steps + 1
+        if place == start and nearest[start] != start:
+            moved.append(start)
+    return moved
+
+
+def _is_half(value: Array) -> bool:
+    if value.dtype != np.float32:
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(value.astype(np.float16).astype(np.float32), value))
+
+
+def _is_same(first: Array, second: Array | None) -> bool:
+    return second is not None and first.dtype == second.dtype and first.tobytes() == second.tobytes()

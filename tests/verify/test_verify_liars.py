@@ -1,0 +1,165 @@
+"""Devices that lie in ways that figures alone may let pass: each fails, or what it did is told."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from verify_devices import InProcess, Lie
+from verify_models import make_images, save_network
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden import make_golden, read_outputs
+from edgekit.model import load_model
+from edgekit.pipeline import build
+from edgekit.recipe import Data, Recipe
+from edgekit.samples import Samples
+from edgekit.tensors import Tensors
+from edgekit.verify.buckets import fill_buckets
+from edgekit.verify.compare import compare_outputs
+from edgekit.verify.liars import find_order
+from edgekit.verify.report import RunReport
+from edgekit.verify.verify import verify_bundle
+
+COUNT = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("liars")
+    model = save_network(folder / "network.onnx")
+    np.savez(folder / "data.npz", x=np.stack([row["x"] for row in make_images(2 * COUNT)]))
+    np.savez(folder / "eval.npz", x=np.stack([row["x"] for row in make_images(3 * COUNT)])[-COUNT:])
+    data = Data(source=str(folder / "data.npz"), evaluation=str(folder / "eval.npz"))
+    build(model.path, data, folder / "out", Recipe(targets=("nnapi",)), verify=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path) -> Bundle:
+    return open_bundle(folder / "out" / "network-nnapi")
+
+
+def ask(bundle: Bundle, lie: Lie, **more: object) -> RunReport:
+    (run,) = verify_bundle(bundle, [InProcess(lie=lie, **more)]).runs  # type: ignore[arg-type]
+    return run
+
+
+def listed(rows: Sequence[Tensors]) -> Samples:
+    return Samples(source="rows", count=len(rows), read=lambda: iter(rows))
+
+
+def test_the_truth_is_no_lie(bundle: Bundle) -> None:
+    run = ask(bundle, lambda rows: rows)
+    assert run.passed
+    assert not run.findings
+    assert not run.notes
+
+
+def run_other(folder: Path, rows: int) -> list[Tensors]:
+    """Returns what a model of the same layers and other weights gives."""
+    proto = onnx.load(str(folder / "network.onnx"))
+    rng = np.random.default_rng(5)
+    for tensor in proto.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array(rng.permuted(values.reshape(-1)).reshape(values.shape), tensor.name))
+    session = CpuSession(proto.SerializeToString(), SessionSettings(level=Level.DISABLED), subject="other")
+    return [session.run(sample) for _, sample in zip(range(rows), make_images(COUNT), strict=False)]
+
+
+def test_outputs_of_another_model_fail(bundle: Bundle, folder: Path) -> None:
+    assert "below" in " / ".join(ask(bundle, lambda rows: run_other(folder, len(rows))).failures)
+
+
+def test_the_references_own_outputs_are_a_replay(bundle: Bundle) -> None:
+    run = ask(bundle, lambda _: list(read_outputs(bundle.golden)))
+    assert not run.passed
+    assert "the outputs are the float model's to the bit" in run.findings[0]
+
+
+@pytest.mark.parametrize(
+    "shuffle",
+    [
+        pytest.param(lambda rows: [*rows[1:], rows[0]], id="early by one"),
+        pytest.param(lambda rows: rows[::-1], id="reversed"),
+        pytest.param(lambda rows: [*rows[:-2], rows[-1], rows[-2]], id="the last two swapped"),
+        pytest.param(lambda rows: [rows[place] for place in np.random.default_rng(1).permutation(len(rows))], id="any"),
+    ],
+)
+def test_outputs_of_other_samples_are_told_though_the_figures_pass(bundle: Bundle, shuffle: Lie) -> None:
+    steady: list[Tensors] = [{"y": row["y"] + np.float32(1000.0)} for row in read_outputs(bundle.golden)]
+    noisy: list[Tensors] = [{"y": row["y"] + np.float32(0.001)} for row in steady]
+    (report,) = compare_outputs(listed(steady), listed(shuffle(noisy)))
+    assert report.sqnr_db is not None
+    assert report.sqnr_db > 40
+    assert report.mismatch is not None
+    assert "for other samples" in report.mismatch or "the sample before" in report.mismatch
+
+
+def test_noise_on_samples_that_are_alike_is_no_other_order() -> None:
+    rng = np.random.default_rng(0)
+    for spread in (0.0, 0.01, 1.0):
+        for size in (1, 24):
+            rows = [rng.normal(scale=spread, size=size) + 1.0 for _ in range(200)]
+            found = [row + rng.normal(scale=0.2 * spread + 0.001, size=size) for row in rows]
+            if spread == 0.01 and size == 1:
+                found = [row + rng.normal(scale=0.002) for row in rows]
+            assert find_order([fill_buckets(row) for row in rows], [fill_buckets(row) for row in found]) is None
+
+
+def test_values_of_half_precision_are_told_of(bundle: Bundle) -> None:
+    run = ask(bundle, lambda rows: [{"y": row["y"].astype(np.float16).astype(np.float32)} for row in rows])
+    assert "output 'y' holds only values of half precision" in run.notes[0]
+
+
+def test_half_of_the_samples_fail_unless_the_device_says_that_it_stopped(bundle: Bundle) -> None:
+    assert f"came back for {COUNT // 2} of {COUNT}" in ask(bundle, lambda rows: rows[: COUNT // 2]).failures[0]
+    run = ask(bundle, lambda rows: rows[: COUNT // 2], stopped_early=True)
+    assert run.samples == COUNT // 2
+    assert f"it stopped after {COUNT // 2} of {COUNT} samples" in run.notes[0]
+
+
+def test_what_is_right_on_golden_samples_only_fails_on_others(bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    known = list(ask_outputs(bundle))
+    source = load_model(folder / "network.onnx")
+    assert ask(bundle, lambda _: known).passed
+    rows = [
+        {"x": np.random.default_rng(9 + index).normal(size=(1, 3, 12, 12)).astype(np.float32)} for index in range(8)
+    ]
+    golden = make_golden(source, listed(rows), tmp_path)
+    (run,) = verify_bundle(bundle, [InProcess(lie=lambda rows: known[: len(rows)])], golden=golden).runs
+    assert not run.passed
+
+
+def ask_outputs(bundle: Bundle) -> list[Tensors]:
+    kept: list[Tensors] = []
+
+    def keep(rows: list[Tensors]) -> list[Tensors]:
+        kept.extend(rows)
+        return rows
+
+    ask(bundle, keep)
+    return kept
+
+
+def test_two_outputs_that_are_swapped_fail() -> None:
+    rng = np.random.default_rng(2)
+    rows = [{"a": rng.normal(size=(1, 8)), "b": rng.normal(size=(1, 8)) + 5.0} for _ in range(6)]
+    reports = compare_outputs(listed(rows), listed([{"a": row["b"], "b": row["a"]} for row in rows]))
+    assert all(report.sqnr_db is not None and report.sqnr_db < 5.0 for report in reports)
+
+
+@pytest.mark.parametrize("size", [4, 24, 2000])
+@pytest.mark.parametrize(("level", "is_told"), [(1.0, True), (100.0, False)])
+def test_outputs_that_do_not_follow_their_inputs_are_told(size: int, level: float, is_told: bool) -> None:
+    rng = np.random.default_rng(4)
+    rows, others = ([{"y": rng.normal(scale=0.2, size=(1, size)) + level} for _ in range(12)] for _ in range(2))
+    noisy = [{"y": row["y"] + rng.normal(scale=0.1, size=(1, size))} for row in rows]
+    (right,), (wrong,) = (compare_outputs(listed(rows), listed(found)) for found in (noisy, others))
+    assert right.mismatch is None
+    assert wrong.sqnr_db is not None
+    assert wrong.sqnr_db > 8.0
+    assert ("does not follow its inputs" in str(wrong.mismatch)) is is_told
