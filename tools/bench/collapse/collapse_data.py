@@ -91,10 +91,10 @@ def make_tones(count: int, classes: int, seed: int) -> tuple[Array, Array]:
 
 
 @functools.cache
-def cut_photographs(name: str, count: int, side: int, seed: int) -> Array:
-    """Returns pieces [N,3,S,S] in [0, 1] of a photograph of scikit-learn."""
+def cut_photographs(name: str, columns: tuple[int, int], count: int, side: int, seed: int) -> Array:
+    """Returns pieces [N,3,S,S] in [0, 1] of some columns of a photograph of scikit-learn."""
     rng = np.random.default_rng(seed)
-    photograph = np.asarray(load_sample_image(name), np.float32).transpose(2, 0, 1) / 255
+    photograph = np.asarray(load_sample_image(name), np.float32).transpose(2, 0, 1)[:, :, slice(*columns)] / 255
     places = zip(
         rng.integers(0, photograph.shape[1] - side, count),
         rng.integers(0, photograph.shape[2] - side, count),

@@ -304,8 +304,8 @@ def mask_loss(values: Values, rows: Values) -> Any:
 
 def photographs(part: int) -> tuple[Array, Array]:
     """Returns small pieces of photographs, and the same three times as large."""
-    name = "flower.jpg" if part == EVALUATE else "china.jpg"
-    large = cut_photographs(name, (2000, 64, 60)[part], 96 if part != TRAIN else 48, 40 + part)
+    name, columns = (("china.jpg", (0, 640)), ("flower.jpg", (0, 320)), ("flower.jpg", (320, 640)))[part]
+    large = cut_photographs(name, columns, (2000, 64, 60)[part], 96 if part != TRAIN else 48, 40 + part)
     n, c, h, w = large.shape
     return large.reshape(n, c, h // 3, 3, w // 3, 3).mean((3, 5)), large
 
@@ -317,7 +317,7 @@ def make_superres(name: str, opset: int, *, residual: bool, decades: float, side
     x = "image"
     for sizes, kernel in (((3, 32), 5), ((32, 32), 3), ((32, 24), 3)):
         x = net.add("Relu", [net.conv(x, sizes, kernel)])
-    x = net.add("DepthToSpace", [net.conv(x, (24, 27), 3, gain=0.5)], blocksize=3, mode="DCR")
+    x = net.add("DepthToSpace", [net.conv(x, (24, 27), 3, gain=0.5)], blocksize=3, mode="CRD")
     if residual:
         scales = net.constant(np.array([1, 1, 3, 3], np.float32))
         large = net.add(
