@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples, random_samples
 
+from edgekit.check.check import check_model
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model import Model
-from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph import read_graph
 from edgekit.quantize.plan import relieve_tensors
 from edgekit.target import load_target
@@ -72,3 +73,14 @@ def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
     calibration = calibrate_model(model, make_samples([{"x": np.ones((1, 4), np.float32)}]), work=tmp_path / "work")
     with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized"):
         plan_quantization(model, calibration, load_target("nnapi"), "int8")
+
+
+@pytest.mark.parametrize("api_level", ["28", "29"])
+def test_nnapi_takes_the_convolutions_of_old_devices_with_one_scale(
+    net: Model, calibration: Calibration, tmp_path: Path, api_level: str
+) -> None:
+    target = load_target("nnapi", {"api_level": api_level})
+    plan = plan_quantization(net, calibration, target, "int8")
+    assert bool(plan.axes) == (api_level == "29")
+    quantized = quantize_model(net, plan, tmp_path / "q.onnx").model
+    assert [node.op for node in check_model(quantized, target).node_list if node.op == "Conv" and not node.taken] == []
