@@ -1,7 +1,7 @@
 """Sample inputs judged before any work starts: what is refused, and what is only suspicious."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -14,6 +14,9 @@ FEW_SAMPLES = 32
 """With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
 _FAR = 100.0
 _PIXELS = (0.0, 255.0)
+_LEAST_PIXEL = 64.0
+"""Values between 0 and 255 that reach this are pixels that were resized, whole numbers of them any pixels."""
+_SOUND = 32768.0
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +50,8 @@ def check_samples(samples: Samples) -> SampleFacts:
             hint="it must give the same at each pass",
         )
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
-    warnings = (*cut, *_repeated(contents), *(line for name, seen in inputs.items() for line in seen.doubts(name)))
+    doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
+    warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs))
     return SampleFacts(sha256=digest.hexdigest(), count=len(contents), digests=tuple(contents), warnings=warnings)
 
 
@@ -82,18 +86,34 @@ class _Input:
         self._highs: list[float] = []
         self._constant: list[int] = []
         self._whole = True
+        self._rank = 0
 
     def add(self, value: Array) -> None:
         if value.dtype.kind != "f" or not value.size:
-            self._whole = False
             return
         low, high = float(value.min()), float(value.max())
         if low == high and value.size > 1:
             self._constant.append(len(self._lows))
         self._lows.append(low)
         self._highs.append(high)
-        in_range = _PIXELS[0] <= low and high <= _PIXELS[1]
-        self._whole = self._whole and in_range and bool((value == np.rint(value)).all())
+        self._rank = max(self._rank, value.ndim)
+        self._whole = self._whole and max(-low, high) <= _SOUND and bool((value == np.rint(value)).all())
+
+    def usual_reach(self) -> float:
+        """The median over the samples of the largest magnitude; 0 where no floats were seen."""
+        return float(np.median(np.maximum(np.abs(self._lows), np.abs(self._highs)))) if self._lows else 0.0
+
+    def raw(self) -> str:
+        """Returns what raw data the values look like, "" where they look normalised."""
+        low, high = min(self._lows), max(self._highs)
+        in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
+        if in_bytes and self._whole and high > 1:
+            return f"whole numbers from {low:g} to {high:g}, as raw pixels do"
+        if in_bytes and self._rank == 4 and high >= _LEAST_PIXEL:
+            return f"values from {low:g} to {high:g}, as resized pixels do"
+        if self._whole and low < 0 and max(-low, high) > _PIXELS[1]:
+            return f"whole numbers from {low:g} to {high:g}, as raw 16-bit sound does"
+        return ""
 
     def doubts(self, name: str) -> Iterator[str]:
         if not self._lows:
@@ -101,11 +121,8 @@ class _Input:
         if self._constant:
             some = _some(len(self._constant), len(self._lows))
             yield f"input '{name}' is one number throughout in {some}, first in sample {self._constant[0]}"
-        if self._whole and max(self._highs) > 1:
-            yield (
-                f"input '{name}' holds whole numbers from {min(self._lows):g} to {max(self._highs):g}, as raw pixels"
-                " do: check that this model wants them unnormalised"
-            )
+        if self.raw():
+            yield f"input '{name}' holds {self.raw()}: check that this model wants them unnormalised"
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
         if reach[farthest] > _FAR * usual > 0:
@@ -113,6 +130,19 @@ class _Input:
                 f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
                 " it stretches every range"
             )
+
+
+def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
+    """Yields a doubt where float inputs differ in reach as raw and normalised data do."""
+    reaches = {name: seen.usual_reach() for name, seen in inputs.items() if seen.usual_reach() > 0}
+    if len(reaches) < 2:
+        return
+    least, most = min(reaches, key=lambda name: reaches[name]), max(reaches, key=lambda name: reaches[name])
+    if reaches[most] > _FAR * reaches[least]:
+        yield (
+            f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g} in half of the samples:"
+            " check that both are normalised as the model wants"
+        )
 
 
 def _repeated(contents: Sequence[bytes]) -> Iterator[str]:

@@ -66,3 +66,19 @@ def test_what_is_not_finite_is_refused_with_sample_and_input(value: float, word:
 
 def test_integers_and_strings_are_taken_as_they_are() -> None:
     assert check_samples(samples_of(np.array([[1, 2]]), np.array([["a"]], dtype=object))).warnings == ()
+
+
+def test_resized_pixels_and_raw_sound_are_suspicious() -> None:
+    pixels = [abs(row) * 60 for row in noise(40)]
+    sound = [np.rint(row * 3000) for row in noise(40)]
+    assert "as resized pixels do" in check_samples(samples_of(*(np.clip(row, 0, 255) for row in pixels))).warnings[0]
+    assert "as raw 16-bit sound does" in check_samples(samples_of(*sound)).warnings[0]
+
+
+def test_inputs_of_unlike_reach_are_suspicious() -> None:
+    def read() -> Iterator[Tensors]:
+        yield from ({"a": row * 200, "b": row[:, :1]} for row in noise(40))
+
+    (warning,) = check_samples(Samples(source="test data", count=40, read=read)).warnings
+    assert warning.startswith("input 'a' reaches ")
+    assert "input 'b' " in warning

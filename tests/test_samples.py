@@ -156,3 +156,13 @@ def test_batches_of_any_size_are_cut_into_samples(tmp_path: Path) -> None:
     assert (load_samples(str(tmp_path / "four.npz"), inputs[:1]).count) == 4
     open_batch = [TensorSpec(name="x", dtype="float32", shape=("N", 3, 2))]
     assert load_samples(str(tmp_path / "four.npz"), open_batch).count == 2
+
+
+def test_another_dtype_or_shape_among_the_samples_is_named(tmp_path: Path) -> None:
+    for index, value in enumerate([ROWS[:1], ROWS[1:2].astype(np.float64)]):
+        _save(tmp_path / f"{index}.npz", x=value)
+    with pytest.raises(DataError, match=r"sample 1 of .* has float64 for input 'x', the model wants float32"):
+        check_samples(load_samples(str(tmp_path), [X]))
+    np.savez(tmp_path / "1.npz", x=np.zeros((1, 5), np.float32))
+    with pytest.raises(DataError, match=r"sample 1 of .* has shape \[1, 5\] for input 'x'"):
+        check_samples(load_samples(str(tmp_path), [X]))
