@@ -154,7 +154,10 @@ def _draw_worst(
     built: Sequence[_Built | EdgekitError], reports: Mapping[str, VerifyReport]
 ) -> dict[str, tuple[Picture, ...]]:
     whole = [result for result in built if isinstance(result, _Built) and result.target.name in reports]
-    return {result.target.name: draw_worst(result.bundle, reports[result.target.name]) for result in whole}
+    return {
+        result.target.name: draw_worst(read_inputs(result.bundle.golden), reports[result.target.name])
+        for result in whole
+    }
 
 
 def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:

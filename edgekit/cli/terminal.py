@@ -104,8 +104,9 @@ def show_located(found: Located, device: str) -> None:
     if found.layers:
         click.echo(f"on {device} against this machine, each layer fed as it was there:")
         print_table(text.table_layers(found.layers))
-    for line in text.list_located(found, device):
-        click.echo(line)
+    first, *notes = text.list_located(found)
+    click.echo(f"{device}: {first}")
+    show_lines([f"- {note}" for note in notes])
 
 
 def show_prepared(report: PrepareReport, out: Path) -> None:

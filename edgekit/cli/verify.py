@@ -1,6 +1,6 @@
 """`edgekit verify`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,12 @@ from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.progress import Progress
 from edgekit.recipe import Data
+from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit
 from edgekit.report.markdown import render_markdown
 from edgekit.verify.history import find_last_good, hold_against, record_report
-from edgekit.verify.on_devices import verify_on, verify_with
+from edgekit.verify.on_devices import open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.verify import read_report
 
@@ -106,10 +107,11 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
         return _check_files(question, as_json=as_json)
     _check_places(question, places)
     with showing_progress(volume) as progress:
-        report = _judge(_answer(question, limits, progress), question, limits)
+        report, pictures = _answer(question, limits, progress, draws=places.html is not None)
+        report = _judge(report, question, limits)
     if question.history is not None:
         record_report(question.history, report)
-    _write(report, places)
+    _write(report, places, pictures)
     show_json(report) if as_json else show_verify(report)
     return YES if report.passed else NO
 
@@ -118,11 +120,11 @@ def _pick(kind: type[_T], asked: Mapping[str, Any]) -> _T:
     return kind(**{name: asked[name] for name in kind.__struct_fields__})
 
 
-def _write(report: VerifyReport, places: _Places) -> None:
+def _write(report: VerifyReport, places: _Places, pictures: Sequence[Picture]) -> None:
     if places.junit is not None:
         write_file(places.junit, render_junit((report,)))
     if places.html is not None:
-        write_file(places.html, render_verify(report).encode())
+        write_file(places.html, render_verify(report, pictures).encode())
     if places.markdown is not None:
         write_file(places.markdown, render_markdown((report,)).encode())
 
@@ -167,11 +169,20 @@ def _check_places(question: _Question, places: _Places) -> None:
             raise UsageError(f"{option} '{place}' lies in the bundle", hint="write it beside the bundle")
 
 
-def _answer(question: _Question, limits: Limits, progress: Progress) -> VerifyReport:
+def _answer(
+    question: _Question, limits: Limits, progress: Progress, *, draws: bool
+) -> tuple[VerifyReport, Sequence[Picture]]:
+    """Returns the report, and pictures of the worst samples if it is drawn and the samples are at hand."""
     if question.recheck is not None:
-        return read_report(question.recheck)
+        return read_report(question.recheck), ()
+    data = None
+    if question.data is not None:
+        preprocess = load_preprocess(question.preprocess) if question.preprocess else None
+        data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
     with opened_bundle(question.bundle or Path(), key=question.key, target=question.target) as bundle:
-        return _run(bundle, question, limits, progress)
+        report = _run(bundle, question, data, limits, progress)
+        inputs = open_inputs(bundle, data, question.samples) if draws else None
+        return report, () if inputs is None else draw_worst(inputs, report)
 
 
 def _check_files(question: _Question, *, as_json: bool) -> int:
@@ -185,13 +196,11 @@ def _check_files(question: _Question, *, as_json: bool) -> int:
     return YES
 
 
-def _run(bundle: Bundle, question: _Question, limits: Limits, progress: Progress) -> VerifyReport:
+def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits, progress: Progress) -> VerifyReport:
     task = limits.find_task(bundle.manifest.thresholds.task)
     choice = DeviceChoice(names=question.names, file=question.on_file)
-    if question.data is None or question.reference is None:
+    if data is None or question.reference is None:
         return verify_on(bundle, choice, progress, task=task, layers=question.layers)
-    preprocess = load_preprocess(question.preprocess) if question.preprocess else None
-    data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
     return verify_with(
         bundle,
         question.reference,

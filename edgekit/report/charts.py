@@ -8,15 +8,14 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden import read_inputs
-from edgekit.samples import select_samples, spread_indices
+from edgekit.samples import Samples, select_samples
 from edgekit.tensors import Array
+from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
 
-_MOST_LAYERS = 400
+_MOST_LAYERS, _MOST_LOCATED = 400, 200
 _MOST_DB = 80.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
 _THUMB = 112
@@ -83,10 +82,14 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
     )
 
 
-def place_layers(layers: Sequence[LayerReport]) -> Chart:
-    """Returns the first layers as points, decibels from 0 to 80 upwards; what is not finite lies at the bottom."""
-    shown = layers[:_MOST_LAYERS]
-    bad = find_first_bad(layers)
+def place_layers(layers: Sequence[LayerReport], located: Located | None = None) -> Chart:
+    """Returns the first layers as points, decibels from 0 to 80 upwards; what is not finite lies at the bottom.
+
+    The bad layer is that which `located` names, or else the first that stands out.
+    """
+    shown = layers[: _MOST_LAYERS if located is None else _MOST_LOCATED]
+    named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
+    bad = find_first_bad(layers) if located is None else named
     step = (_RIGHT - _LEFT) / max(1, len(shown) - 1)
     points = tuple(
         Point(
@@ -101,18 +104,19 @@ def place_layers(layers: Sequence[LayerReport]) -> Chart:
     return Chart(points=points, grid=tuple(GridLine(y=_height(db), db=db) for db in (0, 20, 40, 60, 80)))
 
 
-def draw_worst(bundle: Bundle, report: VerifyReport) -> tuple[Picture, ...]:
-    """Returns the inputs of the worst samples of each run as pictures, where the first input is an image."""
-    captions: dict[int, str] = {}
+def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
+    """Returns the worst samples of each run as pictures, where an input is an image; `inputs` are those verified."""
+    captions: dict[int, list[str]] = {}
     for run in report.runs:
-        for sample, caption in _list_worst(bundle, run):
-            captions.setdefault(sample, caption)
-    chosen = sorted(captions)[:_MOST_PICTURES]
+        for sample, caption in _list_worst(inputs.count, run):
+            captions.setdefault(sample, []).append(caption)
+    chosen = sorted(list(captions)[:_MOST_PICTURES])
     pictures: list[Picture] = []
-    for sample, tensors in zip(chosen, select_samples(read_inputs(bundle.golden), chosen), strict=False):
-        uri = draw_image(next(iter(tensors.values())))
+    for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):
+        uri = next(filter(None, map(draw_image, tensors.values())), None)
         if uri is not None:
-            pictures.append(Picture(sample=sample, caption=captions[sample], uri=uri))
+            caption = f"sample {sample}: {'; '.join(captions[sample])}"
+            pictures.append(Picture(sample=sample, caption=caption, uri=uri))
     return tuple(pictures)
 
 
@@ -141,10 +145,10 @@ def _find_planes(value: Array) -> Array | None:
     return one if one.shape[2] in {1, 3} and min(one.shape[:2]) >= 8 else None
 
 
-def _list_worst(bundle: Bundle, run: RunReport) -> list[tuple[int, str]]:
-    indices = spread_indices(bundle.manifest.golden.samples, run.samples)
+def _list_worst(count: int, run: RunReport) -> list[tuple[int, str]]:
+    indices = run.find_places(count)
     return [
-        (indices[output.worst_sample], f"sample {indices[output.worst_sample]}: {output.name} on {run.device}")
+        (indices[output.worst_sample], f"{output.name} on {run.device}")
         for output in run.outputs
         if output.worst_sample is not None and output.worst_sample < len(indices)
     ]

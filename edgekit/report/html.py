@@ -15,6 +15,7 @@ from edgekit.report.text import (
     describe_evidence,
     describe_remarks,
     describe_size,
+    list_located,
     list_verify_remarks,
 )
 from edgekit.verify.report import VerifyReport
@@ -30,6 +31,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "prediction": describe_prediction,
     "bars": place_bars,
     "chart": place_layers,
+    "located": list_located,
     "score": format_score,
     "difference": describe_difference,
 }

@@ -65,7 +65,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
             yield from (f"{run.device}: {line}" for line in list_task(run.task, None))
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: {note}" for note in run.notes)
-        yield from () if run.located is None else list_located(run.located, run.device)
+        yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
     if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
         yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     for skip in report.skipped:
@@ -201,11 +201,11 @@ def table_layers(layers: Sequence[LayerReport]) -> Table:
     return table
 
 
-def list_located(found: Located, device: str) -> Iterator[str]:
+def list_located(found: Located) -> Iterator[str]:
     """Yields the first layer that a device computes otherwise, how it was found, and what was done otherwise."""
     how = f"{found.cuts} cuts" if found.found_by == "cuts" else f"{len(found.layers)} layers"
-    yield f"first bad layer on {device}: {found.layer or 'none'} ({found.runs} runs, {how})"
-    yield from (f"- {note}" for note in found.notes)
+    yield f"first bad layer: {found.layer or 'none'} ({found.runs} runs, {how})"
+    yield from found.notes
 
 
 def describe_size(bundle: BundleSummary) -> str:

@@ -155,7 +155,7 @@ def _worst_output(run: RunReport) -> OutputReport | None:
 
 
 def _ask(bundle: Bundle, run: RunReport) -> _Question:
-    indices = spread_indices(bundle.manifest.golden.samples, run.samples)
+    indices = run.find_places(bundle.manifest.golden.samples)
     labels = read_classes(bundle.golden)
     worst = _worst_output(run)
     return _Question(

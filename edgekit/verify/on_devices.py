@@ -6,7 +6,7 @@ import msgspec
 
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import Bundle, read_target
-from edgekit.bundle.golden import INPUTS, Golden, make_golden
+from edgekit.bundle.golden import INPUTS, Golden, make_golden, read_inputs
 from edgekit.data_check import check_samples
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
@@ -15,7 +15,7 @@ from edgekit.labels import read_task_labels
 from edgekit.model import load_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
-from edgekit.samples import load_samples, select_samples, spread_indices
+from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport
@@ -91,6 +91,17 @@ def verify_with(
             bundle, devices, golden=golden, task=task, float_model=source.path, layers=layers, progress=progress
         )
         return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, golden))
+
+
+def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -> Samples:
+    """Returns the inputs that a verification runs: at most so many of the data, or all golden samples.
+
+    Raises:
+        DataError: the samples do not fit.
+    """
+    if data is None:
+        return read_inputs(bundle.golden)
+    return limit_samples(load_samples(data.source, bundle.manifest.inputs, data.preprocess), samples)
 
 
 def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[Device]:

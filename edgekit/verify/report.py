@@ -8,6 +8,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence
+from edgekit.samples import spread_indices
 from edgekit.target import Thresholds
 from edgekit.verify.facts import Gate, Located, PlacementGap
 from edgekit.verify.layers import LayerReport
@@ -82,6 +83,11 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     outputs_sha256: str = ""
     located: Located | None = None
     gap: PlacementGap | None = None
+    planned_samples: int = 0
+
+    def find_places(self, count: int) -> tuple[int, ...]:
+        """Returns which of `count` samples ran, in their order: spread evenly, up to where the time was over."""
+        return spread_indices(count, self.planned_samples or self.samples)[: self.samples]
 
     @property
     def observes_placement(self) -> bool:

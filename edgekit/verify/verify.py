@@ -166,7 +166,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             reference = select_samples(read_outputs(golden), indices)
             plan = msgspec.structs.replace(plan, samples=len(indices))
         report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle))
-        report = msgspec.structs.replace(report, gap=find_gap(run, job))
+        report = msgspec.structs.replace(report, gap=find_gap(run, job), planned_samples=job.samples.count)
         report = _look_for_lies(bundle, run, report, job.samples.count, None if asked.golden else indices, reference)
         if not report.passed:
             model = asked.float_model or job.model

@@ -230,3 +230,10 @@ def test_compare_runs_the_second_model_on_a_device(capsys: pytest.CaptureFixture
     report = json.loads(capsys.readouterr().out)
     assert (report["device"], report["failure"], report["located"]["layer"]) == ("host", None, None)
     assert report["outputs"][0]["sqnr_db"] > 60
+
+
+@pytest.mark.parametrize("data", [[], WITH_DATA], ids=["golden", "data"])
+def test_the_page_shows_the_worst_samples(bundle: Path, tmp_path: Path, data: list[str]) -> None:
+    page = tmp_path / "v.html"
+    assert run_command(["verify", str(bundle), "--on", "emulated", *data, "--html", str(page)]) == 0
+    assert page.read_text().count('<img src="data:image/png;base64,') == 1

@@ -16,9 +16,11 @@ from test_report_junit import BAD, DEAD, GOOD, _hostile, _report
 from test_report_render import HOSTILE
 from test_report_render import _report as _build
 
-from edgekit.report.charts import Picture, draw_image, place_bars
+from edgekit.report.charts import Picture, draw_image, draw_worst, place_bars
 from edgekit.report.html import render_build, render_verify
+from edgekit.samples import Samples
 from edgekit.verify.attribute import share_loss
+from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.report import AttributionStep, VerifyReport
 
@@ -141,13 +143,55 @@ def test_worst_samples_are_shown_as_pictures(browser: webdriver.Chrome, tmp_path
     assert draw_image(np.zeros((1, 1, 28, 28), np.uint8)) is not None
 
 
-def test_a_page_of_the_largest_build_stays_small_and_whole() -> None:
-    many = msgspec.structs.replace(_full(), layers=LAYERS * 40)
+def test_a_page_of_the_largest_build_stays_small_and_whole(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    located = Located(layer="conv7", runs=2, cuts=0, found_by="tensors", layers=LAYERS * 40)
+    outputs = tuple(
+        msgspec.structs.replace(GOOD.outputs[0], name=f"y{index}", worst_sample=index) for index in range(6)
+    )
+    runs = tuple(
+        msgspec.structs.replace(GOOD, device=name, outputs=outputs, located=located) for name in ("a", "b", "c")
+    )
+    many = msgspec.structs.replace(_full(), runs=runs, layers=LAYERS * 40)
     bundles = tuple(msgspec.structs.replace(_build().bundles[0], target=f"t{index}", verify=many) for index in range(4))
-    page = render_build(_build(bundles=bundles))
+    noise = np.random.default_rng(0).integers(0, 255, size=(8, 1, 224, 224, 3)).astype(np.uint8)
+    inputs = Samples(source="noise", count=8, read=lambda: ({"image": image} for image in noise))
+    pictures = draw_worst(inputs, many)
+    assert [picture.sample for picture in pictures] == list(range(6))
+    assert pictures[0].caption == "sample 0: y0 on a; y0 on b; y0 on c"
+    page = render_build(_build(bundles=bundles), {bundle.target: pictures for bundle in bundles})
     assert len(page.encode()) < 2_000_000
     assert "http:" not in page
     assert "https:" not in page
+    assert _open(browser, page, tmp_path / "b.html") == []
+    assert len(browser.find_elements(By.CSS_SELECTOR, "figure img")) == 24
+
+
+def test_a_page_fits_a_narrow_window(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    report = msgspec.structs.replace(_full(), bundle="a_model_with_a_rather_long_name_and_a_version_2.1.0-nnapi")
+    _open(browser, render_verify(report), tmp_path / "v.html")
+    size = {"width": 380, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    root = "document.documentElement"
+    hidden = browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth")
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert hidden == 0
+
+
+def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    notes = ("with tensors given out more nodes ran on the CPU: 4 Transpose",)
+    located = Located(layer="conv3", runs=2, cuts=0, found_by="tensors", layers=LAYERS, notes=notes)
+    run = msgspec.structs.replace(BAD, located=located)
+    assert _open(browser, render_verify(_report(run)), tmp_path / "v.html") == []
+    assert [dot.get_attribute("r") for dot in browser.find_elements(By.CSS_SELECTOR, ".chart circle.bad")] == ["6"]
+    assert "Layer by layer on arm64" in browser.page_source
+    assert notes[0] in browser.page_source
+
+
+def test_samples_are_those_that_ran() -> None:
+    """A run of 8 samples, spread over 16, that ended after 3: its third sample is the fifth of all."""
+    stopped = msgspec.structs.replace(GOOD, samples=3, planned_samples=8)
+    assert stopped.find_places(16) == (0, 2, 4)
+    assert msgspec.structs.replace(GOOD, samples=4).find_places(16) == (0, 4, 8, 12)
 
 
 def test_the_waterfall_begins_where_the_step_before_ended() -> None:

@@ -43,6 +43,6 @@ for (const chart of document.querySelectorAll(".chart")) {
   const note = chart.querySelector(".note");
   const idle = note.textContent;
   chart.addEventListener("mouseover", (event) => {
-    note.textContent = event.target.dataset?.note ?? idle;
+    note.textContent = event.target.querySelector?.(":scope > title")?.textContent ?? idle;
   });
 }
