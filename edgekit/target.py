@@ -36,7 +36,8 @@ class Quantization(_Strict, frozen=True, kw_only=True):
 
     `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
-    are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only.
+    are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only. Those of
+    `shared_ops` get one scale for all their inputs and their output.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -47,6 +48,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     per_channel_ops: tuple[str, ...] = ()
     op_types: tuple[str, ...] = ()
     float_ops: tuple[str, ...] = ()
+    shared_ops: tuple[str, ...] = ()
 
 
 class Conversion(_Strict, frozen=True, kw_only=True):

@@ -10,6 +10,10 @@ from edgekit.quantize.correct import correct_weights
 from edgekit.quantize.equalize import equalize_graph, scaled_layers
 from edgekit.quantize.graph import Graph, read_graph, sort_nodes
 from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.shared import share_ranges, shared_tensors
+
+_FREE = frozenset({"Sigmoid"})
+"""Operators with a grid of their own that their group's range replaces; a Softmax keeps its."""
 
 
 def plan_graph(model: Model, plan: QuantPlan) -> Graph:
@@ -38,7 +42,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    placed = place_qdq(graph.proto, _request(plan), subject)
+    placed = place_qdq(graph.proto, _request(plan, graph), subject)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
     sort_nodes(placed.graph)
     return placed
@@ -57,7 +61,13 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onn
     return qdq
 
 
-def _request(plan: QuantPlan) -> QdqRequest:
+def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
+    ranges, grids = plan.ranges, plan.grids
+    if plan.shared_ops:
+        shared = shared_tensors(graph, plan.shared_ops)
+        ranges = share_ranges(graph, ranges, plan.shared_ops)
+        freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _FREE}
+        grids = {name: grid for name, grid in grids.items() if name not in freed}
     return QdqRequest(
         scheme=plan.scheme,
         activation=plan.activation,
@@ -66,8 +76,8 @@ def _request(plan: QuantPlan) -> QdqRequest:
         weight_symmetric=plan.weight_symmetric,
         op_types=plan.op_types,
         excluded=tuple(node.name for node in plan.float_nodes),
-        ranges={name: (span.low, span.high) for name, span in plan.ranges.items()},
-        grids=plan.grids,
+        ranges={name: (span.low, span.high) for name, span in ranges.items()},
+        grids=grids,
         axes=plan.axes,
         wide={name: (span.low, span.high) for name, span in plan.wide.items()},
     )

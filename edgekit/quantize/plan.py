@@ -45,7 +45,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `factors` holds for each tensor whose channels are scaled, in the producer and back in its readers, the factors.
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
-    tried, best first. `statistics` is the calibration's folder, which rounding other than "nearest" needs.
+    tried, best first. `shared_ops` are operators whose inputs and output get one scale. `statistics` is the
+    calibration's folder, which rounding other than "nearest" needs.
     """
 
     model_sha256: str
@@ -60,6 +61,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     method: str
     rounding: Rounding
     op_types: tuple[str, ...]
+    shared_ops: tuple[str, ...] = ()
     ranges: dict[str, TensorRange]
     grids: dict[str, Grid]
     factors: dict[str, tuple[float, ...]] = {}
@@ -102,6 +104,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         method="minmax",
         rounding="nearest",
         op_types=op_types,
+        shared_ops=rules.shared_ops,
         ranges=exact,
         grids=_grids(graph, rules.scheme, activation, op_types),
         axes=_axes(graph, rules),
