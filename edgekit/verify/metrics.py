@@ -18,6 +18,9 @@ DB_LIMIT = 200.0
 """Decibels are clamped to plus and minus this, because JSON knows no infinity: 200 dB means no error at all."""
 
 
+_LARGEST = sys.float_info.max * 2.0**-40
+
+
 class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     """The sums of one output in one sample, from which every metric follows.
 
@@ -54,11 +57,14 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_sample(reference: Array, got: Array) -> SampleErrors:
-    """Returns the sums of one sample; both arrays have the same shape and dtype.
+    """Returns the sums of one sample; both arrays have the same dtype.
 
     Integers of 8 and 16 bits are quantized reals and measured like floats. Wider integers, booleans and strings are
-    labels or indices: only their exact matches count.
+    labels or indices: only their exact matches count. Arrays of two shapes have nothing in common: no value matches.
     """
+    if reference.shape != got.shape:
+        elements = max(1, reference.size)
+        return SampleErrors(numeric=is_numeric(reference), elements=elements, matches=0, non_finite=elements)
     if not is_numeric(reference):
         return _match_sample(reference, got)
     wanted, found = _flat(reference), _flat(got)
@@ -74,7 +80,7 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
             reference_non_finite=int(np.count_nonzero(~np.isfinite(wanted))),
             position=int(bad.argmax()) if non_finite else 0,
         )
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         error = found - wanted
         distance = np.abs(error)
         position = int(distance.argmax())
@@ -173,7 +179,12 @@ def relative_error(samples: Sequence[SampleErrors]) -> float | None:
 
 
 def cosine(samples: Sequence[SampleErrors]) -> float:
-    """Returns ref . got / (|ref| |got|) over the samples laid end to end; 1 if both are zero, 0 if one of them is."""
+    """Returns ref . got / (|ref| |got|) over the samples laid end to end; 1 if both are zero, 0 if one of them is.
+
+    Also 0 for what differs and has more energy than a float can hold.
+    """
+    if any(sample.error_energy and _LARGEST in (sample.reference_energy, sample.energy) for sample in samples):
+        return 0.0
     reference = sum(sample.reference_energy for sample in samples)
     energy = sum(sample.energy for sample in samples)
     if reference == 0.0 or energy == 0.0:
@@ -231,4 +242,5 @@ def _energy(first: Floats, second: Floats) -> float:
 
 
 def _finite(value: float) -> float:
-    return max(-sys.float_info.max, min(value, sys.float_info.max))
+    """Returns a sum that stays finite when a million million of them are added; one that is no number is the least."""
+    return max(-_LARGEST, min(_LARGEST, value)) if not math.isnan(value) else -_LARGEST

@@ -88,6 +88,20 @@ class _Initializers:
         terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
         return float(self.read(rounded.input[1]).max(initial=0.0)) * math.sqrt(terms / 12.0)
 
+    def read_weight(self, name: str) -> Array | None:
+        """Returns a weight, as its DQ node gives it where there is one; None where it is computed otherwise."""
+        if name in self.tensors:
+            return self.read(name)
+        node = self.rounded.get(name)
+        if node is None or any(source not in self.tensors for source in node.input):
+            return None
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        values, *given = (self.read(source) for source in node.input)
+        if not _is_spread(given[0], axis, values):
+            return None
+        scale, zero = ([_spread(part, axis, values.ndim) for part in given] + [np.zeros(())])[:2]
+        return np.asarray((values.astype(np.float64) - zero) * scale, dtype=np.float64)
+
     def read(self, name: str) -> Array:
         tensor = onnx.TensorProto()
         tensor.CopyFrom(self.tensors[name])
@@ -98,12 +112,13 @@ class _Initializers:
 
 def _compare(stored: _Initializers, mine: str, floats: _Initializers, theirs: str) -> float | None:
     """Returns the distance of the worst weight of one input of a node, None where both sides have no such weights."""
-    if theirs not in floats.tensors:
+    wanted = floats.read_weight(theirs)
+    if wanted is None:
         return None
     if mine in stored.rounded and stored.rounded[mine].input[0] in stored.tensors:
-        return _measure_steps(stored, stored.rounded[mine], floats.read(theirs))
+        return _measure_steps(stored, stored.rounded[mine], wanted)
     if mine in stored.tensors:
-        return _measure_places(stored.read(mine), floats.read(theirs))
+        return _measure_places(stored.read(mine), wanted)
     return None
 
 
@@ -126,6 +141,8 @@ def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array
     if values.shape != wanted.shape or not values.size or wanted.dtype.kind != "f" or values.dtype.kind not in "iu":
         return 0.0
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    if not _is_spread(quantized.read(node.input[1]), axis, values):
+        return 0.0
     scale = _spread(quantized.read(node.input[1]), axis, values.ndim)
     has_zero = len(node.input) > 2 and node.input[2] in quantized.tensors
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
@@ -141,6 +158,13 @@ def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array
     largest = np.sort(kept, axis=None)[-_ISOLATED - 1 :]
     is_alone = kept.size > _ISOLATED and largest[-1] > _ALONE * largest[0]
     return float(largest[-1]) if is_alone else min(float(largest[-1]), FAR_STEPS)
+
+
+def _is_spread(scale: Array, axis: int, values: Array) -> bool:
+    """Returns True for a scale of the whole tensor or of each channel, False for one of blocks."""
+    return scale.size == 1 or (
+        scale.ndim == 1 and -values.ndim <= axis < values.ndim and scale.size == values.shape[axis]
+    )
 
 
 def _spread(value: Array, axis: int, rank: int) -> Array:

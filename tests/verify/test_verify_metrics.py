@@ -124,3 +124,81 @@ def test_the_bootstrap_holds_the_figure_and_repeats_itself() -> None:
     assert interval[0] < metrics.sqnr_db(errors) < interval[1]
     assert bootstrap_sqnr(errors) == interval
     assert bootstrap_sqnr(errors[:1]) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000])
+def test_sums_beyond_the_largest_float_are_no_perfect_score(count: int) -> None:
+    wanted, found = np.array([1e300, 1e300, 1e300]), np.array([1e300, -1e300, 5e299])
+    errors = [measure(wanted, found)] * count
+    assert metrics.sqnr_db(errors) <= 0.0
+    assert metrics.cosine(errors) < 0.5
+    assert np.isfinite([metrics.rmse(errors), metrics.mean_abs(errors), metrics.psnr_db(errors)]).all()
+    interval = bootstrap_sqnr(errors)
+    assert interval is None or interval[1] <= 0.0
+
+
+def test_arithmetic_is_not_that_of_half_precision() -> None:
+    wanted = np.array([60000.0, -60000.0], np.float16)
+    errors = [measure(wanted, -wanted)]
+    assert errors[0].max_abs == 120000.0
+    assert metrics.sqnr_db(errors) == pytest.approx(-6.02, abs=0.01)
+    assert measure(np.full(4000, 100.0, np.float16), np.full(4000, 100.0, np.float16)).reference_energy == 4e7
+
+
+def test_integers_that_no_float_can_tell_apart_differ() -> None:
+    errors = measure(np.array([2**53 + 1, 7]), np.array([2**53, 7]))
+    assert (errors.matches, errors.position) == (1, 0)
+    unsigned = measure(np.array([2**64 - 1], np.uint64), np.array([2**64 - 2], np.uint64))
+    assert unsigned.matches == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (np.ones((1, 4)), np.ones((4, 1))),
+        (np.ones((1, 4)), np.ones((1, 1))),
+        (np.ones((2, 3)), np.ones((3, 2))),
+        (np.ones(()), np.ones((1,))),
+        (np.ones((1, 4), np.int64), np.ones((1, 1), np.int64)),
+        (np.zeros((0, 4)), np.zeros((1, 4))),
+        (np.array(["a", "a"]), np.array(["a"])),
+    ],
+)
+def test_shapes_that_numpy_would_broadcast_do_not_match(wanted: Array, found: Array) -> None:
+    errors = measure(wanted, found)
+    assert errors.matches == 0
+    assert errors.non_finite > 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "matches"),
+    [
+        (np.array("a"), np.array("a"), 1),
+        (np.array(["a", "\u00e9"]), np.array(["a", "e\u0301"]), 1),
+        (np.array([True, False]), np.array([True, True]), 1),
+        (np.array([1 + 2j]), np.array([1 + 2j]), 1),
+        (np.array([], np.int64), np.array([], np.int64), 0),
+    ],
+)
+def test_labels_of_any_kind_are_matched(wanted: Array, found: Array, matches: int) -> None:
+    assert measure(wanted, found).matches == matches
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5])
+def test_an_output_of_one_number_is_measured(value: float) -> None:
+    errors = [measure(np.array(value, np.float32), np.array(value + 1.0, np.float32))]
+    assert errors[0].max_abs == 1.0
+    assert errors[0].top1 is None
+    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(value * value) if value else -200.0)
+
+
+def test_a_constant_reference_has_no_peak() -> None:
+    errors = [measure(np.full((1, 4), 2.0), np.full((1, 4), 2.5))]
+    assert metrics.psnr_db(errors) == -200.0
+    assert errors[0].rank is None
+    assert metrics.psnr_db([measure(np.full(4, 2.0), np.full(4, 2.0))]) == 200.0
+
+
+def test_an_empty_output_is_no_evidence() -> None:
+    errors = measure(np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float32))
+    assert (errors.elements, errors.matches, errors.non_finite) == (0, 0, 0)

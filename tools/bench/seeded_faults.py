@@ -44,8 +44,10 @@ from edgekit.verify.outputs import judge_output
 DEFAULT = (
     "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",
     "mobilenetv2_1.0_224_fp32", "ultraface_rfb320", "fastestdet", "magika_v3_3", "silero_vad_micro_transformer",
-    "silero_vad",
+    "ppocr_cls_mbv3", "mnist8_cntk",
 )  # fmt: skip
+_DRAWN = {"ppocr_cls_mbv3": (1, 3, 48, 192), "mnist8_cntk": (1, 1, 28, 28)}
+"""Models that the zoo has no inputs for, with the shape of drawn ones."""
 _UNNOTICEABLE_DB = 60.0
 
 
@@ -140,11 +142,12 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_zoo(name: str, zoo: Path, work: Path) -> Subject:
     """Returns a model of the zoo; dimensions that are open become those of the first sample."""
-    inputs, _ = read_inputs(zoo, name)
     source = load_model(zoo / "models" / f"{name}.onnx")
+    inputs = {} if name in _DRAWN else read_inputs(zoo, name)[0]
+    shapes = {item.name: _DRAWN[name] if name in _DRAWN else inputs[item.name][0].shape for item in source.inputs}
     dims: dict[str, int] = {}
     for spec in source.inputs:
-        shape = inputs[spec.name][0].shape
+        shape = shapes[spec.name]
         shape = (1, *shape) if len(shape) < len(spec.shape or ()) else shape
         dims |= {
             str(dim or f"{spec.name}:{axis}"): shape[axis]
@@ -152,7 +155,10 @@ def open_zoo(name: str, zoo: Path, work: Path) -> Subject:
             if not isinstance(dim, int)
         }
     prepared = fix_model(prepare_model(source, work / "prepared.onnx", dims), work / "fixed.onnx").model
-    learn, judge = (as_samples(inputs, prepared, start) for start in (0, 1))
+    if name in _DRAWN:
+        learn, judge = draw_inputs(prepared, 32, 1), draw_inputs(prepared, 50, 2)
+    else:
+        learn, judge = (as_samples(inputs, prepared, start) for start in (0, 1))
     return Subject(name=name, prepared=prepared, learn=limit_samples(learn, 32), judge=limit_samples(judge, 50))
 
 
