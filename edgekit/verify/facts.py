@@ -4,7 +4,11 @@ from typing import Literal
 
 import msgspec
 
+from edgekit.evidence import Evidence
 from edgekit.verify.layers import LayerReport
+
+OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_EP)
+"""What runs the target's own provider, and so can tell what it takes."""
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):

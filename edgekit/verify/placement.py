@@ -12,7 +12,7 @@ from edgekit.evidence import Evidence
 from edgekit.model import load_model
 from edgekit.observe import name_as_model, predict_for_oracle
 from edgekit.target import load_target
-from edgekit.verify.facts import PlacementGap
+from edgekit.verify.facts import OBSERVING, PlacementGap
 
 _MOST_NAMES = 20
 _FAMILIES = {
@@ -29,10 +29,10 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     """Returns what was left to the CPU of the nodes that the provider was predicted to take.
 
     A session's node is one of the model by its name. Those that do the work are counted by operator too, so that a node
-    which an optimiser renamed is not overlooked. Nodes that only round do not count. None where no placement was
-    observed, or no model predicts it.
+    which an optimiser renamed is not overlooked. Nodes that only round do not count. None where another provider ran,
+    no placement was observed, or no model predicts it.
     """
-    if run.placement_source == "predicted" or not run.placement:
+    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not run.placement:
         return None
     check = _predict(run, job)
     if check is None:

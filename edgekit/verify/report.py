@@ -10,7 +10,7 @@ from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence
 from edgekit.samples import spread_indices
 from edgekit.target import Thresholds
-from edgekit.verify.facts import Gate, Located, PlacementGap
+from edgekit.verify.facts import OBSERVING, Gate, Located, PlacementGap
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.outliers import judge_layers
 from edgekit.verify.outputs import OutputReport, judge_output
@@ -27,7 +27,6 @@ _ADVICE: dict[str, str] = {
 }
 _LOST_NODES = 4.0
 """So many times the share of the work that may be lost, the share of the nodes may: most of them do little."""
-_OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_EP)
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +92,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     def observes_placement(self) -> bool:
         """True if the target's provider itself ran and told what it took."""
         observed = self.placement_source != "predicted" and bool(self.provider_nodes)
-        return self.failure is None and self.evidence in _OBSERVING and observed
+        return self.failure is None and self.evidence in OBSERVING and observed
 
     @property
     def gates(self) -> tuple[Gate, ...]:
@@ -106,7 +105,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         task = () if self.failure is not None or limit is None else judge_task(self.task, limit)
         others = (
             None if limit is None else Gate(name="metric", subject=limit.name, failures=task),
-            Gate(name="placement", failures=_judge_placement(self)) if self.evidence in _OBSERVING else None,
+            Gate(name="placement", failures=_judge_placement(self)) if self.evidence in OBSERVING else None,
             Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
             Gate(name="session", failures=self.findings) if self.findings else None,
         )
@@ -297,7 +296,7 @@ def _judge_end(run: RunReport) -> tuple[str, ...]:
 
 
 def _judge_placement(run: RunReport) -> tuple[str, ...]:
-    if run.evidence not in _OBSERVING or run.provider == CPU_PROVIDER or run.failure is not None:
+    if run.evidence not in OBSERVING or run.provider == CPU_PROVIDER or run.failure is not None:
         return ()
     if run.placement_source == "predicted" or not run.provider_nodes:
         return (f"placement was not observed, so {run.provider} may have taken no node",)
