@@ -298,6 +298,7 @@ def _report(
         ),
         max_drop=max_drop,
         met=searched is None or searched.met,
+        goal_note="" if searched is None else searched.note,
         layers=(),
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=peak_rss_bytes(),

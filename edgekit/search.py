@@ -20,6 +20,7 @@ from edgekit.target import Precision, Target
 RELIEFS = (1, 3, 8, 20, 40, 80)
 """How many of the most harmful tensors are taken out of 8 bits, step by step."""
 _SAME_SHARE = 0.005
+_HALF = 0.5
 MAX_STATE_BYTES = 1 << 28
 
 
@@ -48,11 +49,12 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found: every trial in order, and the one that was chosen."""
+    """What a search found: every trial in order, and the one that was chosen; `note` says what `met` leaves out."""
 
     trials: tuple[Trial, ...]
     chosen: Trial
     met: bool
+    note: str = ""
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,8 +89,7 @@ def search_quantization(
 
     First the plan that is best with all in 8 bits; then more and more of the tensors that hurt most leave 8 bits, for
     16 where the target takes them, else for float. The search ends with the first plan that meets the goal and leaves
-    the target no less work than the first plan did. If none does, the one among those that meet the goal with the
-    most work on the target is chosen; if none meets it, the one with the least drop.
+    the target no less work than the first plan did. If none does, `choose_trial` decides.
 
     Each trial is written to the file `state`, from which an interrupted search goes on.
 
@@ -101,11 +102,14 @@ def search_quantization(
     )  # fmt: skip
     known = {trial.step: trial for trial in _read_state(search)}
     trials: list[Trial] = []
-    steps, began = _steps(search, trials), time.monotonic()
+    steps, spent = _steps(search, trials), list[float]()
     for index, (step, make) in enumerate(steps):
-        left = f", at most {(time.monotonic() - began) / index * (len(steps) - index):.0f} s left" if index else ""
+        left = f", at most {sum(spent) / len(spent) * (len(steps) - index):.0f} s left" if spent else ""
         progress(f"{search.target.name}: try {index + 1} of {len(steps)} ({step}){left}")
+        began = time.monotonic()
         trial = known.get(step) or _try(search, step, make)
+        if step not in known:
+            spent.append(time.monotonic() - began)
         if trial is None:
             break
         trials.append(trial)
@@ -116,13 +120,30 @@ def search_quantization(
 
 
 def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
-    """Returns the trial to use: of those that meet the goal the one with most work on the target, else the best."""
+    """Returns the trial to use: of those that meet the goal the one with most work on the target, else the best.
+
+    Where that one leaves less than half of the work in integers, one that misses the goal by less than the sampling
+    error, and by no more than the goal itself, is used instead.
+    """
     meeting = [trial for trial in trials if trial.prediction.meets(max_drop)]
-    if meeting:
-        chosen = max(meeting, key=lambda trial: round(trial.taken_macs / _SAME_SHARE))
-    else:
+    if not meeting:
         chosen = min(trials, key=lambda trial: (_drop(trial), -trial.prediction.sqnr_db))
-    return Searched(trials=tuple(trials), chosen=chosen, met=bool(meeting))
+        return Searched(trials=tuple(trials), chosen=chosen, met=False)
+    chosen = _most_taken(meeting)
+    near = [trial for trial in trials if trial.integer_macs >= _HALF and _nearly_meets(trial, max_drop)]
+    if chosen.integer_macs >= _HALF or not near:
+        return Searched(trials=tuple(trials), chosen=chosen, met=True)
+    note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
+    return Searched(trials=tuple(trials), chosen=_most_taken(near), met=True, note=note)
+
+
+def _most_taken(trials: Sequence[Trial]) -> Trial:
+    return max(trials, key=lambda trial: round(trial.taken_macs / _SAME_SHARE))
+
+
+def _nearly_meets(trial: Trial, max_drop: float) -> bool:
+    drop, ends = trial.prediction.drop_estimate, trial.prediction.drop_interval
+    return drop is not None and ends is not None and drop <= 2 * max_drop and ends[0] <= max_drop
 
 
 def _steps(search: _Search, trials: Sequence[Trial]) -> list[tuple[str, Callable[[], QuantPlan | None]]]:

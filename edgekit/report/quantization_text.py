@@ -13,8 +13,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
     yield f"{report.out}: {kept}; {size}"
     yield f"expected: {describe_prediction(report.predicted)}"
+    note = f" {report.goal_note}" if report.goal_note else ""
     if report.max_drop is not None:
-        yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}:"
+        yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}{note}:"
     for trial in report.trials:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"

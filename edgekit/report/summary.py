@@ -130,7 +130,8 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `fixes` counts the nodes that each automatic rewrite changed before. `predicted` is what it will cost. `trials` are
     those of a search, in order; `max_drop` is its goal in points, and then `met` says whether the chosen one reaches
-    it. `layers` are the quantized activations, in graph order, where they were asked for.
+    it, and `goal_note` what that leaves out. `layers` are the quantized activations, in graph order, where they were
+    asked for.
     """
 
     model: str
@@ -150,6 +151,7 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     trials: tuple[TrialReport, ...]
     max_drop: float | None
     met: bool
+    goal_note: str
     layers: tuple[LayerReport, ...]
     seconds: float
     peak_rss_bytes: int

@@ -38,6 +38,15 @@ def test_work_on_the_target_counts_more_than_a_smaller_drop(plan: QuantPlan) -> 
     assert (found.met, found.chosen.step) == (True, "c")
 
 
+def test_a_model_that_stays_float_is_not_taken_for_less_than_the_sampling_error(plan: QuantPlan) -> None:
+    near, far = trial(plan, "a", 0.008, 1.0), trial(plan, "b", 0.02, 1.0)
+    hollow = msgspec.structs.replace(trial(plan, "c", 0.001, 1.0), integer_macs=0.1)
+    found = choose_trial([near, hollow], 0.005)
+    assert (found.met, found.chosen.step) == (True, "a")
+    assert found.note == "within the sampling error; 'c' leaves 10% of the work in integers"
+    assert choose_trial([far, hollow], 0.005).chosen.step == "c"
+
+
 def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
     found = choose_trial([trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.05, 0.6)], 0.005)
     assert (found.met, found.chosen.step) == (False, "b")
