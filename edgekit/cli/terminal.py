@@ -85,6 +85,8 @@ def show_devices(statuses: Sequence[DeviceStatus]) -> None:
 
 def show_comparison(report: ModelComparison) -> None:
     """Prints how far two models lie apart, and where that begins."""
+    for theirs, mine in report.renamed.items():
+        click.echo(f"taken for '{mine}' by its place: '{theirs}'")
     print_table(text.table_outputs(report))
     for line in text.list_task(report.task, report.task_limit):
         click.echo(line)

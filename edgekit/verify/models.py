@@ -1,8 +1,9 @@
 """Comparing any two models on the same samples, by their outputs and layer by layer."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from edgekit.labels import read_task_labels
 from edgekit.model import Model
 from edgekit.samples import Samples, spread_indices
 from edgekit.target import Target, TaskLimit
-from edgekit.tensors import Array, Tensors
+from edgekit.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import find_device_layer
 from edgekit.verify.facts import Located
@@ -31,6 +32,8 @@ from edgekit.verify.trace import adapt_sample
 class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
     """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for.
 
+    `renamed` holds those inputs and outputs of `b` that were taken for those of `a` by their places, because no names
+    agree.
     `device` ran model `b`, None for this machine without optimisation; `failure` is what it did instead of running, and
     `located` the first layer that it computes otherwise than this machine does.
     """
@@ -45,6 +48,7 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     failure: str | None = None
     located: Located | None = None
+    renamed: dict[str, str] = {}
 
     @property
     def first_bad_layer(self) -> str | None:
@@ -68,21 +72,25 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:
     """Runs both models here with every optimisation off and returns how far `b` lies from `a`.
 
-    Floats are cast where the two models want or give different float types.
+    Floats are cast where the two models want or give different float types. Inputs or outputs that have no name in
+    common go by their places.
 
     Raises:
         ModelError: the layers were asked for, and the models have none in common.
         UsageError: the samples do not fit a model.
         RuntimeRefusal: ONNX Runtime cannot run a model.
     """
-    wanted = _run_model(a, samples, {})
+    inputs, outputs = _pair_names(a.inputs, b.inputs), _pair_names(a.outputs, b.outputs)
+    both = _name_twice(samples, inputs)
+    wanted = _run_model(a, both, {})
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
     return ModelComparison(
         a=a.name,
         b=b.name,
         samples=samples.count,
-        outputs=compare_outputs(wanted, _run_model(b, samples, dtypes)),
-        layers=compare_layers(a, b, samples) if layers else (),
+        outputs=compare_outputs(wanted, _run_model(b, both, dtypes, outputs)),
+        layers=compare_layers(a, b, both) if layers else (),
+        renamed={**inputs, **outputs},
     )
 
 
@@ -144,12 +152,31 @@ def add_task(
     return msgspec.structs.replace(report, task=task, task_limit=limit)
 
 
-def _run_model(model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]]) -> Samples:
+def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[str, str]:
+    """Returns the names in `a` by those in `b`, where there are as many and none is the same."""
+    is_other = len(of_a) == len(of_b) and {spec.name for spec in of_a}.isdisjoint(spec.name for spec in of_b)
+    return {theirs.name: mine.name for mine, theirs in zip(of_a, of_b, strict=True)} if is_other else {}
+
+
+def _name_twice(samples: Samples, renamed: Mapping[str, str]) -> Samples:
+    """Returns samples in which both models find their inputs."""
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            yield {**sample, **{theirs: sample[mine] for theirs, mine in renamed.items() if mine in sample}}
+
+    return Samples(source=samples.source, count=samples.count, read=read) if renamed else samples
+
+
+def _run_model(
+    model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]], renamed: Mapping[str, str] = MappingProxyType({})
+) -> Samples:
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
     def read() -> Iterator[Tensors]:
         for sample in samples:
-            outputs = session.run(adapt_sample(sample, model))
+            found = session.run(adapt_sample(sample, model))
+            outputs = {renamed.get(name, name): value for name, value in found.items()}
             yield {name: _cast(value, dtypes.get(name)) for name, value in outputs.items()}
 
     return Samples(source=str(model.path), count=samples.count, read=read)

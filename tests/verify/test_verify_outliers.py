@@ -123,6 +123,17 @@ def test_renamed_nodes_and_tensors_are_matched_by_their_order(models: tuple[Mode
     assert bad.tensor == "r3"
 
 
+def test_inputs_and_outputs_without_a_common_name_go_by_their_places(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
+    renamed = rename(models[1], tmp_path / "renamed.onnx", outside=True)
+    plain, other = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], renamed))
+    assert other.outputs == plain.outputs
+    assert [layer.own_sqnr_db for layer in other.layers] == [layer.own_sqnr_db for layer in plain.layers]
+    assert set(other.renamed.values()) == {"x", "y"}
+    assert not plain.renamed
+
+
 def test_a_comparison_says_no_to_a_layer_that_stands_out(models: tuple[Model, Model], tmp_path: Path) -> None:
     broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", flip(6))
     clean, wrong = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], broken))
