@@ -24,7 +24,7 @@ from edgekit.target import Precision, Target
 COLLAPSED_DB = 20.0
 """Below this ratio the worst tensors leave 8 bits even if nobody asked for the best."""
 GOOD_DB = 30.0
-"""From this ratio on nothing more is relieved."""
+"""From this ratio on nothing more is relieved; float nodes, which leave the accelerator, only mend a collapse."""
 
 _METHODS_16 = ("minmax",)
 _RELIEF_STEPS = (1, 3, 8, 20, 40)
@@ -59,7 +59,7 @@ def plan_quantization(
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
     judged = _judge_once(graph, _unsigned(plan), calibration)
-    factors = _factors_to_try(graph, calibration, judged[0], precision)
+    factors = _factors_to_try(graph, plan, judged[0])
     if factors:
         evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
         other = draft_plan(model, evened, spans, target, precision)
@@ -72,7 +72,8 @@ def plan_quantization(
     best = _choose(plan, calibration, lead.method, lead.rounding)
     widens = "int16" in target.precisions
     if precision == "int8" and (method == "best" or lead.sqnr_db < COLLAPSED_DB):
-        best, tried = _relieve(graph, best, calibration, lead, widens=widens)
+        enough = GOOD_DB if widens or method == "best" else COLLAPSED_DB
+        best, tried = _relieve(graph, best, calibration, lead, widens=widens, enough=enough)
         judged = _best_first(*judged, *tried)
     return msgspec.structs.replace(best, judged=judged)
 
@@ -86,12 +87,10 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
 
 
-def _factors_to_try(
-    graph: Graph, calibration: Calibration, best: Candidate, precision: Precision
-) -> dict[str, tuple[float, ...]]:
-    if precision != "int8" or best.sqnr_db >= _FAITHFUL_DB:
+def _factors_to_try(graph: Graph, plan: QuantPlan, best: Candidate) -> dict[str, tuple[float, ...]]:
+    if plan.precision != "int8" or best.sqnr_db >= _FAITHFUL_DB:
         return {}
-    return choose_factors(graph, Path(calibration.statistics))
+    return choose_factors(graph, Path(plan.statistics), plan.axes.keys())
 
 
 def _best_first(*judged: Candidate) -> tuple[Candidate, ...]:
@@ -208,11 +207,11 @@ def _rank_once(graph: Graph, plan: QuantPlan) -> list[str]:
 
 
 def _relieve(
-    graph: Graph, plan: QuantPlan, calibration: Calibration, start: Candidate, *, widens: bool
+    graph: Graph, plan: QuantPlan, calibration: Calibration, start: Candidate, *, widens: bool, enough: float
 ) -> tuple[QuantPlan, list[Candidate]]:
     """Returns the plan with the worst tensors out of 8 bits, and what was tried.
 
-    More and more are taken out until the ratio is good, or two steps in a row gain less than a decibel; what gained
+    More and more are taken out until the ratio is `enough`, or two steps in a row gain less than a decibel; what gained
     less is not kept.
     """
     order = _rank_once(graph, plan)
@@ -228,7 +227,7 @@ def _relieve(
         if ratio >= reached + _LEAST_GAIN_DB:
             best, reached, idle = relieved, ratio, 0
         else:
-            idle += 1
-        if idle == 2 or reached >= GOOD_DB or count >= len(order):
+            idle += count > 1
+        if idle == 2 or reached >= enough or count >= len(order):
             break
     return best, tried

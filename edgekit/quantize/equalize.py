@@ -6,7 +6,7 @@ et al., 2023) where a normalisation is the producer. All factors are powers of t
 to the last bit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,12 +28,17 @@ SUFFIX = "_equalized"
 _SWEEPS = 2
 _LEAST = 1e-4
 """A channel, or its weights, smaller than this share of the largest counts as so large."""
+_TINY = float(np.finfo(np.float32).tiny)
+_SHARING = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _MARGIN = 0.9
 """A channel below a Clip's end may grow up to this share of it."""
 
 
-def choose_factors(graph: Graph, statistics: Path) -> dict[str, tuple[float, ...]]:
+def choose_factors(graph: Graph, statistics: Path, per_channel: Collection[str]) -> dict[str, tuple[float, ...]]:
     """Returns for each tensor worth it the factor of each channel that balances its range with the weights behind it.
+
+    Where the weights that make it get one scale together, not one a channel as those named by `per_channel` do, they
+    count like its range: a channel that never fires would otherwise be scaled up until its weights are the largest.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -45,8 +50,9 @@ def choose_factors(graph: Graph, statistics: Path) -> dict[str, tuple[float, ...
     for _ in range(_SWEEPS):
         for seam in (seam for seam in seams if seam.tensor in spans):
             low, high = spans[seam.tensor]
-            size = np.maximum(np.abs(low), np.abs(high)) * total[seam.tensor]
-            factors = _balance(size, constants.column_sizes(seam), seam.ceiling)
+            reach = np.maximum(np.abs(low), np.abs(high)) * total[seam.tensor]
+            rows, columns = constants.row_sizes(seam, per_channel), constants.column_sizes(seam, per_channel)
+            factors = _balance(reach, rows, columns, seam.ceiling)
             constants.scale(seam, factors)
             total[seam.tensor] *= factors
     return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
@@ -118,20 +124,23 @@ def _read_spans(seams: tuple[Seam, ...] | list[Seam], statistics: Path) -> dict[
     return spans
 
 
-def _balance(size: Array, columns: Array, ceiling: float | None) -> Array:
+def _balance(reach: Array, rows: Array, columns: Array | None, ceiling: float | None) -> Array:
     """Returns factors, powers of two, that make the sizes of channels and of the weights behind them alike.
 
-    The largest channel keeps its size; one that reaches the ceiling keeps it too.
+    `reach` is the largest value of each channel, `rows` and `columns` the largest weight that makes and that reads it;
+    None where the scale of each channel's weights is its own. The largest channel keeps its size; one that reaches the
+    ceiling keeps it too.
     """
-    if not size.max() > 0 or not columns.max() > 0:
-        return np.ones(len(size))
-    size, columns = np.maximum(size, _LEAST * size.max()), np.maximum(columns, _LEAST * columns.max())
-    factors = np.sqrt(columns / size)
+    if not reach.max() > 0:
+        return np.ones(len(reach))
+    reach = np.maximum(reach, _LEAST * reach.max())
+    size = np.maximum(reach / reach.max(), rows)
+    factors = 1 / size if columns is None else np.sqrt(np.maximum(columns, _LEAST) / size)
     if ceiling is None:
-        return _power(factors * size.max() / (size * factors).max())
-    full = size > _MARGIN * ceiling
-    anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (size * factors).max() / size.max()
-    limit = 2 ** np.floor(np.log2(_MARGIN * ceiling / size))
+        return _power(factors * reach.max() / (reach * factors).max())
+    full = reach > _MARGIN * ceiling
+    anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (reach * factors).max() / reach.max()
+    limit = 2 ** np.floor(np.log2(_MARGIN * ceiling / reach))
     return np.where(full, 1.0, np.minimum(_power(factors / anchor), limit))
 
 
@@ -166,13 +175,32 @@ class _Constants:
             matrix = layer.to_matrix(value) / layer_factors(layer, factors).astype(np.float32)
             self._values[layer.node, 1] = layer.from_matrix(matrix, value.shape)
 
-    def column_sizes(self, seam: Seam) -> Array:
-        """Returns the largest weight that reads each channel."""
+    def row_sizes(self, seam: Seam, per_channel: Collection[str]) -> Array:
+        """Returns the largest weight that makes each channel, as a share of the largest of all that share its scale."""
+        sizes = np.zeros(seam.channels)
+        for edit in seam.edits:
+            node = self._nodes[edit.node]
+            if edit.index != 1 or node.op_type not in _SHARING or node.input[1] in per_channel:
+                continue
+            value = np.abs(self._get(edit.node, edit.index))
+            others = tuple(axis for axis in range(value.ndim) if axis != value.ndim + edit.axis)
+            sizes = value.max(axis=others) / max(float(value.max()), _TINY)
+        return sizes
+
+    def column_sizes(self, seam: Seam, per_channel: Collection[str]) -> Array | None:
+        """Returns the largest weight that reads each channel, as a share of the largest that shares its scale.
+
+        None where each channel is read by weights with a scale of their own.
+        """
         sizes = np.zeros(seam.channels)
         for layer in seam.readers:
-            largest = np.abs(layer.to_matrix(self._get(layer.node, 1))).max(axis=1)
-            sizes = np.maximum(sizes, largest.reshape(seam.channels, -1).max(axis=1))
-        return sizes
+            matrix = np.abs(layer.to_matrix(self._get(layer.node, 1)))
+            alone = layer.weight in per_channel
+            if alone and layer.groups == seam.channels:
+                continue
+            matrix = matrix / np.maximum(matrix.max(axis=2, keepdims=True) if alone else matrix.max(), _TINY)
+            sizes = np.maximum(sizes, matrix.max(axis=1).reshape(seam.channels, -1).max(axis=1))
+        return sizes if sizes.any() else None
 
     def write(self, renamed: Mapping[str, str]) -> onnx.ModelProto:
         """Returns the graph with the scaled constants under names of their own, and tensors renamed."""

@@ -96,7 +96,7 @@ def test_a_normalisation_is_a_seam_through_the_reshapes_behind_it(tmp_path: Path
 
 def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:
     graph = read_graph(unequal[0])
-    factors = choose_factors(graph, Path(unequal[1].statistics))
+    factors = choose_factors(graph, Path(unequal[1].statistics), ())
     assert set(factors) >= {"r", "p", "c"}
     evened = equalize_graph(graph, factors)
     save_proto(evened.proto, tmp_path / "evened.onnx")
@@ -112,7 +112,7 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
 ) -> None:
     model, calibration = unequal
     graph = read_graph(model)
-    factors = choose_factors(graph, Path(calibration.statistics))
+    factors = choose_factors(graph, Path(calibration.statistics), ())
     evened = equalize_graph(graph, factors)
     save_proto(evened.proto, tmp_path / "evened.onnx")
     again = calibrate_model(load_model(tmp_path / "evened.onnx"), random_samples(model, count=48), work=tmp_path / "w")

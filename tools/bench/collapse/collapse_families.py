@@ -112,7 +112,7 @@ def make_detector() -> Net:
     net.outputs[_decode(net, rows)] = (80, 5 + KINDS)
     images, boxes = scene_boxes(TRAIN)
     wanted = encode_boxes(boxes)
-    train_net(net, {"image": images, **wanted}, box_loss, steps=2000, batch=24)
+    train_net(net, {"image": images, **wanted}, box_loss, steps=1500, batch=24)
     return net
 
 
@@ -291,7 +291,7 @@ def make_segmentation(decades: float) -> Net:
     x = _rename(net, net.conv(block(double(x), (16, 16)), (16, 1 + KINDS), 1), "scores")
     net.outputs[x] = (1 + KINDS, 64, 64)
     images, masks = scene_masks(TRAIN)
-    train_net(net, {"image": images, "mask": masks}, mask_loss, steps=1500, batch=16)
+    train_net(net, {"image": images, "mask": masks}, mask_loss, steps=800, batch=16)
     spread_channels(net, decades, 6, {})
     return net
 

@@ -3,8 +3,9 @@
     python tools/bench/collapse/run_collapse.py [NET]... [--target nnapi]... [--cache ~/.cache/edgekit/collapse]
 
 Training needs jax, optax and scikit-learn (`pip install -r tools/lock/train.txt`) and takes some minutes; what was
-trained is kept in the cache. "stock" is the best of ONNX Runtime's quantize_static with MinMax: weights per tensor and
-per channel, activations of the target's type. "auto" is plain `edgekit quantize`, "max-drop" that with --max-drop 0.5.
+trained is kept in the cache. "stock" is ONNX Runtime's quantize_static with MinMax, weights per tensor and
+per channel, activations of the target's type. "auto" is plain `edgekit quantize`, "max-drop" that with --max-drop 0.5
+and without labels. "!" marks what stays below.
 Exit code 1: a net stays more than 1 point (0.3 dB) below its float model.
 """
 
@@ -25,8 +26,11 @@ from collapse_score import SCORES, UNITS
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model import load_model
 from edgekit.prepare import prepare_model
-from edgekit.quantization import quantize_for
-from edgekit.recipe import Data, Recipe
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.predict import predict_drop
+from edgekit.samples import Samples
+from edgekit.search import Goal, search_quantization
+from edgekit.target import Target, load_target
 from edgekit.tensors import Array
 
 TARGETS = ("nnapi", "nnapi:api_level=28", "xnnpack", "qnn", "cpu")
@@ -56,7 +60,7 @@ def quantize_stock(prepared: Path, inputs: Array, target: str, out: Path) -> Ite
     """Yields what ONNX Runtime's quantize_static makes of a prepared model, per tensor and per channel."""
     quantization: Any = importlib.import_module("onnxruntime.quantization")
     name = load_model(prepared).inputs[0].name
-    signed = quantization.QuantType.QInt8 if target == "xnnpack" else quantization.QuantType.QUInt8
+    signed = quantization.QuantType.QInt8 if target in {"xnnpack", "cpu"} else quantization.QuantType.QUInt8
 
     class Reader(quantization.CalibrationDataReader):  # type: ignore[misc] # untyped base
         def __init__(self) -> None:
@@ -76,39 +80,50 @@ def quantize_stock(prepared: Path, inputs: Array, target: str, out: Path) -> Ite
 
 def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) -> bool:
     """Prints a table of a net, and returns True if it comes back on every target."""
-    dims = {"N": 1} if isinstance(family.batch, str) else {}
-    prepared = prepare_model(load_model(path), work / "prepared.onnx", dims).path
+    prepared = prepare_model(load_model(path), work / "prepared.onnx", {"N": 1} if family.batch == "N" else {})
     (calibrate, _), (evaluate, labels) = family.data(CALIBRATE), family.data(EVALUATE)
-    np.savez(work / "data.npz", allow_pickle=False, **{load_model(prepared).inputs[0].name: calibrate})
-    data = Data(source=str(work / "data.npz"), labels=None, preprocess=None)
+    samples = as_samples(prepared.inputs[0].name, calibrate)
+    calibration = calibrate_model(prepared, samples, work=work / "calibration")
 
     def score(file: Path) -> float:
         return SCORES[family.task](run_rows(file, evaluate), labels)
 
-    reference = score(prepared)
+    reference = score(prepared.path)
     print(f"{path.stem}: float {reference:.2f} {UNITS[family.task]}, {len(evaluate)} samples", flush=True)
-    good = True
-    for target in targets:
-        name, _, setting = target.partition(":")
-        settings = dict([setting.split("=")]) if setting else {}
-        stock = [score(file) for file in quantize_stock(prepared, calibrate, name, work / "stock.onnx")]
-        cells = [f"stock {stock[0]:6.2f} / {stock[1]:6.2f}"]
-        for label, max_drop in (("auto", None), ("max-drop", 0.5)):
-            began = time.perf_counter()
-            recipe = Recipe(targets=(name,), settings=settings, dims=dims, max_drop=max_drop)
-            report = quantize_for(path, data, work / "edgekit.onnx", recipe)
-            found = score(work / "edgekit.onnx")
+    goal, good = Goal(max_drop=0.005, measure=lambda model: predict_drop(prepared, model, samples)), True
+    for name in targets:
+        target = read_target(name)
+        stock = [f"{score(file):6.2f}" for file in quantize_stock(prepared.path, calibrate, name, work / "stock.onnx")]
+        cells = [f"stock {' / '.join(stock)}"]
+        began = time.perf_counter()
+        plan = plan_quantization(prepared, calibration, target, "int8")
+        middle = time.perf_counter()
+        searched = search_quantization(
+            prepared, calibration, target, "int8", goal, work=work, progress=lambda _text: None
+        )
+        ended = time.perf_counter()
+        label = "max-drop" if searched.met else "NOT met"
+        found_plans = (("auto", plan, middle - began), (label, searched.chosen.plan, ended - middle))
+        for label, chosen, seconds in found_plans:
+            found = score(quantize_model(prepared, chosen, work / "edgekit.onnx").model.path)
             back = found >= reference - ALLOWED.get(family.task, 1.0)
             good &= back
-            floats = sum(node.op != "Softmax" for node in report.float_nodes)
-            step = report.steps[0] if report.steps else None
-            cells.append(
-                f"{label} {found:6.2f}{' ' if back else '!'} ({report.predicted.sqnr_db:.1f} dB, {floats} float, "
-                f"{'' if step is None else f'{step.method} {step.rounding} -{len(step.relieved)}'}, "
-                f"{'met' if report.met else 'NOT met'}, {time.perf_counter() - began:.0f} s)"
-            )
-        print(f"  {target:20} {' | '.join(cells)}", flush=True)
+            how = f"{chosen.method} {chosen.rounding}{' even' if chosen.factors else ''}"
+            kept = f"{len(chosen.wide)} wide, {len(chosen.float_nodes)} float"
+            cells.append(f"{label} {found:6.2f}{' ' if back else '!'} ({how}, {kept}, {seconds:.0f} s)")
+        print(f"  {name:20} {' | '.join(cells)}", flush=True)
     return good
+
+
+def as_samples(name: str, rows: Array) -> Samples:
+    """Returns rows as samples of one input."""
+    return Samples(source="bench", count=len(rows), read=lambda: ({name: row[None]} for row in rows))
+
+
+def read_target(name: str) -> Target:
+    """Returns a target given as NAME or NAME:KEY=VALUE."""
+    name, _, setting = name.partition(":")
+    return load_target(name, dict([setting.split("=")]) if setting else {})
 
 
 def main() -> int:
