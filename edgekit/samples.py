@@ -123,8 +123,8 @@ def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tenso
 
 def _batch_size(value: Array, spec: TensorSpec) -> int:
     """Returns how many rows a value has for an input that takes one, 1 where it is none or no batch."""
-    shape = spec.shape or ()
-    is_batch = len(shape) == value.ndim and shape[0] == 1 and value.shape[0] > 1
+    first, *rest = spec.shape or (None,)
+    is_batch = first == 1 and value.ndim == 1 + len(rest) and value.shape[0] > 1
     return value.shape[0] if is_batch and shape_matches((1, *value.shape[1:]), spec) else 1
 
 

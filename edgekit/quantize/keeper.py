@@ -65,6 +65,10 @@ class Keeper:
         ended = time.monotonic()
         self._next = ended + max(_LEAST_SECONDS, SHARE * (ended - began))
 
+    def tell(self, text: str) -> None:
+        """Says how far it is."""
+        self._progress(text)
+
     def note(self, text: str) -> None:
         """Says what is wrong, now and in the report."""
         self.notes.append(text)

@@ -85,7 +85,7 @@ def _nodes_before_softmax(graph: onnx.GraphProto, producers: dict[str, onnx.Node
         nodes = {id(producers[name]): producers[name] for name in front if name in producers}
         nodes = {key: node for key, node in nodes.items() if key not in reached}
         reached.update(nodes)
-        front = []
+        front = list[str]()
         for node in nodes.values():
             if node.op_type in _JOINED:
                 yield node

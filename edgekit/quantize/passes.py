@@ -1,6 +1,7 @@
 """The passes over the samples of a calibration: what is known is skipped, what is taken in is kept."""
 
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -31,6 +32,7 @@ SETTLED_SAMPLES = 8
 """After so many measured samples what is pending is summed, and a checkpoint may be written."""
 _MEASURED, _EXTREMES = "measured", "extremes"
 _SLACK_BYTES = 1 << 24
+_TOLD_SECONDS = 2.0
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +207,12 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
     if not todo:
         return
     session = CpuSession(task.work / "observed.onnx", SessionSettings(level=Level.ALL))
-    for index, sample in zip(todo, select_samples(task.samples, todo), strict=False):
+    began = told = time.monotonic()
+    for done, (index, sample) in enumerate(zip(todo, select_samples(task.samples, todo), strict=False)):
+        now = time.monotonic()
+        if done and now >= told + _TOLD_SECONDS:
+            left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
+            run.keeper.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         digest = digest_sample(sample)
         if task.expected and task.expected[index] != digest:
             raise DataError(

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -231,3 +232,11 @@ def test_a_build_reads_what_quantize_kept(folder: Path) -> None:
         verify=False, cache=folder / "cache", progress=steps.append,
     )  # fmt: skip
     assert f"the calibration with {COUNT} samples is read from the cache" in steps
+
+
+def test_a_slow_calibration_says_how_long_it_will_take(folder: Path) -> None:
+    (folder / "slow.py").write_text(SLOW.format(seconds=0.03))
+    arguments = ["quantize", "m.onnx", "--data", "slow:samples", "--target", "nnapi", "--method", "minmax", "-v"]
+    command = [sys.executable, "-m", "edgekit", *arguments, "--out", "q.onnx"]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    assert re.search(rf"calibrate: \d+ of {COUNT} samples, about \d+ s left", done.stderr)
