@@ -19,6 +19,7 @@ from edgekit.images import SUFFIXES, Preprocess, read_image
 from edgekit.npz import count_rows, read_rows
 from edgekit.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 
+_MOST_KEPT_BYTES = 32 << 20
 _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
 
 
@@ -80,6 +81,29 @@ def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
 
     names = tuple(name for index, name in enumerate(samples.class_names) if index in wanted)
     return Samples(source=samples.source, count=len(wanted), read=read, class_names=names)
+
+
+def keep_small(samples: Samples) -> Samples:
+    """Returns samples that stay in memory once they were read to their end, where they have 32 MB at most."""
+    kept: list[tuple[Tensors, ...]] = []
+
+    def read() -> Iterator[Tensors]:
+        if kept:
+            yield from kept[0]
+            return
+        rows: list[Tensors] = []
+        size_bytes = 0
+        for sample in samples:
+            size_bytes += sum(value.nbytes for value in sample.values())
+            if size_bytes <= _MOST_KEPT_BYTES:
+                rows.append(sample)
+            else:
+                rows.clear()
+            yield sample
+        if size_bytes <= _MOST_KEPT_BYTES:
+            kept.append(tuple(rows))
+
+    return msgspec.structs.replace(samples, read=read)
 
 
 def spread_indices(count: int, wanted: int) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Writing samples to an `.npz` that is the same to the byte for the same content, in memory that stays flat."""
 
+import contextlib
 import math
 import zipfile
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) 
         DataError: a tensor has another shape or dtype in some sample, or there is no sample.
         OutputError: the file cannot be written.
     """
-    with work_folder() as work:
+    with work_folder() as work, contextlib.ExitStack() as opened:
         columns: dict[str, _Column] = {}
         count = 0
         for sample in samples:
@@ -40,9 +41,12 @@ def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) 
                     hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
                 )
             for place, (name, value) in enumerate(sample.items()):
-                column = columns.setdefault(name, _Column(name, value, work / str(place), ragged=ragged))
-                column.append(value, count)
+                if name not in columns:
+                    columns[name] = _Column(name, value, work / str(place), ragged=ragged)
+                    opened.callback(columns[name].close)
+                columns[name].append(value, count)
             count += 1
+        opened.close()
         if not count:
             raise DataError(f"there is no sample for '{path.name}'", hint="give at least one, better 100")
         with replacing_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
@@ -64,6 +68,7 @@ class _Column:
         self._path = path
         self._words: list[Array] = []
         self._shapes: list[tuple[int, ...]] = []
+        self._file: IO[bytes] | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -78,18 +83,24 @@ class _Column:
 
     def append(self, value: Array, index: int) -> None:
         is_text = value.dtype.kind in "UO"
-        self._check(value, "string" if is_text else value.dtype.name, index)
+        self._check(value, index, is_text=is_text)
         self._shapes.append(value.shape)
         if is_text:
             self._words.append(_as_text(value, self._name))
             return
-        with self._path.open("ab") as file:
-            file.write(np.ascontiguousarray(value).tobytes())
+        if self._file is None:
+            self._file = self._path.open("wb")
+        self._file.write(np.ascontiguousarray(value).tobytes())
 
-    def _check(self, value: Array, dtype: str, index: int) -> None:
+    def close(self) -> None:
+        """Ends the writing of rows."""
+        if self._file is not None:
+            self._file.close()
+
+    def _check(self, value: Array, index: int, *, is_text: bool) -> None:
         first = self._shapes[0] if self._shapes else value.shape
         fits = len(value.shape) == len(first) if self._ragged else value.shape == first
-        if not fits or dtype != _name_dtype(self._dtype):
+        if not fits or (value.dtype != self._dtype and not (is_text and self._dtype.kind == "U")):
             spec = TensorSpec(name=self._name, dtype=_name_dtype(self._dtype), shape=first)
             what = "rank or type" if self._ragged else "shape or type"
             raise DataError(

@@ -91,6 +91,12 @@ def _as_rows(value: Array) -> Floats:
 
 def _rank(values: Floats) -> Floats:
     """Returns the rank of each value; equal values share the mean of their ranks."""
+    order = np.argsort(values)
+    ranked = values[order]
+    if not np.any(ranked[1:] == ranked[:-1]):
+        ranks = np.empty(values.size, dtype=np.float64)
+        ranks[order] = np.arange(1.0, values.size + 1.0)
+        return ranks
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray((ends - (counts - 1) / 2.0)[places], dtype=np.float64)

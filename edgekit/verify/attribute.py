@@ -11,8 +11,8 @@ from edgekit.bundle.golden import read_classes, read_inputs, read_outputs
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.model import Model, load_model
-from edgekit.samples import Samples, select_samples, spread_indices
-from edgekit.tensors import Array, Tensors
+from edgekit.samples import Samples, keep_small, select_samples, spread_indices
+from edgekit.tensors import Tensors
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.layers import compare_layers
@@ -20,7 +20,6 @@ from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, RunReport, Step, VerifyReport
 
-_MOST_KEPT_BYTES = 32 << 20
 _LOCATING_SAMPLES = 4
 
 
@@ -196,11 +195,7 @@ def _run_samples(session: CpuSession, inputs: Samples) -> Samples:
         for sample in inputs:
             yield session.run(sample)
 
-    first = next(read(), dict[str, Array]())
-    if sum(value.nbytes for value in first.values()) * inputs.count > _MOST_KEPT_BYTES:
-        return Samples(source=inputs.source, count=inputs.count, read=read)
-    kept = tuple(read())
-    return Samples(source=inputs.source, count=inputs.count, read=lambda: iter(kept))
+    return keep_small(Samples(source=inputs.source, count=inputs.count, read=read))
 
 
 def _describe(step: Step, found: OutputReport, accuracy: float | None) -> AttributionStep:

@@ -19,7 +19,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
-from edgekit.samples import Samples, select_samples, spread_indices
+from edgekit.samples import Samples, keep_small, select_samples, spread_indices
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.alterations import COMPARED_FORMS, Alteration, find_alterations
@@ -165,6 +165,8 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             indices = indices[: run.outputs.count]
             reference = select_samples(read_outputs(golden), indices)
             plan = msgspec.structs.replace(plan, samples=len(indices))
+        reference = keep_small(reference)
+        run = msgspec.structs.replace(run, outputs=keep_small(run.outputs))
         report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle))
         report = msgspec.structs.replace(report, gap=find_gap(run, job), planned_samples=job.samples.count)
         report = _look_for_lies(bundle, run, report, job.samples.count, None if asked.golden else indices, reference)
