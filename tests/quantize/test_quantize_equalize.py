@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from onnx import numpy_helper
+from collapsing_models import SEPARABLE, make_collapsing
 from quantize_models import make_model, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -18,45 +18,10 @@ from edgekit.quantize.seams import find_seams
 from edgekit.target import Target, load_target
 from edgekit.tensors import Array
 
-SEPARABLE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
-  a = Conv<kernel_shape=[1,1]>(x, w1, b1) r = Relu(a)
-  d = Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=24>(r, w2, b2) p = PRelu(d, slope)
-  e = Conv<kernel_shape=[1,1]>(p, w3, b3) c = Clip(e, zero, six)
-  f = Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=16>(c, w4, b4)
-  y = Conv<kernel_shape=[1,1]>(f, w5, b5) }"""
-SHAPES = {
-    "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 1, 3, 3), "b2": (24,), "w3": (16, 24, 1, 1), "b3": (16,),
-    "w4": (16, 1, 3, 3), "b4": (16,), "w5": (40, 16, 1, 1), "b5": (40,),
-}  # fmt: skip
-UNEQUAL = (("w1", "b1", "w2", 24, 0), ("w2", "b2", "w3", 24, 1), ("w3", "b3", "w4", 16, 0))
-"""Weight and bias of a producer, the weight that reads it, the channels, and the axis of these in the reader."""
-
-
-def make_unequal(folder: Path, decades: float) -> Model:
-    """A separable net whose channels differ as folded batch normalisation makes them: same function, other sizes."""
-    model = make_model(SEPARABLE, folder / "m.onnx", SHAPES)
-    proto = read_graph(model).proto
-    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    arrays |= {
-        "slope": np.full((24, 1, 1), 0.25, np.float32),
-        "zero": np.array(0, np.float32),
-        "six": np.array(6, np.float32),
-    }
-    rng = np.random.default_rng(3)
-    for weight, bias, reader, channels, axis in UNEQUAL:
-        factors = (10 ** rng.uniform(-decades, 0, channels)).astype(np.float32)
-        arrays[weight] = arrays[weight] * factors.reshape(-1, 1, 1, 1)
-        arrays[bias] = arrays[bias] * factors
-        arrays[reader] = arrays[reader] / factors.reshape((1, -1, 1, 1) if axis else (-1, 1, 1, 1))
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in arrays.items())
-    save_proto(proto, folder / "unequal.onnx")
-    return load_model(folder / "unequal.onnx")
-
 
 @pytest.fixture
 def unequal(tmp_path: Path) -> tuple[Model, Calibration]:
-    model = make_unequal(tmp_path, decades=2.0)
+    model = make_collapsing(SEPARABLE, tmp_path)
     return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
 
