@@ -103,6 +103,24 @@ def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys
     assert (out / "model.runtime.ort").exists()
 
 
+def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = ", ".join(str(value) for value in np.random.default_rng(0).normal(size=15).round(3))
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,5,8,8] y)
+      <float[5,3,1,1] w = {{{weights}}}> {{ y = Conv(x, w) }}"""
+    model, rows = parse_model(text, tmp_path / "m.onnx"), np.random.default_rng(1).normal(size=(32, 3, 8, 8))
+    np.savez(tmp_path / "d.npz", x=rows.astype(np.float32))
+    kernel = np.array(weights.split(", "), np.float64).reshape(5, 3)
+    np.save(tmp_path / "masks.npy", np.einsum("kc,nchw->nkhw", kernel, rows).argmax(1))
+    arguments = ["quantize", str(model), "--data", str(tmp_path / "d.npz"), "--target", "qnn", "--metric", "miou"]
+    arguments += ["--out", str(tmp_path / "q.onnx"), "--max-drop", "5", "-q"]
+    found = _json([*arguments, "--labels", str(tmp_path / "masks.npy")], capsys)["predicted"]
+    assert (found["measure"], found["source"], found["reference"]) == ("miou", "labels", 1.0)
+    assert found["drop_interval"][0] <= found["drop_estimate"] <= 0.05
+    assert found["drop_estimate"] == pytest.approx(1 - found["got"])
+    assert run_command(arguments) == 2
+    assert "--metric needs labels" in capsys.readouterr().err
+
+
 def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantized = bundles / "digits_mobilenet-nnapi" / "model.onnx"
     arguments = ["compare", str(MODEL), str(quantized), "--data", str(CALIBRATION), "--samples", "4", "--layers"]
