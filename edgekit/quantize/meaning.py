@@ -65,8 +65,10 @@ def read_decisions(value: Array, reading: Reading) -> Array:
 
 
 def _read(graph: Graph, name: str, values: Sequence[Array]) -> Iterator[Reading]:
-    """Yields the meaning of an output, nothing where its numbers mean nothing to arithmetic."""
+    """Yields the meaning of an output, nothing where its numbers or its changing shape say none."""
     first, squash = values[0], _find_squash(graph, name)
+    if any(value.shape != first.shape for value in values):
+        return
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(meaning="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):

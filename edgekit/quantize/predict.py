@@ -90,6 +90,8 @@ class Likeness:
         session = CpuSession(model.path, SessionSettings())
         few = [session.run(sample) for sample in select_samples(samples, spread_indices(samples.count, _READ_FROM))]
         self._readings = _choose_outputs(read_meanings(read_graph(model), few))
+        self._shapes = {name: few[0][name].shape for name in self._readings}
+        self._broken: set[str] = set()
         self._records: dict[str, list[Array]] = {name: [] for name in self._readings}
         self._powers: dict[str, Array] = {}
         self._count = 0
@@ -100,8 +102,12 @@ class Likeness:
         _add_powers(self._powers, pair.expected, pair.found)
         for name, reading in self._readings.items():
             expected, found = pair.expected[name], pair.found.get(name)
-            if found is not None and found.shape == expected.shape:
-                self._records[name].append(MEASURES[reading.meaning].record(expected, found, reading))
+            if found is None or not found.shape == expected.shape == self._shapes[name]:
+                continue
+            if found.dtype.kind == "f" and not np.isfinite(found).all():
+                self._broken.add(name)
+                continue
+            self._records[name].append(MEASURES[reading.meaning].record(expected, found, reading))
 
     def predict(self) -> Prediction:
         """Returns the worst loss of all outputs that mean something."""
@@ -114,6 +120,9 @@ class Likeness:
             drop_interval=None,
             source="no output decides anything that is known",
         )
+        if self._broken:
+            lost = Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0)
+            return _with_loss(prediction, lost, self._readings[min(self._broken)])
         whole = [name for name, records in self._records.items() if 0 < self._count == len(records)]
         if not whole or len(whole) < len(self._readings):
             return prediction

@@ -67,6 +67,21 @@ def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
     assert found.meets(0)
 
 
+def test_outputs_that_change_their_shape_have_a_ratio_only(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,9] x) => (float[2,N] y)
+      { r = Relu(x) n = NonZero(r) y = Cast<to=1>(n) }"""
+    rows = np.random.default_rng(0).normal(size=(8, 1, 9)).astype(np.float32)
+    model = make_model(text, tmp_path / "m.onnx")
+    found = predict_drop(model, model, make_samples([{"x": row} for row in rows]))
+    assert (found.drop_estimate, found.sqnr_db) == (None, 80)
+
+
+def test_values_that_are_not_finite_have_lost_everything(samples: Samples, tmp_path: Path) -> None:
+    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "0, 0, 0, -inf")
+    found = predict_drop(good, bad, samples)
+    assert (found.drop_estimate, found.top1_agreement, found.meets(0.5)) == (1.0, 0.0, False)
+
+
 def with_bias(folder: Path, shape: str, bias: float, tail: str) -> Model:
     """A model that adds a bias to the first channel (or to all, where there is one) and then does `tail`."""
     channels = int(shape.split(",")[1].rstrip("]"))
