@@ -189,8 +189,8 @@ class _Builder:
         size = math.prod(shape)
         jitter = np.random.default_rng(0).random(count)
         flat = ((np.arange(count) + jitter) * (size / count)).astype(np.int64).clip(0, size - 1)
-        indices = self._constant(f"{name}.edgekit.positions", np.stack(np.unravel_index(flat, shape), axis=1))
-        return self._node("GatherND", [name, indices])
+        whole = self._node("Reshape", [name, "edgekit.flat"])
+        return self._node("Gather", [whole, self._constant(f"edgekit.positions.{size}.{count}", flat)])
 
     def cut(self, samples: int) -> Iterator[tuple[Layer, Cut]]:
         for layer in read_layers(self._graph):
