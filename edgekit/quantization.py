@@ -16,6 +16,7 @@ from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.choose import plan_calibration
 from edgekit.quantize.diagnose import rank_plan
 from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import Prediction, predict_drop
@@ -156,7 +157,7 @@ def _describe_calibration(calibration: Calibration) -> CalibrationReport:
 
 
 def _describe_layers(ready: _Ready, plan: QuantPlan) -> Iterator[LayerReport]:
-    seen = ready.calibration.ranges["minmax"]
+    seen = plan_calibration(ready.prepared, plan, ready.calibration).ranges["minmax"]
     plan = msgspec.structs.replace(plan, statistics=ready.calibration.statistics)
     ranked = {error.name: error for error in rank_plan(ready.prepared, plan)}
     for name in (name for name in plan.ranges if name in ranked):

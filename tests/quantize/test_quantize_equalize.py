@@ -11,10 +11,12 @@ from quantize_models import make_model, random_samples
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.model import Model, load_model, save_proto
+from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph
 from edgekit.quantize.graph import float_activations, read_graph
 from edgekit.quantize.seams import find_seams
+from edgekit.recipe import Data, Recipe
 from edgekit.target import Target, load_target
 from edgekit.tensors import Array
 
@@ -104,6 +106,21 @@ def test_unequal_channels_come_back(
     assert sqnr_db(model, saved) > least_db
     again = quantize_model(model, msgspec.json.decode(msgspec.json.encode(plan), type=type(plan)), tmp_path / "b.onnx")
     assert again.model.sha256 == saved.sha256
+
+
+def test_the_command_reports_scaled_layers_and_applies_their_plan(
+    unequal: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model = unequal[0]
+    rows = [sample["x"] for sample in random_samples(model, count=40)]
+    np.savez(tmp_path / "data.npz", allow_pickle=False, x=np.stack(rows))
+    data, recipe = Data(source=str(tmp_path / "data.npz")), Recipe(targets=("qnn",))
+    report = quantize_for(model.path, data, tmp_path / "a.onnx", recipe, QuantizeOptions(layers=True))
+    assert report.steps[0].equalized
+    assert "r_equalized" in {layer.tensor for layer in report.layers}
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan_for(model.path, data, recipe)))
+    quantize_for(model.path, data, tmp_path / "b.onnx", recipe, QuantizeOptions(plan=tmp_path / "plan.json"))
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
 def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> None:
