@@ -84,6 +84,8 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
     """
     kind = find_kind(path)
     if kind is None:
+        if path.suffix in {".onnx", ".ort"}:
+            raise BundleError(f"'{path}' is a model, not a bundle", hint="edgekit build makes bundles of a model")
         raise BundleError(f"'{path}' is no zip and no tar", hint="a compressed tar is not opened: decompress it first")
     with path.open("rb") as file, staged_folder(out) as staging:
         members = _check_members(translating(READERS[kind](file), path), path, limits or Limits())

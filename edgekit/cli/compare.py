@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edgekit.cli import options
-from edgekit.cli.limits import DROP, METRIC
+from edgekit.cli.limits import DROP, METRIC, limit
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
 from edgekit.data_check import check_samples
@@ -27,9 +27,9 @@ from edgekit.verify.models import add_task, compare_models, compare_on_device
 @options.PREPROCESS
 @options.SAMPLES
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
-@click.option("--min-sqnr", type=float, metavar="DB", help="Say no below this signal-to-noise ratio.")
+@limit("--min-sqnr", "min_sqnr", click.FloatRange(-200, 200), "Say no below this signal-to-noise ratio in dB.")
 @click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then compares its layers.")
-@click.option("--target", metavar="NAME", default="nnapi", help="How the device opens B. Default: nnapi.")
+@click.option("--target", metavar="NAME", help="How the device opens B. Default: nnapi.")
 @METRIC
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
 @DROP
@@ -45,7 +45,7 @@ def command(
     layers: bool,
     min_sqnr: float | None,
     device: str | None,
-    target: str,
+    target: str | None,
     metric: str | None,
     labels: Path | None,
     max_metric_drop: float | None,
@@ -65,6 +65,8 @@ def command(
     """
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
+    if target is not None and device is None:
+        raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
     first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = limit_samples(given, samples)
@@ -75,7 +77,7 @@ def command(
         if device is None:
             report = compare_models(first, second, chosen, layers=layers)
         else:
-            opened = load_target(target)
+            opened = load_target(target or "nnapi")
             report = compare_on_device(first, second, chosen, find_device(device, opened), opened, layers=layers)
         if metric is not None and labels is not None:
             task = load_metric(metric)

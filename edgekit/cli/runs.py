@@ -36,6 +36,8 @@ def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
         show_json({"runs": [{name: getattr(run, name) for name in names} for run in runs]})
     for run in () if as_json else runs:
         show_line(f"{run.id}  {run.time}  {run.bundle}  {'pass' if run.passed else 'fail'}")
+    if not runs and not as_json:
+        show_line(f"no verification of '{bundle}' is recorded" if bundle else "no verification is recorded")
     return YES
 
 

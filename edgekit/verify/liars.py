@@ -64,7 +64,10 @@ def find_deafness(reference: Sequence[Floats], got: Sequence[Floats], energy: fl
 
 
 def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
-    """Returns a note for each float output whose values all have half precision, where the reference's have not."""
+    """Returns a note for each float output whose values all have half precision, where the reference's have not.
+
+    Values on an integer grid, such as a quantized softmax gives, may have half precision by themselves.
+    """
     rows: dict[str, list[tuple[Array, Array]]] = {}
     try:
         for _, wanted, found in zip(range(_LOOKED_AT), reference, got, strict=False):
@@ -79,7 +82,18 @@ def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
         if sum(first.size for first, _ in pairs) >= _LEAST_VALUES
         and all(_is_half(second) for _, second in pairs)
         and not all(_is_half(first) for first, _ in pairs)
+        and not _is_on_grid(np.concatenate([second.reshape(-1) for _, second in pairs]))
     )
+
+
+def _is_on_grid(values: Array) -> bool:
+    """Returns True if values are at most 256 steps of one size apart; the least distance may be up to 4 steps."""
+    levels = np.unique(values.astype(np.float64))
+    if levels.size < 3:
+        return True
+    steps = (levels - levels[0]) / np.diff(levels).min()
+    grids = (steps * count for count in range(1, 5))
+    return any(grid[-1] < 256 and bool(np.all(np.abs(grid - np.rint(grid)) < 1e-3)) for grid in grids)
 
 
 def find_replay(bundle: Bundle, indices: Sequence[int], reference: Samples, got: Samples) -> str | None:

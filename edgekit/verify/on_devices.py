@@ -31,7 +31,7 @@ def verify_on(
     task: TaskLimit | None = None,
     layers: bool = False,
 ) -> VerifyReport:
-    """Verifies a bundle on chosen devices, or those of its target, and writes `verify.json` into it.
+    """Verifies a bundle on chosen devices, or those of its target, and writes `verify.json` into it if one ran.
 
     What the build knew of the loss stays in it: the models that it was measured with are gone.
 
@@ -44,7 +44,8 @@ def verify_on(
     report = msgspec.structs.replace(
         keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.golden)
     )
-    write_report(bundle, report)
+    if report.runs:
+        write_report(bundle, report)
     return report
 
 

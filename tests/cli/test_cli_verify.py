@@ -237,3 +237,44 @@ def test_the_page_shows_the_worst_samples(bundle: Path, tmp_path: Path, data: li
     page = tmp_path / "v.html"
     assert run_command(["verify", str(bundle), "--on", "emulated", *data, "--html", str(page)]) == 0
     assert page.read_text().count('<img src="data:image/png;base64,') == 1
+
+
+def test_a_device_that_is_not_there_leaves_the_evidence_alone(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _verify([str(bundle), "--on", "emulated"], capsys)
+    before = (bundle / "verify.json").read_bytes()
+    monkeypatch.setenv("PATH", "/nowhere")
+    report = _verify([str(bundle), "--on", "adb:1"], capsys, code=1)
+    assert report["skipped"][0]["device"] == "adb:1"
+    assert (bundle / "verify.json").read_bytes() == before
+
+
+def test_a_model_is_no_bundle(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a model, not a bundle (edgekit build makes bundles" in _refuse([str(MODEL)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--min-sqnr", "nan"], "'nan' is no number"),
+        (["--target", "qnn"], "--target says how a device opens B"),
+        (["--on", "hots"], "there is no device 'hots'"),
+        (["--on", "host", "--target", "nap"], "there is no target 'nap'"),
+    ],
+)
+def test_compare_refuses_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", str(MODEL), str(MODEL), "--data", str(EVALUATION), "--samples", "2", *options]
+    assert run_command(arguments) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert message in shown.err
+
+
+def test_a_history_without_such_a_bundle_says_so(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = tmp_path / "h.sqlite"
+    _verify([str(bundle), "--on", "emulated", "--history", str(history)], capsys)
+    assert run_command(["runs", "list", "--history", str(history), "--bundle", "other"]) == 0
+    assert capsys.readouterr().out == "no verification of 'other' is recorded\n"

@@ -20,7 +20,7 @@ from edgekit.samples import Samples
 from edgekit.tensors import Tensors
 from edgekit.verify.buckets import fill_buckets
 from edgekit.verify.compare import compare_outputs
-from edgekit.verify.liars import find_order
+from edgekit.verify.liars import find_half_values, find_order
 from edgekit.verify.report import RunReport
 from edgekit.verify.verify import verify_bundle
 
@@ -163,3 +163,18 @@ def test_outputs_that_do_not_follow_their_inputs_are_told(size: int, level: floa
     assert wrong.sqnr_db is not None
     assert wrong.sqnr_db > 8.0
     assert ("does not follow its inputs" in str(wrong.mismatch)) is is_told
+
+
+def rows_of(rows: list[np.ndarray]) -> Samples:
+    return Samples(source="x", count=len(rows), read=lambda: ({"y": row} for row in rows))
+
+
+def test_values_on_an_integer_grid_are_no_half_precision() -> None:
+    rng = np.random.default_rng(0)
+    wanted = [rng.random((1, 64), dtype=np.float32) for _ in range(4)]
+
+    def note(rows: list[np.ndarray]) -> tuple[str, ...]:
+        return find_half_values(rows_of(wanted), rows_of(rows))
+
+    assert not note([np.rint(row * 256).clip(0, 255).astype(np.float32) / 256 for row in wanted])
+    assert note([row.astype(np.float16).astype(np.float32) for row in wanted])
