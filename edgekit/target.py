@@ -37,7 +37,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
     are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only. Those of
-    `shared_ops` get one scale for all their inputs and their output.
+    `shared_ops` get one scale for all their inputs and their output. With `reduce_range` weights have 7 bits.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -45,6 +45,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     weight: Literal["uint8", "int8"]
     activation_symmetric: bool = False
     weight_symmetric: bool = True
+    reduce_range: bool = False
     per_channel_ops: tuple[str, ...] = ()
     op_types: tuple[str, ...] = ()
     float_ops: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ _TYPES: dict[str, Any] = {
     "uint16": QuantType.QUInt16,
     "int16": QuantType.QInt16,
 }
+_FULL = 127
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
@@ -50,7 +51,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale
     per channel. `wide` holds low and high of activations that get 16 bits where the others get 8; where a reader takes
-    8 bits of them nevertheless, their entry in `ranges` counts.
+    8 bits of them nevertheless, their entry in `ranges` counts. `weight_limit` is the largest magnitude of a weight.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -64,6 +65,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     grids: dict[str, Grid]
     axes: dict[str, int]
     wide: dict[str, tuple[float, float]] = {}
+    weight_limit: int = 127
 
 
 def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx.ModelProto:
@@ -81,7 +83,7 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
         quantizer: Any = QDQQuantizer(
             copy,
             False,  # noqa: FBT003 - per_channel: `axes` says it weight by weight
-            False,  # noqa: FBT003 - reduce_range
+            request.weight_limit < _FULL,
             _TYPES[request.weight],
             _TYPES[request.activation],
             _tensors_data(request),
@@ -126,7 +128,8 @@ def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: s
 def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any], list[str]]:
     weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
     overrides: dict[str, list[dict[str, Any]]] = {
-        name: _channel_overrides(numpy_helper.to_array(weights[name]), axis) for name, axis in request.axes.items()
+        name: _channel_overrides(numpy_helper.to_array(weights[name]), axis, request.weight_limit)
+        for name, axis in request.axes.items()
     }
     for name, grid in request.grids.items():
         overrides[name] = [_grid_override(grid, request.activation)]
@@ -168,21 +171,21 @@ def _opset(proto: onnx.ModelProto) -> int:
     return max(entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"})
 
 
-def channel_scales(weight: Array, axis: int) -> Array:
-    """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over 127.
+def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
+    """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over `limit`.
 
     A channel of zeros gets the largest scale, so that its bias, whose step is this scale times the input's, is kept.
     """
     others = tuple(index for index in range(weight.ndim) if index != axis)
-    scales = np.abs(weight).max(axis=others).astype(np.float32) / np.float32(127)
+    scales = np.abs(weight).max(axis=others).astype(np.float32) / np.float32(limit)
     return np.where(scales > np.finfo(np.float32).tiny, scales, scales.max() or np.float32(1)).astype(np.float32)
 
 
-def _channel_overrides(weight: Array, axis: int) -> list[dict[str, Any]]:
+def _channel_overrides(weight: Array, axis: int, limit: int) -> list[dict[str, Any]]:
     """Spells out scales that ORT would find itself, one channel at a time in Python, at half the speed."""
     return [
         {"quant_type": QuantType.QInt8, "axis": axis, "scale": scale, "zero_point": np.int8(0)}
-        for scale in channel_scales(weight, axis)
+        for scale in channel_scales(weight, axis, limit)
     ]
 
 

@@ -10,6 +10,7 @@ from edgekit.quantize.correct import correct_weights
 from edgekit.quantize.equalize import equalize_graph, scaled_layers
 from edgekit.quantize.graph import Graph, read_graph, sort_nodes
 from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.rounding import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.shared import share_ranges, shared_tensors
 
 _FREE = frozenset({"Sigmoid"})
@@ -57,8 +58,12 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onn
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
-    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled)
+    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled, _limit(plan))
     return qdq
+
+
+def _limit(plan: QuantPlan) -> int:
+    return REDUCED_LIMIT if plan.reduce_range else LIMIT
 
 
 def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
@@ -78,6 +83,7 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
         excluded=tuple(node.name for node in plan.float_nodes),
         ranges={name: (span.low, span.high) for name, span in ranges.items()},
         grids=grids,
+        weight_limit=_limit(plan),
         axes=plan.axes,
         wide={name: (span.low, span.high) for name, span in plan.wide.items()},
     )

@@ -129,6 +129,7 @@ def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
         "symmetric": (plan.activation_symmetric, plan.weight, plan.weight_symmetric),
         "axes": plan.axes,
         "shared": plan.shared_ops,
+        "reduced": plan.reduce_range,
         "float": [node.name for node in plan.float_nodes if node.name not in behind],
         "wide": plan.wide,
         "factors": plan.factors,

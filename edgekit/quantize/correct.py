@@ -15,6 +15,7 @@ from edgekit.quantize.graph import Graph
 from edgekit.quantize.layers import Layer, read_layers
 from edgekit.quantize.moments import Moment, open_moments, scale_moment
 from edgekit.quantize.rounding import (
+    LIMIT,
     Rounded,
     refit_weights,
     round_nearest,
@@ -37,7 +38,10 @@ _INT32_MARGIN = 1.001 / (2**31 - 1)
 
 
 class _Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a layer's parameters are in a QDQ graph: names of initializers, and the step of the quantized input."""
+    """Where a layer's parameters are in a QDQ graph: names of initializers, and the step of the quantized input.
+
+    `limit` is the largest magnitude of its integers.
+    """
 
     weight: str
     weight_scale: str
@@ -45,6 +49,7 @@ class _Seat(msgspec.Struct, frozen=True, kw_only=True):
     bias_scale: str | None
     step: float
     per_channel: bool
+    limit: int
 
 
 def correct_weights(
@@ -53,10 +58,12 @@ def correct_weights(
     statistics: Path,
     rounding: Rounding,
     factors: Mapping[str, tuple[float, ...]],
+    limit: int = LIMIT,
 ) -> None:
     """Rewrites weights, their scales and biases of the QDQ form of `graph`; `qdq` is changed.
 
     `factors` holds by layer those that the channels of its input were multiplied by since the calibration.
+    `limit` is the largest magnitude of the integers.
     What was rounded once is kept in the folder `statistics` for other targets that quantize the same inputs alike.
 
     Raises:
@@ -65,7 +72,7 @@ def correct_weights(
     if rounding == "nearest":
         return
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    seats = _find_seats(qdq.graph, initializers)
+    seats = _find_seats(qdq.graph, initializers, limit)
     layers = [layer for layer in read_layers(graph) if layer.node in seats]
     layers = [layer for layer in layers if (layer.bias is None) == (seats[layer.node].bias is None)]
     with open_moments(statistics / "moments.npz") as stored:
@@ -93,7 +100,7 @@ def _correct_layer(
     weight = numpy_helper.to_array(graph.initializers[layer.weight])
     matrix, bias = layer.to_matrix(weight), _read_bias(graph, layer)
     floor = np.abs(bias).reshape(layer.groups, layer.outputs, 1) * _INT32_MARGIN / seat.step
-    plain = weight_scale(matrix, per_channel=seat.per_channel, floor=floor)
+    plain = weight_scale(matrix, per_channel=seat.per_channel, floor=floor, limit=seat.limit)
     step = seat.step.hex() if rounding == "refit" else ""
     key = hashlib.sha256(f"{layer.node}:{rounding}:{seat.per_channel}:{step};".encode())
     for part in (plain, np.ascontiguousarray(weight), bias):
@@ -119,7 +126,8 @@ def _correct_layer(
 
 def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor: Array, rounding: Rounding) -> Rounded:
     if rounding == "bias":
-        return round_nearest(matrix, weight_scale(matrix, per_channel=seat.per_channel, floor=floor))
+        scale = weight_scale(matrix, per_channel=seat.per_channel, floor=floor, limit=seat.limit)
+        return round_nearest(matrix, scale, seat.limit)
     blocks = moment.blocks.astype(np.float64)
     size = blocks.shape[-1]
     if layer.bias is not None:
@@ -135,8 +143,8 @@ def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor
     noise = seat.step**2 / 12 if rounding == "refit" else 0.0
     if rounding == "refit":
         split = refit_weights(split, blocks, noise)
-    scale = weight_scale(_join(split, layer), per_channel=seat.per_channel, floor=floor)
-    found = round_with_moment(split, blocks, np.repeat(scale, pieces, axis=0), noise)
+    scale = weight_scale(_join(split, layer), per_channel=seat.per_channel, floor=floor, limit=seat.limit)
+    found = round_with_moment(split, blocks, np.repeat(scale, pieces, axis=0), noise, seat.limit)
     return Rounded(integers=_join(found.integers, layer), scale=scale)
 
 
@@ -145,7 +153,7 @@ def _join(split: Array, layer: Layer) -> Array:
     return pieces.transpose(0, 2, 1, 3).reshape(layer.groups, layer.outputs, layer.inputs)
 
 
-def _find_seats(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto]) -> dict[str, _Seat]:
+def _find_seats(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto], limit: int) -> dict[str, _Seat]:
     dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
     seats: dict[str, _Seat] = {}
     for node in graph.node:
@@ -172,6 +180,7 @@ def _find_seats(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto
             bias_scale=bias.input[1] if bias is not None else None,
             step=float(numpy_helper.to_array(initializers[sources[0].input[1]])),
             per_channel=scale.ndim > 0,
+            limit=limit,
         )
     return seats
 

@@ -45,8 +45,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `factors` holds for each tensor whose channels are scaled, in the producer and back in its readers, the factors.
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
-    tried, best first. `shared_ops` are operators whose inputs and output get one scale. `statistics` is the
-    calibration's folder, which rounding other than "nearest" needs.
+    tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
+    scale. `statistics` is the calibration's folder, which rounding other than "nearest" needs.
     """
 
     model_sha256: str
@@ -58,6 +58,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weight: Literal["uint8", "int8"]
     activation_symmetric: bool
     weight_symmetric: bool
+    reduce_range: bool = False
     method: str
     rounding: Rounding
     op_types: tuple[str, ...]
@@ -101,6 +102,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         weight=rules.weight,
         activation_symmetric=rules.activation_symmetric,
         weight_symmetric=rules.weight_symmetric,
+        reduce_range=rules.reduce_range,
         method="minmax",
         rounding="nearest",
         op_types=op_types,

@@ -10,6 +10,8 @@ from edgekit.tensors import Array
 
 LIMIT = 127
 """The largest magnitude of a symmetric 8-bit weight."""
+REDUCED_LIMIT = 64
+"""The largest one of which two, each times 255, add up within 16 bits (32640): `reduce_range` of ORT's quantizer."""
 _BLOCK = 64
 
 
@@ -25,21 +27,21 @@ class Rounded(msgspec.Struct, frozen=True, kw_only=True):
         return self.integers.astype(np.float32) * self.scale
 
 
-def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0) -> Array:
-    """Returns the scale float32 [groups, outputs, 1] that puts the largest magnitude on 127, but at least `floor`.
+def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0, limit: int = LIMIT) -> Array:
+    """Returns the scale float32 [groups, outputs, 1] that puts the largest magnitude on `limit`, but at least `floor`.
 
     A channel of zeros gets the largest scale of its layer.
     """
     largest = np.abs(matrix).max(axis=2, keepdims=True)
     if not per_channel:
         largest = np.broadcast_to(largest.max(), largest.shape)
-    scale, tiny = largest / LIMIT, float(np.finfo(np.float32).tiny)
+    scale, tiny = largest / limit, float(np.finfo(np.float32).tiny)
     return np.maximum(np.where(scale > tiny, scale, max(float(scale.max()), tiny)), floor).astype(np.float32)
 
 
-def round_nearest(matrix: Array, scale: Array) -> Rounded:
+def round_nearest(matrix: Array, scale: Array, limit: int = LIMIT) -> Rounded:
     """Rounds each weight to the nearest grid point."""
-    integers = np.clip(np.rint(matrix / scale), -LIMIT, LIMIT).astype(np.int8)
+    integers = np.clip(np.rint(matrix / scale), -limit, limit).astype(np.int8)
     return Rounded(integers=integers, scale=scale)
 
 
@@ -64,7 +66,7 @@ def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
     return np.swapaxes(np.linalg.solve(noisy, moment @ np.swapaxes(matrix, 1, 2)), 1, 2)
 
 
-def round_with_moment(matrix: Array, moment: Array, scale: Array, noise: float = 0.0) -> Rounded:
+def round_with_moment(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, limit: int = LIMIT) -> Rounded:
     """Rounds weights one input at a time, each time moving the error to the inputs not yet rounded.
 
     GPTQ (Frantar et al. 2022, arXiv:2210.17323) with inputs in the order of falling energy and 1 % damping.
@@ -79,7 +81,7 @@ def round_with_moment(matrix: Array, moment: Array, scale: Array, noise: float =
     damped = hessian + damping[:, None, None] * np.eye(size)
     upper = _inverse_factor((damped / damping.max()).astype(np.float32))
     rows = np.take_along_axis(matrix, order[:, None, :], axis=2).transpose(2, 0, 1).astype(np.float32)
-    rounded = _round_rows(rows, upper, scale[..., 0])
+    rounded = _round_rows(rows, upper, scale[..., 0], limit)
     integers = np.empty(matrix.shape, np.int8)
     np.put_along_axis(integers, order[:, None, :], rounded.transpose(1, 2, 0), axis=2)
     return Rounded(integers=integers, scale=scale)
@@ -91,14 +93,14 @@ def _inverse_factor(hessian: Array) -> Array:
     return np.linalg.inv(lower[:, ::-1, ::-1])
 
 
-def _round_rows(rows: Array, upper: Array, scale: Array) -> Array:
+def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
     """Rounds rows [inputs, groups, outputs] in order; changes `rows`."""
     rounded = np.empty(rows.shape, np.int8)
     for start in range(0, len(rows), _BLOCK):
         stop = min(start + _BLOCK, len(rows))
         errors = np.empty((stop - start, *rows.shape[1:]), np.float32)
         for index in range(start, stop):
-            grid = np.clip(np.rint(rows[index] / scale), -LIMIT, LIMIT)
+            grid = np.clip(np.rint(rows[index] / scale), -limit, limit)
             rounded[index] = grid
             error = (rows[index] - grid * scale) / upper[:, index, index, None]
             errors[index - start] = error

@@ -229,3 +229,14 @@ def test_output_into_a_closed_pipe_is_no_traceback() -> None:
     command = f"{sys.executable} -m edgekit targets --json | head -c 1"
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_quantize_says_what_to_do_for_a_target_without_integers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", str(MODEL), "--data", str(CALIBRATION), "--target", "coreml"]
+    assert run_command([*arguments, "--out", str(tmp_path / "q.onnx")]) == 2
+    said = capsys.readouterr().err
+    assert "target 'coreml' takes no quantized model: the Core ML provider has no builder for Q or DQ nodes" in said
+    assert "edgekit convert MODEL --weights fp16" in said
+    assert list(tmp_path.iterdir()) == []

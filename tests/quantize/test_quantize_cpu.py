@@ -18,8 +18,18 @@ from edgekit.samples import Samples
 from edgekit.target import load_target
 from edgekit.tensors import Array, Tensors
 
-ARCHS = ("arm64", "x64-vnni", "x64")
-TYPES = {"arm64": ("int8", "int8"), "x64-vnni": ("uint8", "int8"), "x64": ("uint8", "uint8")}
+SETTINGS = {
+    "arm64": {"arch": "arm64"},
+    "x64-vnni": {"arch": "x64-vnni"},
+    "x64": {"arch": "x64"},
+    "x64-7bit": {"arch": "x64", "weights": "7bit"},
+}
+TYPES = {
+    "arm64": ("int8", "int8"),
+    "x64-vnni": ("uint8", "int8"),
+    "x64": ("uint8", "uint8"),
+    "x64-7bit": ("uint8", "int8"),
+}
 QEMU = "qemu-x86_64-static"
 FAR = """
 import sys, numpy, onnxruntime
@@ -31,7 +41,7 @@ numpy.save(sys.argv[3], session.run(None, {"x": numpy.load(sys.argv[2])})[0])
 
 
 def quantize(model: Model, calibration: Calibration, arch: str, folder: Path) -> QuantizedModel:
-    plan = plan_quantization(model, calibration, load_target("cpu", {"arch": arch}), "int8", method="minmax")
+    plan = plan_quantization(model, calibration, load_target("cpu", SETTINGS[arch]), "int8", method="minmax")
     return quantize_model(model, plan, folder / f"{arch}.onnx")
 
 
@@ -39,7 +49,7 @@ def run(model: Model, sample: Tensors) -> Array:
     return CpuSession(model.path, SessionSettings(threads=1)).run(sample)["y"]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", SETTINGS)
 def test_every_node_with_a_kernel_runs_in_integers(
     net: Model, calibration: Calibration, arch: str, tmp_path: Path
 ) -> None:
@@ -48,7 +58,7 @@ def test_every_node_with_a_kernel_runs_in_integers(
     assert (quantized.float_nodes, all(seen.values()), len(seen)) == ((), True, 9)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", SETTINGS)
 @pytest.mark.parametrize(("tensor", "channels"), [("r1", 8), ("z", 4)])
 def test_weights_have_a_scale_per_channel_and_the_type_of_the_kernel(
     net: Model, calibration: Calibration, arch: str, tensor: str, channels: int, tmp_path: Path
@@ -69,6 +79,17 @@ def test_unsigned_weights_stand_for_the_same_numbers(net: Model, calibration: Ca
         (signed, scale, _), (unsigned, same, zero) = (dequantized_constants(model, tensor) for model in (one, other))
         assert (scale == same).all()
         assert (signed.astype(int) == unsigned.astype(int) - int(zero[0])).all()
+
+
+@pytest.mark.parametrize("method", ["minmax", "auto"])
+def test_seven_bits_leave_room_for_two_products(
+    net: Model, calibration: Calibration, method: str, tmp_path: Path
+) -> None:
+    plan = plan_quantization(net, calibration, load_target("cpu", SETTINGS["x64-7bit"]), "int8", method=method)
+    model = quantize_model(net, plan, tmp_path / "q.onnx").model
+    weights = [dequantized_constants(model, tensor)[0].astype(int) for tensor in ("r1", "c2", "c3", "z")]
+    assert max(abs(weight).max() for weight in weights) == 64
+    assert 2 * 255 * 64 < 2**15
 
 
 def loud_net(folder: Path) -> tuple[Model, Samples]:
@@ -92,12 +113,12 @@ def test_without_vnni_only_the_model_for_any_x64_is_right(tmp_path: Path) -> Non
     sample = next(iter(samples))
     np.save(tmp_path / "x.npy", sample["x"])
     wanted, errors = run(model, sample), dict[str, float]()
-    for arch in ("x64-vnni", "x64"):
+    for arch in ("x64-vnni", "x64", "x64-7bit"):
         quantized = quantize(model, calibration, arch, tmp_path).model
         out = tmp_path / f"{arch}.npy"
         argv = [QEMU, "-cpu", "Haswell", sys.executable, tmp_path / "far.py", quantized.path, tmp_path / "x.npy", out]
         finished = run_process([str(word) for word in argv], timeout_s=120)
         assert finished.succeeded, finished.stderr[-500:]
         errors[arch] = float(np.abs(np.load(out) - wanted).max() / np.abs(wanted).max())
-    assert errors["x64"] < 0.03
+    assert max(errors["x64"], errors["x64-7bit"]) < 0.03
     assert errors["x64-vnni"] > 0.1
