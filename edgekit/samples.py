@@ -21,6 +21,7 @@ from edgekit.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 
 _MOST_KEPT_BYTES = 32 << 20
 _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
+_UNCOUNTED = -1
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,16 +57,16 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
             hint="export the model with tensors as inputs",
         )
     raw = _open_source(source, inputs, preprocess)
-    if raw.count == 0:
-        raise DataError(f"'{source}' holds no sample", hint="give at least one, better 100")
 
     def read() -> Iterator[Tensors]:
         for index, sample in enumerate(raw):
             for row in _split_rows(sample, inputs):
                 yield fit_sample(row, inputs, f"sample {index} of '{source}'")
 
-    count = raw.count if raw.class_names else _count_samples(raw, inputs)
-    samples = msgspec.structs.replace(raw, count=count, batches=raw.count if count != raw.count else 0, read=read)
+    batches, count = _count_samples(raw, inputs)
+    if count == 0:
+        raise DataError(f"'{source}' holds no sample", hint="give at least one, better 100")
+    samples = msgspec.structs.replace(raw, count=count, batches=batches if count != batches else 0, read=read)
     next(iter(samples))
     return samples
 
@@ -152,12 +153,15 @@ def _batch_size(value: Array, spec: TensorSpec) -> int:
     return value.shape[0] if is_batch and shape_matches((1, *value.shape[1:]), spec) else 1
 
 
-def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> int:
-    if all(spec.shape is None or not spec.shape or spec.shape[0] != 1 for spec in inputs):
-        return raw.count
-    if raw.source.endswith(".npz"):
-        return raw.count * sum(1 for _ in _split_rows(next(iter(raw)), inputs))
-    return sum(1 for sample in raw for _ in _split_rows(sample, inputs))
+def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> tuple[int, int]:
+    """Returns how many samples there are as they come, and how many when batches are cut; all may have to be read."""
+    takes_rows = any(spec.shape and spec.shape[0] == 1 for spec in inputs)
+    if raw.class_names or raw.count == 0 or (raw.count != _UNCOUNTED and not takes_rows):
+        return raw.count, raw.count
+    if Path(raw.source).is_file():
+        return raw.count, raw.count * sum(1 for _ in _split_rows(next(iter(raw)), inputs))
+    sizes = [sum(1 for _ in _split_rows(sample, inputs)) for sample in raw]
+    return len(sizes), sum(sizes)
 
 
 def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
@@ -223,7 +227,7 @@ def _from_function(source: str) -> Samples:
         for sample in function():
             yield {key: np.asarray(value) for key, value in sample.items()}
 
-    return Samples(source=source, count=sum(1 for _ in read()), read=read)
+    return Samples(source=source, count=_UNCOUNTED, read=read)
 
 
 def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
