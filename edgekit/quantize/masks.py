@@ -1,6 +1,6 @@
 """What attention hides: huge negative numbers before a Softmax, which must not stretch the range of the scores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -52,14 +52,17 @@ def bound_masks(graph: onnx.GraphProto) -> None:
             node.input[index] = bounded
 
 
-def score_tensors(graph: onnx.GraphProto) -> tuple[Scores, ...]:
-    """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that."""
+def score_tensors(graph: onnx.GraphProto, ranks: Mapping[str, int]) -> tuple[Scores, ...]:
+    """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that.
+
+    `ranks` says how many axes a tensor has.
+    """
     producers = {name: node for node in graph.node for name in node.output}
     found: dict[str, float] = {}
     front = [
         (node.input[0], SCORE_REACH)
         for node in graph.node
-        if node.op_type == "Softmax" and all(item.name != "axis" or item.i == -1 for item in node.attribute)
+        if node.op_type == "Softmax" and _axis(node) in {-1, ranks.get(node.input[0], 0) - 1}
     ]
     for _ in range(_MOST_STEPS):
         found.update((name, max(reach, found.get(name, 0.0))) for name, reach in front)
@@ -72,6 +75,10 @@ def score_tensors(graph: onnx.GraphProto) -> tuple[Scores, ...]:
 def is_masked(low: float, high: float, counting: float) -> bool:
     """Returns True if the lowest value lies so far below the lowest that counts that it is there to hide."""
     return low < counting - (max(high, 0.0) - min(counting, 0.0))
+
+
+def _axis(node: onnx.NodeProto) -> int:
+    return next((item.i for item in node.attribute if item.name == "axis"), -1)
 
 
 def _hides(value: Array) -> bool:

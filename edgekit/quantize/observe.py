@@ -69,7 +69,9 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     builder.extremes(LOWS, "ReduceMin", {name: channels.get(name) for name in lows})
     builder.extremes(HIGHS, "ReduceMax", {name: channels.get(name) for name in highs})
     scores = [
-        each for each in score_tensors(graph.proto.graph) if each.tensor in lows and graph.shapes.get(each.tensor)
+        each
+        for each in score_tensors(graph.proto.graph, {name: len(shape) for name, shape in graph.shapes.items()})
+        if each.tensor in lows and graph.shapes.get(each.tensor)
     ]
     builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])

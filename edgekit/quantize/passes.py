@@ -23,7 +23,7 @@ from edgekit.quantize.checkpoint import Checkpoint
 from edgekit.quantize.graph import Graph, float_activations
 from edgekit.quantize.held_out import MOST_BYTES, HeldOut
 from edgekit.quantize.keeper import Cache, Keeper, opened_keeper
-from edgekit.quantize.observe import HIGHS, LOWS, Observation, observe_graph
+from edgekit.quantize.observe import HIGHS, LOWS, SCORES, Observation, observe_graph
 from edgekit.quantize.tally import Tally
 from edgekit.samples import Samples, select_samples
 from edgekit.tensors import Array, Tensors
@@ -234,7 +234,7 @@ def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:
 
 def _has_non_finite(values: Tensors) -> bool:
     """Returns True if a value is NaN or infinite; an empty tensor has infinity as minimum and less as maximum."""
-    empty = {LOWS: np.inf, HIGHS: -np.inf}
+    empty = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
     return any(
         value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
         for name, value in values.items()

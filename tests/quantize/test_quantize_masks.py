@@ -19,7 +19,7 @@ from edgekit.tensors import Array
 TOKENS = 8
 MASKS = {
     "added": "m = Add(s, hidden) p = Softmax(m)",
-    "chosen": "m = Where(seen, s, lowest) p = Softmax(m)",
+    "chosen": "m = Where(seen, s, lowest) p = Softmax<axis=2>(m)",
     "added, then reshaped": "m4 = Add(s, hidden) m = Reshape(m4, rows) p = Softmax(m)",
     "computed": """one = Cast<to=1>(seen) zero = Constant<value_float=1.0>() n = Sub(zero, one) f = Mul(n, lowest)
                    m = Add(s, f) p = Softmax(m)""",
