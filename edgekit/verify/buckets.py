@@ -20,9 +20,13 @@ def fill_buckets(value: Array) -> Floats:
     (Charikar et al. 2002). What is not finite counts as zero.
     """
     flat = np.asarray(value, dtype=np.float64).reshape(-1)
-    flat = np.where(np.isfinite(flat), flat, 0.0).clip(-_LARGEST, _LARGEST)
-    signed = np.pad(flat * _draw_signs(flat.size), (0, -flat.size % BUCKETS)).reshape(-1, BUCKETS)
-    return np.asarray(signed.sum(axis=0), dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        energy = float(np.dot(flat, flat))
+    if not energy <= _LARGEST:
+        flat = np.where(np.isfinite(flat), flat, 0.0).clip(-_LARGEST, _LARGEST)
+    signed = np.zeros(flat.size + -flat.size % BUCKETS)
+    np.multiply(flat, _draw_signs(flat.size), out=signed[: flat.size])
+    return np.asarray(signed.reshape(-1, BUCKETS).sum(axis=0), dtype=np.float64)
 
 
 @lru_cache(maxsize=64)

@@ -137,7 +137,7 @@ def _run_devices(
     bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
 ) -> tuple[tuple[RunReport, ...], tuple[Alteration, ...]]:
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
-    forms += [form for form in COMPARED_FORMS if form in bundle.manifest.forms]
+    forms.extend(form for form in COMPARED_FORMS if bundle.manifest.forms.get(form))
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
