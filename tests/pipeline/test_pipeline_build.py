@@ -207,3 +207,17 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path) 
     (bundle,) = build(parse_model(text, tmp_path / "w.onnx"), data, tmp_path / "o", Recipe(targets=("nnapi",))).bundles
     assert bundle.passed
     assert bundle.quantized_nodes == 1
+
+
+def test_sixteen_bit_activations_pass_on_the_simulator(tmp_path: Path) -> None:
+    missing = find_device("qnn-htp-sim", load_target("qnn")).find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}; to run it: {missing.command}")
+    recipe = Recipe(targets=("qnn",), precision="int16", samples=24)
+    (bundle,) = build(MODEL, DEMO_DATA, tmp_path / "out", recipe).bundles
+    assert bundle.verify is not None
+    assert (bundle.precision, bundle.passed) == ("int16", True)
+    (run,) = bundle.verify.runs
+    assert run.evidence.value == "simulator"
+    assert run.provider_nodes.keys() == {"QNNExecutionProvider"}
+    assert (run.outputs[0].sqnr_db or 0.0) > 30

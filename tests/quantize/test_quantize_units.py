@@ -10,6 +10,7 @@ from quantize_models import make_model, random_samples
 
 from edgekit.check.check import check_model
 from edgekit.model import Model
+from edgekit.observe import NotObserved, observe_target
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
 from edgekit.tensors import Array
@@ -92,6 +93,19 @@ def test_the_provider_takes_every_unit_that_it_can(made: tuple[str, Model]) -> N
     assert left == (XNNPACK_LEAVES if case == "xnnpack" else set())
     convs = [node for node in report.node_list if node.op == "Conv"]
     assert [node.integers for node in convs] == [True, True, True]
+
+
+def test_the_real_provider_takes_them_as_predicted(made: tuple[str, Model]) -> None:
+    case, model = made
+    if case.startswith("nnapi"):
+        return  # nothing outside a phone runs NNAPI
+    target = load_target(*CASES[case][:2])
+    seen = observe_target(model, target)
+    if isinstance(seen, NotObserved):
+        pytest.skip(seen.reason)
+    differ = [found for found in seen.disagreements if found.op != "DequantizeLinear"]  # one that the CPU fuses is gone
+    assert (seen.failure, differ) == (None, [])
+    assert seen.taken == seen.nodes or case == "xnnpack"
 
 
 def test_activations_clipped_by_their_scale_need_no_node(made: tuple[str, Model]) -> None:
