@@ -366,6 +366,6 @@ FAMILIES: dict[str, Family] = {
         make=lambda: make_superres("superres_residual", 17, residual=True, decades=2.0), data=photographs, task="image",
     ),
     "superres_plain": Family(
-        make=lambda: make_superres("superres_plain", 11, residual=False, decades=0.0), data=photographs, task="image",
+        make=lambda: make_superres("superres_plain", 11, residual=False, decades=1.5), data=photographs, task="image",
     ),
 }  # fmt: skip
