@@ -23,15 +23,29 @@ from edgekit.target import Precision, Target
 
 COLLAPSED_DB = 20.0
 """Below this ratio the worst tensors leave 8 bits even if nobody asked for the best."""
+BROKEN_DB = 10.0
+"""Below this ratio a model is of no use in 8 bits, wherever it runs."""
 GOOD_DB = 30.0
-"""From this ratio on nothing more is relieved; float nodes, which leave the accelerator, only mend a collapse."""
+"""From this ratio on nothing more is relieved."""
 
 _METHODS_16 = ("minmax",)
-_RELIEF_STEPS = (1, 3, 8, 20, 40)
-_LEAST_GAIN_DB = 1.0
 _NOTABLE_DB = 0.3
 _FAITHFUL_DB = 40.0
 """From this ratio on nothing dearer than plain rounding is tried."""
+
+
+class _Relief(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tensors leave 8 bits step by step, what a step must gain to be kept, and which ratio is enough."""
+
+    counts: tuple[int, ...]
+    least_gain_db: float
+    enough_db: float
+
+
+_THOROUGH = _Relief(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=GOOD_DB)
+_MENDING = _Relief(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=COLLAPSED_DB)
+_SPARING = _Relief(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
+"""For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them."""
 
 
 def plan_quantization(
@@ -72,8 +86,8 @@ def plan_quantization(
     best = _choose(plan, calibration, lead.method, lead.rounding)
     widens = "int16" in target.precisions
     if precision == "int8" and (method == "best" or lead.sqnr_db < COLLAPSED_DB):
-        enough = GOOD_DB if widens or method == "best" else COLLAPSED_DB
-        best, tried = _relieve(graph, best, calibration, lead, widens=widens, enough=enough)
+        relief = _THOROUGH if widens or method == "best" else _MENDING if lead.sqnr_db < BROKEN_DB else _SPARING
+        best, tried = _relieve(graph, best, calibration, lead, widens=widens, relief=relief)
         judged = _best_first(*judged, *tried)
     return msgspec.structs.replace(best, judged=judged)
 
@@ -208,27 +222,27 @@ def _rank_once(graph: Graph, plan: QuantPlan) -> list[str]:
 
 
 def _relieve(
-    graph: Graph, plan: QuantPlan, calibration: Calibration, start: Candidate, *, widens: bool, enough: float
+    graph: Graph, plan: QuantPlan, calibration: Calibration, start: Candidate, *, widens: bool, relief: _Relief
 ) -> tuple[QuantPlan, list[Candidate]]:
     """Returns the plan with the worst tensors out of 8 bits, and what was tried.
 
-    More and more are taken out until the ratio is `enough`, or two steps in a row gain less than a decibel; what gained
-    less is not kept.
+    More and more are taken out until the ratio is good enough, or two steps in a row gain too little; what gained too
+    little is not kept.
     """
     order = _rank_once(graph, plan)
     best, reached, idle = plan, start.sqnr_db, 0
     tried: list[Candidate] = []
-    for count in _RELIEF_STEPS:
+    for count in relief.counts:
         names = tuple(order[:count])
         relieved = relieve_tensors(graph, plan, names, calibration, widens=widens)
         if not quantizes_any(graph, relieved):
             break
         ratio = next(_judge_method(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
         tried.append(msgspec.structs.replace(start, relieved=names, sqnr_db=ratio))
-        if ratio >= reached + _LEAST_GAIN_DB:
+        if ratio >= reached + relief.least_gain_db:
             best, reached, idle = relieved, ratio, 0
         else:
             idle += count > 1
-        if idle == 2 or reached >= enough or count >= len(order):
+        if idle == 2 or reached >= relief.enough_db or count >= len(order):
             break
     return best, tried
