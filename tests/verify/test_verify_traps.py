@@ -5,8 +5,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from bundle_models import make_bundle
+from onnx import numpy_helper
 from verify_devices import InProcess, from_list
 from verify_models import make_images, quantize, save_network
 
@@ -18,7 +20,7 @@ from edgekit.model import Model
 from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors
 from edgekit.verify.suspects import find_suspects
-from edgekit.verify.traps import find_ignored_optimisations, find_input_mistake, list_traps
+from edgekit.verify.traps import find_ignored_optimisations, find_input_mistake, list_traps, may_saturate
 from edgekit.verify.verify import verify_bundle
 
 VNNI = "flags : fpu sse avx2 avx512f avx512_vnni"
@@ -54,6 +56,8 @@ def bundle(tmp_path: Path) -> Bundle:
 def test_saturation_is_named_on_an_x86_without_vnni_only(models: tuple[Model, Model], bundle: Bundle) -> None:
     float_model, integer_model = (model.path for model in models)
     assert "saturate here, not on Arm" in next(list_traps(bundle, run_of(), integer_model, NO_VNNI))
+    on_arm = run_of(device="arm64", evidence=Evidence.SAME_EP)
+    assert list(list_traps(bundle, on_arm, integer_model, NO_VNNI)) == []
     for model, flags, evidence in (
         (integer_model, VNNI, Evidence.EMULATED),
         (integer_model, "", Evidence.EMULATED),
@@ -62,6 +66,16 @@ def test_saturation_is_named_on_an_x86_without_vnni_only(models: tuple[Model, Mo
         (float_model, NO_VNNI, Evidence.EMULATED),
     ):
         assert list(list_traps(bundle, run_of(evidence=evidence), model, flags)) == []
+
+
+def test_weights_of_seven_bits_do_not_saturate(models: tuple[Model, Model], tmp_path: Path) -> None:
+    proto = onnx.load(str(models[1].path))
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.INT8:
+            halved = numpy_helper.to_array(tensor) // 2
+            tensor.CopyFrom(numpy_helper.from_array(halved.astype(np.int8), tensor.name))
+    onnx.save(proto, str(tmp_path / "seven.onnx"))
+    assert (may_saturate(models[1].path), may_saturate(tmp_path / "seven.onnx")) == (True, False)
 
 
 def test_another_version_of_the_htp_is_named(bundle: Bundle) -> None:
