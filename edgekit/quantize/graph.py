@@ -88,6 +88,7 @@ def read_graph(model: Model) -> Graph:
     _lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
     bound_masks(proto.graph)
+    _spell_defaults(proto.graph)
     _infer_types(proto)
     return index_proto(proto)
 
@@ -247,6 +248,13 @@ def _fold_dequantized_weights(graph: onnx.GraphProto) -> None:
             continue
         graph.initializer.append(numpy_helper.from_array(dequantize_constant(node, initializers), node.output[0]))
         graph.node.remove(node)
+
+
+def _spell_defaults(graph: onnx.GraphProto) -> None:
+    """Says `onesided`, whose default is 1, of each STFT: onnx 1.23 infers the shape of a two-sided one without it."""
+    for node in graph.node:
+        if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("onesided", 1))
 
 
 def _infer_types(proto: onnx.ModelProto) -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantize_models import make_model, make_samples, op_types
+from quantize_models import make_model, make_samples, op_types, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
@@ -85,3 +85,16 @@ def test_a_root_within_a_network_is_no_spectrum(tmp_path: Path) -> None:
       c = Conv(x, w) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = Conv(q, v) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4, 1, 1), "v": (4, 4, 3, 3)})
     assert not float_islands(read_graph(model))
+
+
+def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,320] x) => (float[1,8,40] y)
+      <int64 step = {32}, int64 length = {64}, float eps = {1e-10}, int64[1] last = {-1}> {
+      s = STFT(x, step, window, length) two = Mul(s, s) p = ReduceSum<keepdims=0>(two, last) m = MatMul(p, mel)
+      c = Max(m, eps) l = Log(c) h = MatMul(l, w1) r = Relu(h) y = MatMul(r, w2) }"""
+    shapes: dict[str, tuple[int, ...]] = {"window": (64,), "mel": (33, 20), "w1": (20, 16), "w2": (16, 40)}
+    model = make_model(text, tmp_path / "m.onnx", shapes)
+    plan = plan_quantization(
+        model, calibrate_model(model, random_samples(model), work=tmp_path / "work"), load_target("qnn"), "int8"
+    )
+    assert [node.op for node in plan.float_nodes] == ["STFT", "Mul", "ReduceSum", "MatMul", "Max", "Log"]
