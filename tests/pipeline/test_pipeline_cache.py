@@ -82,15 +82,20 @@ def test_a_finished_calibration_is_read_and_gives_the_same_bytes(folder: Path) -
     assert [stat & 0o77 for stat in (path.parent.stat().st_mode for path in parts(folder).values())] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("part", ["measured", "extremes"])
-def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "sent", "code"),
+    [("measured", signal.SIGKILL, -9), ("extremes", signal.SIGKILL, -9), ("measured", signal.SIGINT, 130)],
+)
+def test_a_killed_command_goes_on_and_gives_the_same_bytes(
+    folder: Path, part: str, sent: signal.Signals, code: int
+) -> None:
     (folder / "slow.py").write_text(SLOW.format(seconds=0.02))
     arguments = ["quantize", "m.onnx", "--data", "slow:samples", "--target", "nnapi", "--cache", "cache"]
     command = [sys.executable, "-m", "edgekit", *arguments, "--out", "q.onnx", "--json", "-v"]
     child = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     wait_for(folder, part)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    child.send_signal(sent)
+    assert child.wait() == code
     assert not (folder / "q.onnx").exists()
     (folder / "slow.py").write_text(SLOW.format(seconds=0))
     again = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
