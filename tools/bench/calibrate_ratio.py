@@ -4,7 +4,8 @@
 
 Without a model: the ResNet-50 of the onnx package (random weights) and the MobileNetV2 of ../shared/zoo. Inputs are
 random images. "auto" measures what every rounding needs besides. Each measurement is a process of its own; wall and
-CPU seconds are compared with a plain pass that follows it.
+CPU seconds are compared with a plain pass that follows it, or on a busy machine, with `--interleaved`, with a plain run
+before each sample (then the peak is that of both).
 """
 
 import argparse
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 
@@ -55,30 +57,34 @@ def clock() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def measure(path: str, method: str, count: int) -> dict[str, float]:
+def infer(model: Model, samples: Samples, spent: list[float]) -> Iterator[Tensors]:
+    """Yields samples after a plain run each; adds to `spent` how many there were, wall and CPU seconds."""
+    session = CpuSession(model.path, SessionSettings())
+    for sample in samples:
+        start = clock()
+        session.run(sample)
+        for place, (begin, end) in enumerate(zip((0.0, *start), (1.0, *clock()), strict=True)):
+            spent[place] += end - begin
+        yield sample
+
+
+def measure(path: str, method: str, count: int, *, interleaved: bool) -> dict[str, float]:
     """Returns the ratios of one method on a prepared model; called in a process of its own."""
     model = load_model(Path(path))
-    samples = random_images(model, count)
-
-    def infer() -> tuple[float, float]:
-        start = clock()
-        for sample in samples:
-            session.run(sample)
-        return tuple(end - begin for begin, end in zip(start, clock(), strict=True))  # type: ignore[return-value] # two
-
+    samples, spent, named = random_images(model, count), [0.0, 0.0, 0.0], method != "auto"
+    given = samples if not interleaved else msgspec.structs.replace(samples, read=lambda: infer(model, samples, spent))
     start = clock()
     with tempfile.TemporaryDirectory() as work:
-        named = method != "auto"
-        calibrate_model(
-            model, samples, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named
-        )
-    seconds = [end - begin for begin, end in zip(start, clock(), strict=True)]
+        calibrate_model(model, given, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named)
+    seconds = [end - begin - own for begin, end, own in zip(start, clock(), spent[1:], strict=True)]
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    session = CpuSession(model.path, SessionSettings())
-    plain = infer()
+    if not interleaved:
+        for _ in infer(model, samples, spent):
+            pass
+    runs, *plain = spent
     return {
-        "wall_ratio": seconds[0] / plain[0],
-        "cpu_ratio": seconds[1] / plain[1],
+        "wall_ratio": seconds[0] / (plain[0] * count / runs),
+        "cpu_ratio": seconds[1] / (plain[1] * count / runs),
         "seconds": seconds[0],
         "peak_mb": peak_mb,
     }
@@ -90,10 +96,11 @@ def main() -> None:
     parser.add_argument("model", nargs="*", help="a model, then DIM=SIZE")
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--method", action="append")
+    parser.add_argument("--interleaved", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.model[0], args.child, args.samples)))
+        print(json.dumps(measure(args.model[0], args.child, args.samples, interleaved=args.interleaved)))
         return
     for source, *dims in [tuple(args.model)] if args.model else MODELS:
         with tempfile.TemporaryDirectory() as work:
@@ -102,6 +109,7 @@ def main() -> None:
             print(f"{Path(source).stem}, {args.samples} samples, load {os.getloadavg()[0]:.1f}")
             for method in args.method or METHODS:
                 command = [sys.executable, __file__, str(prepared.path), "--child", method]
+                command += ["--interleaved"] * args.interleaved
                 done = subprocess.run(
                     [*command, "--samples", str(args.samples)], check=True, capture_output=True, text=True
                 )
