@@ -1,6 +1,7 @@
 """Runs a far-side program in a child process of its own, and judges what came back."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,10 +96,12 @@ def refuse_run(runner: Runner, reason: str) -> DeviceRun:
     )
 
 
-def run_python(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRun:
-    """Runs a job with the onnxruntime of this Python, in a child."""
+def run_python(runner: Runner, job: Job, far: FarJob, work: Path, emulator: Sequence[str] = ()) -> DeviceRun:
+    """Runs a job with the onnxruntime of this Python, in a child, which `emulator` executes if it is given."""
     write_job(work, far, job.samples)
-    finished = run_process([sys.executable, "-P", str(ORT_RUNNER), str(work)], timeout_s=job.timeout_s, cwd=work)
+    finished = run_process(
+        [*emulator, sys.executable, "-P", str(ORT_RUNNER), str(work)], timeout_s=job.timeout_s, cwd=work
+    )
     return collect_run(runner, job, finished, work)
 
 

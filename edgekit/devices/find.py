@@ -12,7 +12,7 @@ from edgekit.devices.coreml import PROVIDER as COREML
 from edgekit.devices.coreml import UNITS, CoreMl
 from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulated import Emulated
-from edgekit.devices.host import Host
+from edgekit.devices.host import Host, OlderHost
 from edgekit.devices.native import Arm64Native, HostNative
 from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.qnn_sim import PROVIDER as QNN
@@ -33,6 +33,7 @@ _DEVICES: dict[str, Device] = {
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
     "arm64:native": Arm64Native(),
+    "host:haswell": OlderHost(),
     "emulated": Emulated(),
     "coreml": CoreMl(),
     **{f"coreml:{units}": CoreMl(units=units) for units in UNITS},
@@ -115,7 +116,7 @@ def install_device(name: str, progress: Progress) -> None:
 
 def _rate(device: Device, target: Target) -> Device:
     """Returns a device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself."""
-    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, Arm64, Arm64Native)):
+    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, OlderHost, Arm64, Arm64Native)):
         return device
     return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)
 

@@ -86,11 +86,13 @@ def _find_saturation(run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[st
     """An x86 without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW)."""
     own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
     on_host = own and not run.device.startswith("arm64")
-    if not cpu_flags or _VNNI.search(cpu_flags) or not on_host or not may_saturate(model):
+    older = run.device == "host:haswell"
+    if not (older or (cpu_flags and not _VNNI.search(cpu_flags))) or not on_host or not may_saturate(model):
         return
+    where = "the emulated CPU" if older else "this machine's CPU"
     yield (
-        "this machine's CPU has no VNNI: ONNX Runtime's products of activations and s8 weights saturate here, not on"
-        " Arm; verify on arm64, or run here with session.x64quantprecision = 1"
+        f"{where} has no VNNI: ONNX Runtime's products of activations and s8 weights saturate here, not on Arm;"
+        " verify on arm64, or run here with session.x64quantprecision = 1"
     )
 
 
