@@ -10,11 +10,11 @@ import pytest
 from bundle_models import make_bundle, make_check, save_graph
 from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess, Turning
-from verify_models import LAYERS, make_images, quantize, turn_layer
+from verify_models import LAYERS, break_layer, make_images, quantize, turn_layer
 
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.model import Model
+from edgekit.model import Model, load_model
 from edgekit.samples import Samples
 from edgekit.target import Precision, load_target
 from edgekit.tensors import Tensors
@@ -125,6 +125,23 @@ def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: P
     assert (whole.layer, sliced.layer) == ("conv3", "conv3")
     assert (whole.runs, sliced.runs) == (2, 6)
     assert sliced.layers == whole.layers
+
+
+class Flipping(InProcess, frozen=True, kw_only=True):
+    """Computes with one bit of one weight of a layer flipped, which most of the layer's outputs do not show."""
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        def flip(weight: np.ndarray) -> np.ndarray:
+            weight[5, 3, 1, 1] ^= 64
+            return weight
+
+        flipped = break_layer(load_model(job.model), work / "flipped.onnx", "conv2", flip)
+        return InProcess.run_job(self, msgspec.structs.replace(job, model=flipped.path), work)
+
+
+def test_one_wrong_weight_is_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
+    located = find_device_layer(Flipping(), job_of(models[1]), tmp_path)
+    assert located.layer == "conv2"
 
 
 class Withholding(InProcess, frozen=True, kw_only=True):
