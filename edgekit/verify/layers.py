@@ -101,7 +101,7 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
             _add_sample(known, wanted[item.in_a], found[item.in_b], twins, grids.get(item.raw_b))
     if not sums:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    weights = measure_weights(a, b, matched)
+    weights = measure_weights(a, b, matched, regions)
     return tuple(
         _report(item, sums[item.tensor], regions[item.tensor], grids, weights.get(item.tensor)) for item in matched
     )

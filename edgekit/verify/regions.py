@@ -17,6 +17,7 @@ ROUNDING: Mapping[Arithmetic, float] = {"float": 2.0**-20, "half": 2.0**-8, "int
 """What a value of one that is read may cost a result, generously: where large values cancel, rounding is no fault."""
 _ORDER: Sequence[Arithmetic] = ("float", "half", "int8", "int4")
 _INTEGER_OPS = ("QLinear", "ConvInteger", "MatMulInteger", "DynamicQuantize", "QGemm", "QAttention", "QOrdered")
+_INTEGERS_ONLY = ("QLinear", "QGemm", "QAttention", "QOrdered")
 _HALF = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FOUR_BITS = frozenset({TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2})
 _JUMPING = frozenset({
@@ -30,14 +31,16 @@ _JUMPING = frozenset({
 class Region(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that compute a tensor from tensors that are fed.
 
-    `reads` are those tensors, by their name in the first model. `roundings` counts the Q nodes before the tensor's own.
-    `jumps` tells of an operator whose result is no smooth function of its inputs.
+    `reads` are those tensors, by their name in the first model. `roundings` counts the Q nodes before the tensor's own,
+    `results` names what the nodes compute. `jumps` tells of an operator whose result is no smooth function of its
+    inputs, or that computes on integers only, so that what lies between two of them cannot be fed.
     """
 
     arithmetic: Arithmetic = "float"
     reads: tuple[str, ...] = ()
     roundings: int = 0
     jumps: bool = False
+    results: tuple[str, ...] = ()
 
 
 def find_regions(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[MatchedTensor]) -> dict[str, Region]:
@@ -89,9 +92,19 @@ def _walk(
     return Region(
         arithmetic=_name_arithmetic(ops, {types.get(name, 0) for name in constants}, is_half=is_half),
         reads=tuple(reads),
-        roundings=sum(node.op_type == QUANTIZE and node.output[0] not in own for node in nodes.values()),
-        jumps=not _JUMPING.isdisjoint(ops),
+        roundings=sum(
+            node.op_type.startswith("DynamicQuantize") or (node.op_type == QUANTIZE and node.output[0] not in own)
+            for node in nodes.values()
+        ),
+        jumps=not _JUMPING.isdisjoint(ops) or any(_reads_integers(node, producers) for node in nodes.values()),
+        results=tuple(nodes),
     )
+
+
+def _reads_integers(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> bool:
+    """Returns True for an operator on integers, and for a DQ node behind one that is no Q node."""
+    before = producers.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+    return node.op_type.startswith(_INTEGERS_ONLY) or (before is not None and before.op_type != QUANTIZE)
 
 
 def _name_arithmetic(ops: Sequence[str], types: set[int], *, is_half: bool) -> Arithmetic:

@@ -13,6 +13,7 @@ from edgekit.tensors import Array
 from edgekit.verify.match import MatchedTensor
 from edgekit.verify.order import DEQUANTIZE, QUANTIZE
 from edgekit.verify.overflows import HALF_MAX
+from edgekit.verify.regions import Region
 
 FAR_STEPS = 12.0
 """Farther than any clean INT8 model of the benchmarks had a single weight (4.7); bit 4 is 16 steps."""
@@ -27,17 +28,20 @@ _MOST_STEPS = 1e9
 class WeightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the weights of a layer.
 
-    `steps` is the distance in steps of the worst one from the float weight. `noise` is what rounding them adds to a
-    result, as a root of the mean square for inputs of one: scale * sqrt(terms / 12), as of independent errors that are
-    uniform within a step (Widrow and Kollar 2008), for the channel with the largest scale.
+    `steps` is the distance in steps of the worst one from the float weight, None where it has none to compare. `noise`
+    is what rounding them adds to a result, as a root of the mean square for inputs of one: scale * sqrt(terms / 12), as
+    of independent errors that are uniform within a step (Widrow and Kollar 2008), for the channel with the largest
+    scale.
     """
 
-    steps: float = 0.0
+    steps: float | None = None
     noise: float = 0.0
 
 
-def measure_weights(a: Model, b: Model, matched: Sequence[MatchedTensor]) -> dict[str, WeightFacts]:
-    """Returns, for each layer of `b` with weights, how they lie to those of `a`, by tensor.
+def measure_weights(
+    a: Model, b: Model, matched: Sequence[MatchedTensor], regions: Mapping[str, Region]
+) -> dict[str, WeightFacts]:
+    """Returns, for each layer of `b`, how its weights lie to those of `a`, by tensor.
 
     Rounding to the nearest gives half a step at most, refitted weights lie a few steps off. Weights that are clipped on
     purpose do not count; nor do channels of which most weights differ, and tensors of which more than a few are far
@@ -51,13 +55,12 @@ def measure_weights(a: Model, b: Model, matched: Sequence[MatchedTensor]) -> dic
         first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
         while first is not None and second is not None and first.op_type != second.op_type:
             first = floats.find_node(first.input[0]) if len(first.input) == 1 else None
-        if first is None or second is None:
-            continue
-        for mine, theirs in zip(second.input, first.input, strict=False):
-            found = _compare(stored, mine, floats, theirs)
-            if found is not None:
-                known, noise = facts.get(item.tensor, WeightFacts()), stored.measure_noise(second, mine)
-                facts[item.tensor] = WeightFacts(steps=max(found, known.steps), noise=max(noise, known.noise))
+        pairs = () if first is None or second is None else zip(second.input, first.input, strict=False)
+        found = [_compare(stored, mine, floats, theirs) for mine, theirs in pairs]
+        facts[item.tensor] = WeightFacts(
+            steps=max((steps for steps in found if steps is not None), default=None),
+            noise=math.hypot(*(stored.measure_noise(name) for name in regions[item.tensor].results)),
+        )
     return facts
 
 
@@ -78,15 +81,17 @@ class _Initializers:
             node = self._producers.get(node.input[0])
         return node
 
-    def measure_noise(self, node: onnx.NodeProto, name: str) -> float:
-        """Returns what rounding a weight of a node adds to its result, for inputs of one; 0 where it is not rounded."""
-        rounded = self.rounded.get(name)
-        if rounded is None or rounded.input[0] not in self.tensors or rounded.input[1] not in self.tensors:
-            return 0.0
-        dims = self.tensors[rounded.input[0]].dims
+    def measure_noise(self, result: str) -> float:
+        """Returns what rounding its weights adds to the result of a node, for inputs of one."""
+        node = self._producers[result]
         by_row = node.op_type == "Conv" or any(item.name == "transB" and item.i for item in node.attribute)
-        terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
-        return float(self.read(rounded.input[1]).max(initial=0.0)) * math.sqrt(terms / 12.0)
+        noise = 0.0
+        for rounded in (self.rounded[name] for name in node.input if name in self.rounded):
+            if rounded.input[0] in self.tensors and rounded.input[1] in self.tensors:
+                dims = self.tensors[rounded.input[0]].dims
+                terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
+                noise = max(noise, float(self.read(rounded.input[1]).max(initial=0.0)) * math.sqrt(terms / 12.0))
+        return noise
 
     def read_weight(self, name: str) -> Array | None:
         """Returns a weight, as its DQ node gives it where there is one; None where it is computed otherwise."""
