@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("prepare",),
     ("_ort", "_proc"),
     ("labels", "recipe", "data_check"),
-    ("model", "target", "samples"),
+    ("model", "target", "samples", "scaling"),
     ("images", "npz", "skim", "_files"),
     ("tensors", "evidence", "machine", "plain", "progress"),
     ("errors",),

@@ -21,10 +21,9 @@ from edgekit.quantize.layers import layer_factors, read_layers
 from edgekit.quantize.moments import open_moments
 from edgekit.quantize.ranges import TensorRange, snap_range
 from edgekit.quantize.seams import Seam, find_seams, source_of
+from edgekit.scaling import NOTE, SUFFIX, write_powers
 from edgekit.tensors import Array
 
-SUFFIX = "_equalized"
-"""What a scaled tensor has behind the name that it had."""
 _SWEEPS = 2
 _LEAST = 1e-4
 """A channel, or its weights, smaller than this share of the largest counts as so large."""
@@ -67,14 +66,18 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
     if not factors:
         return graph
     seams = {seam.tensor: seam for seam in find_seams(graph)}
-    constants, renamed = _Constants(graph), dict[str, str]()
+    constants, renamed, powers = _Constants(graph), dict[str, str](), dict[str, str]()
     for name, its in factors.items():
         values = np.asarray(its)
         if name not in seams or len(values) != seams[name].channels or not _are_powers(values):
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(seams[name], values)
         renamed |= {tensor: tensor + SUFFIX for tensor in seams[name].tensors}
-    return index_proto(constants.write(renamed))
+        powers |= dict.fromkeys(seams[name].tensors, write_powers(values))
+    proto = constants.write(renamed)
+    note = msgspec.json.encode(powers, order="sorted").decode()
+    proto.metadata_props.add(key=NOTE, value=note)
+    return index_proto(proto)
 
 
 def equalize_calibration(

@@ -9,6 +9,7 @@ from edgekit._ort import CpuSession
 from edgekit.errors import ModelError
 from edgekit.model import Model, read_proto
 from edgekit.samples import Samples
+from edgekit.scaling import read_scaling, scale_channels
 from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
 from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, measure_steps
@@ -74,7 +75,8 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         ModelError: no float tensor of `b` bears the name of one of `a`.
         UsageError: the samples do not fit a model.
     """
-    graphs = read_proto(a, weights=False).graph, read_proto(b, weights=False).graph
+    protos = read_proto(a, weights=False), read_proto(b, weights=False)
+    graphs, scaling = (protos[0].graph, protos[1].graph), read_scaling(protos[1])
     matched = match_tensors(*graphs)
     traced_a, traced_b = (
         open_traced(a, [tensor.in_a for tensor in matched]),
@@ -85,6 +87,8 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
     grids, regions = find_grids(b), dict[str, Region]()
     for sample in samples:
         wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
+        scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
+        wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
         if fed is None:
             matched = _keep_comparable(matched, wanted, found)
             regions = find_regions(*graphs, matched)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import onnx
 
+from edgekit.scaling import SUFFIX
 from edgekit.verify.align import align_tensors
 from edgekit.verify.order import DEQUANTIZE, QUANTIZE, order_nodes
 
@@ -35,10 +36,12 @@ def match_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> tuple[MatchedTensor
 
     They are matched by name: ONNX Runtime's quantizer keeps the names of activations, gives a Conv whose Relu or Clip
     it folds the name of that node's output, and reads what it quantized through Q and DQ
-    (`onnxruntime.quantization.qdq_quantizer`). Where the order of the operators matches more of them than the names do,
-    as after another export, the order counts.
+    (`onnxruntime.quantization.qdq_quantizer`); edgekit adds a word to the names of tensors that it scales. Where the
+    order of the operators matches more of them than the names do, as after another export, the order counts.
     """
-    named = _match_pairs(a, b, [(name, name) for name in ordered_tensors(a)])
+    known_b = {name for node in b.node for name in node.output}
+    twins = {name: name + SUFFIX for name in ordered_tensors(a) if name not in known_b and name + SUFFIX in known_b}
+    named = _match_pairs(a, b, [(name, twins.get(name, name)) for name in ordered_tensors(a)])
     aligned = _match_pairs(a, b, align_tensors(a, b))
     return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
 

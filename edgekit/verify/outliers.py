@@ -48,8 +48,8 @@ def _describe(layer: LayerReport) -> str:
         return ""
     granted, (worst, middle) = 1 + layer.roundings, layer.channel_steps
     of_channel, of_all = layer.rounding_steps or (0.0, 0.0)
-    if worst > granted * (FAR_CHANNEL[layer.arithmetic] + _SIGMAS * of_channel):
+    if worst > granted * FAR_CHANNEL[layer.arithmetic] + _SIGMAS * of_channel:
         return f"given the same values, a channel of its result is {worst:.1f} steps off (the middle one {middle:.2f})"
-    if layer.offset_steps > granted * (FAR_OFFSET[layer.arithmetic] + of_all):
+    if layer.offset_steps > granted * FAR_OFFSET[layer.arithmetic] + of_all:
         return f"given the same values, its result is {layer.offset_steps:.2f} steps off on the whole"
     return ""

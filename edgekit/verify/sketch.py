@@ -11,7 +11,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_inputs
 from edgekit.errors import BundleError, EdgekitError, RuntimeRefusal
 from edgekit.model import Model, load_model, read_proto
-from edgekit.samples import select_samples, spread_indices
+from edgekit.samples import Samples, select_samples, spread_indices
 from edgekit.tensors import Array
 from edgekit.verify.buckets import fill_buckets
 from edgekit.verify.grids import find_grids
@@ -69,7 +69,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 def sketch_model(model: Model, golden: Golden) -> bytes | None:
     """Returns the sketches of a model's layers on a few golden samples, as JSON; None where it does not run here."""
     try:
-        return msgspec.json.encode(_sketch(model, golden)) + b"\n"
+        return msgspec.json.encode(sketch_layers(model, _choose_samples(golden))) + b"\n"
     except RuntimeRefusal:
         return None
 
@@ -88,11 +88,21 @@ def find_moved(bundle: Bundle) -> Moved | None:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error
     try:
-        now = {layer.tensor: layer for layer in _sketch(load_model(bundle.find_model("onnx")), bundle.golden)}
+        now = sketch_layers(load_model(bundle.find_model("onnx")), _choose_samples(bundle.golden))
     except EdgekitError:
         return None
-    shares = {layer.tensor: _measure(layer, now.get(layer.tensor)) for layer in then}
-    return next(iter(_list_moved(then, shares)), None)
+    return find_moved_layer(then, now)
+
+
+def find_moved_layer(then: Sequence[LayerSketch], now: Sequence[LayerSketch]) -> Moved | None:
+    """Returns the first layer that moved by itself from one sketch of a model to another, None if none did."""
+    known = {layer.tensor: layer for layer in now}
+    shares = {layer.tensor: _measure(layer, known.get(layer.tensor)) for layer in then}
+    return next(_list_moved(then, shares), None)
+
+
+def _choose_samples(golden: Golden) -> Samples:
+    return select_samples(read_inputs(golden), spread_indices(golden.samples, _SAMPLES))
 
 
 def _list_moved(then: Sequence[LayerSketch], shares: Mapping[str, float | None]) -> Iterator[Moved]:
@@ -114,7 +124,12 @@ def _measure(then: LayerSketch, now: LayerSketch | None) -> float | None:
     return max(shares)
 
 
-def _sketch(model: Model, golden: Golden) -> tuple[LayerSketch, ...]:
+def sketch_layers(model: Model, samples: Samples) -> tuple[LayerSketch, ...]:
+    """Returns the sketches of what the layers of a model give, in the order of computation.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime cannot run the model.
+    """
     graph = read_proto(model, weights=False).graph
     matched = match_tensors(graph, graph)
     grids, session = find_grids(model), open_traced(model, [item.in_b for item in matched])
@@ -122,7 +137,7 @@ def _sketch(model: Model, golden: Golden) -> tuple[LayerSketch, ...]:
     energies: dict[str, list[float]] = {}
     sketches: dict[str, list[tuple[float, ...]]] = {}
     sizes: dict[str, int] = {}
-    for sample in select_samples(read_inputs(golden), spread_indices(golden.samples, _SAMPLES)):
+    for sample in samples:
         values = session.run(adapt_sample(sample, model))
         for item in matched:
             value = values[item.in_b]

@@ -12,6 +12,7 @@ from verify_models import break_layer, make_images, quantize, save_network
 
 from edgekit.model import Model, load_model
 from edgekit.quantize.halve import halve_model
+from edgekit.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.tensors import Array
 from edgekit.verify.layers import LayerReport, compare_layers
 from edgekit.verify.models import compare_models
@@ -199,3 +200,42 @@ def test_masks_are_no_overflow() -> None:
     settled = settle_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
     assert [int(np.count_nonzero(~np.isfinite(side))) for side in settled] == [0, 1]
     assert settled[0][1] == settled[1][1] == 0.0
+
+
+def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], tmp_path: Path) -> None:
+    """The second layer's channels are scaled by powers of two, and the third layer's weights scale them back."""
+    factors = np.ldexp(1.0, np.random.default_rng(0).integers(-3, 4, 24))
+    proto = onnx.load(str(models[0].path))
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for name, shape, scale in (("conv1", (-1, 1, 1, 1), factors), ("conv2", (1, -1, 1, 1), 1 / factors)):
+        node = next(node for node in proto.graph.node if node.name == name)
+        values = numpy_helper.to_array(tensors[node.input[1]]) * scale.astype(np.float32).reshape(shape)
+        tensors[node.input[1]].CopyFrom(numpy_helper.from_array(values, node.input[1]))
+    for node in proto.graph.node:
+        node.input[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.input]
+        node.output[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.output]
+    powers = dict.fromkeys(("c1", "r1"), write_powers(factors))
+    proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers).decode())
+    onnx.save(proto, str(tmp_path / "scaled.onnx"))
+    scaled = load_model(tmp_path / "scaled.onnx")
+    layers = compare_layers(models[0], scaled, make_images())
+    assert "r1" in {layer.tensor for layer in layers}
+    assert judge_layers(layers) == ()
+    wrong = change_float(scaled, tmp_path / "wrong.onnx", "conv1", lambda weight: (weight * 2).astype(weight.dtype))
+    bad = find_first_bad(compare_layers(models[0], wrong, make_images()))
+    assert bad is not None
+    assert bad.name == "conv1"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": "\u0000\uffff"}', "[" * 100_000])
+def test_a_note_of_a_stranger_does_no_harm(text: str) -> None:
+    proto = onnx.ModelProto()
+    proto.metadata_props.add(key=NOTE, value=text)
+    found = read_scaling(proto)
+    assert all(np.isfinite(factors).all() and (factors > 0).all() for factors in found.values())
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 5, 5)])
+def test_factors_that_do_not_fit_change_nothing(shape: tuple[int, ...]) -> None:
+    value = np.ones(shape, np.float32)
+    assert np.array_equal(scale_channels(value, np.full(7, 2.0)), value)

@@ -2,10 +2,11 @@
 
     python tools/bench/seeded_faults.py [MODEL]... [--layers 3] [--forms int8,fp16,fp32] [--zoo ../shared/zoo]
 
-For each model, kind of fault and some layers: does `compare_layers` name the layer; does the gate (the target's limits,
-or a layer that stands out) say no where at least 2 % of the first classes change; and does bisection on a device that
-gives nothing but outputs name the layer in at most 2 log2(N) runs. A clean model must pass and name no layer. A fault
-that moves no output by more than -60 dB and is not named is no fault that anybody could notice: it does not count.
+For each model, kind of fault and some layers: does `compare_layers` name the layer; does the bundle name it alone,
+without the float model; does the gate (the target's limits, a layer that stands out, or one that moved since the build)
+say no where at least 2 % of the first classes change; and does bisection on a device that gives nothing but outputs
+name the layer in at most 2 log2(N) runs. A clean model must pass and name no layer. A fault that moves no output by
+more than -60 dB and is not named is no fault that anybody could notice: it does not count.
 
 The models of the zoo get the faults that the project promises to find; those of `held_out_models` get others too.
 """
@@ -40,6 +41,7 @@ from edgekit.verify.layers import compare_layers
 from edgekit.verify.locate import locate_on_device
 from edgekit.verify.outliers import find_first_bad, judge_layers
 from edgekit.verify.outputs import judge_output
+from edgekit.verify.sketch import find_moved_layer, sketch_layers
 
 DEFAULT = (
     "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",
@@ -191,7 +193,8 @@ def measure_model(
     reference, right = run_all(subject.prepared, subject.judge), run_all(clean, subject.judge)
     said = (*judge_layers(compare_layers(subject.prepared, clean, few)), *judge(reference, right, target))
     known = f"{subject.name} {form}"
-    found: dict[str, list[tuple[bool, str]]] = {"layer": [], "gate": [], "bisection": [], "clean": []}
+    found: dict[str, list[tuple[bool, str]]] = {"layer": [], "gate": [], "bundle": [], "bisection": [], "clean": []}
+    sketch = sketch_layers(clean, limit_samples(few, 2))
     found["clean"].append((not said, f"{known}: {' / '.join(said)}"))
     for fault, proto in seed_faults(clean, faults, layers):
         words = f"{known}: {fault.kind} in {fault.layer}"
@@ -202,10 +205,13 @@ def measure_model(
         changed = count_changed(right, got)
         moved = measure_move(right, got)
         if moved < _UNNOTICEABLE_DB or named is not None:
+            told = find_moved_layer(sketch, sketch_layers(broken, limit_samples(few, 2)))
+            found["bundle"].append((told is not None and names_layer(told.layer, fault.layer), f"{words}: says {told}"))
             known_right = named is not None and names_layer(named.name, fault.layer)
             found["layer"].append((known_right, f"{words}: names {named and named.name} ({moved:.0f} dB)"))
         if changed >= 0.02 and subject.name != "superres_core_224":
-            noticed = named is not None or bool(judge(reference, got, target))
+            moved_layer = find_moved_layer(sketch, sketch_layers(broken, limit_samples(few, 2)))
+            noticed = named is not None or moved_layer is not None or bool(judge(reference, got, target))
             found["gate"].append((noticed, f"{words}: {changed:.0%} of the classes change ({moved:.0f} dB)"))
         if form == "int8" and fault.kind in FAULTS:
             found["bisection"].extend(bisect(clean, target, fault, subject.judge, words))
@@ -254,7 +260,7 @@ def main() -> int:
               flush=True)  # fmt: skip
     shares = {key: sum(ok for ok, _ in value) / max(1, len(value)) for key, value in totals.items() if value}
     print({key: f"{share:.1%} of {len(totals[key])}" for key, share in shares.items()})
-    least = {"layer": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
+    least = {"layer": 0.95, "bundle": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
     return int(any(shares[key] < least[key] for key in shares))
 
 
