@@ -42,9 +42,9 @@ from edgekit.search import Goal, search_quantization
 from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
 from edgekit.verify.attribute import explain_report
+from edgekit.verify.fingerprints import fingerprint_model
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import Step, VerifyReport
-from edgekit.verify.sketch import sketch_model
 from edgekit.verify.tasks import find_metric
 from edgekit.verify.verify import verify_bundle, write_report
 
@@ -291,15 +291,13 @@ def _collect(
         recipe=recipe,
         preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
-        layers=_sketch_layers(converted, inputs),
+        layers=_fingerprint(converted),
     )
 
 
-def _sketch_layers(converted: ConvertedModel, inputs: _Inputs) -> bytes | None:
+def _fingerprint(converted: ConvertedModel) -> bytes | None:
     names = converted.files.get("onnx")
-    if not names:
-        return None
-    return sketch_model(load_model(converted.folder / names[0], custom_ops=inputs.source.custom_ops), inputs.golden)
+    return fingerprint_model(load_model(converted.folder / names[0])) if names else None
 
 
 def _fall_back(error: EdgekitError, target: Target, job: _Job, notes: list[str]) -> Precision:

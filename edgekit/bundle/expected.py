@@ -17,7 +17,7 @@ from edgekit.target import Form, Precision
 from edgekit.tensors import Array, Tensors
 
 EXPECTED, LAYERS = "expected.npz", "layers.json"
-"""What the model in the bundle gives for the chosen samples; and what its layers gave at the build."""
+"""What the model in the bundle gives for the chosen samples; and the fingerprints of its layers."""
 CANDIDATES = 16
 """So many golden samples are looked at, spread evenly, to choose from."""
 

@@ -13,7 +13,7 @@ from edgekit.errors import RuntimeRefusal
 from edgekit.model import load_model
 from edgekit.samples import select_samples, spread_indices
 from edgekit.target import Form
-from edgekit.verify.sketch import find_moved
+from edgekit.verify.fingerprints import find_changed
 
 COMPARED_FORMS: tuple[Form, ...] = ("onnx", *ORT_FILES)
 """Forms of a model that this machine can run."""
@@ -34,11 +34,11 @@ def find_alterations(bundle: Bundle) -> tuple[Alteration, ...]:
     Digests tell first: a bundle with a changed file cannot be opened. This is for one whose digests were made anew.
 
     Raises:
-        BundleError: what was kept of the layers is malformed.
+        BundleError: the fingerprints of the layers are malformed.
     """
-    moved = find_moved(bundle)
-    if moved is not None:
-        return (Alteration(layer=moved.layer, words=moved.words),)
+    changed = find_changed(bundle)
+    if changed is not None:
+        return (Alteration(layer=changed.layer, words=changed.words),)
     return tuple(_compare_forms(bundle)) if "onnx" in bundle.manifest.forms else ()
 
 

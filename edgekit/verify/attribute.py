@@ -46,7 +46,7 @@ def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
     few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, _LOCATING_SAMPLES))
     try:
         layers = compare_layers(models["prepare"], deployed, few)
-    except ModelError:
+    except (ModelError, RuntimeRefusal):
         return explained
     bad = find_first_bad(layers)
     name = explained.first_bad_layer if bad is None else bad.name

@@ -50,15 +50,17 @@ def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[s
     reads_a, reads_b = _find_readers(a), _find_readers(b)
     producers_b = {name: node for node in b.node for name in node.output}
     known_b = producers_b.keys() | {value.name for value in b.input}
-    rounds_a, rounds_b = _find_rounding(a), _find_rounding(b)
+    rounds_a, rounds_b = _find_rounding(a), _find_rounding(b) - {value.name for value in b.output}
     matched: list[MatchedTensor] = []
+    seen: set[str] = set()
     for name, raw in pairs:
         if raw not in known_b or (name in rounds_a and raw in rounds_b):
             continue
         behind_a, behind_b = _look_behind(name, reads_a), _look_behind(raw, reads_b)
         node = producers_b.get(raw)
-        if node is None and behind_b == (raw,):
+        if (node is None and behind_b == (raw,)) or behind_b[0] in seen:
             continue
+        seen.add(behind_b[0])
         matched.append(
             MatchedTensor(
                 tensor=name,

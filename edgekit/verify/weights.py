@@ -49,7 +49,7 @@ def measure_weights(
     float weight is a twelfth of `FAR_STEPS` for each unit in its last place beyond two, so that a weight that is not
     its float weight rounded lies far. One tensor is in memory at a time.
     """
-    floats, stored = _Initializers(a), _Initializers(b)
+    floats, stored = Initializers(a), Initializers(b)
     facts: dict[str, WeightFacts] = {}
     for item in matched:
         first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
@@ -64,7 +64,7 @@ def measure_weights(
     return facts
 
 
-class _Initializers:
+class Initializers:
     """The initializers of a model, read one by one, from external files where they lie there."""
 
     def __init__(self, model: Model) -> None:
@@ -108,6 +108,7 @@ class _Initializers:
         return np.asarray((values.astype(np.float64) - zero) * scale, dtype=np.float64)
 
     def read(self, name: str) -> Array:
+        """Returns an initializer, from its external file where it lies there."""
         tensor = onnx.TensorProto()
         tensor.CopyFrom(self.tensors[name])
         if external_data_helper.uses_external_data(tensor):
@@ -115,7 +116,7 @@ class _Initializers:
         return numpy_helper.to_array(tensor)
 
 
-def _compare(stored: _Initializers, mine: str, floats: _Initializers, theirs: str) -> float | None:
+def _compare(stored: Initializers, mine: str, floats: Initializers, theirs: str) -> float | None:
     """Returns the distance of the worst weight of one input of a node, None where both sides have no such weights."""
     wanted = floats.read_weight(theirs)
     if wanted is None:
@@ -141,7 +142,7 @@ def _measure_places(values: Array, wanted: Array) -> float | None:
     return float(min(places.max(), _MOST_STEPS)) * FAR_STEPS / _FAR_PLACES if 0 < far.sum() <= _ISOLATED else 0.0
 
 
-def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array) -> float:
+def _measure_steps(quantized: Initializers, node: onnx.NodeProto, wanted: Array) -> float:
     values = quantized.read(node.input[0])
     if values.shape != wanted.shape or not values.size or wanted.dtype.kind != "f" or values.dtype.kind not in "iu":
         return 0.0
@@ -153,6 +154,7 @@ def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
     limits = np.iinfo(values.dtype)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        wanted = _follow_scaling((values.astype(np.float64) - zero) * scale, wanted.astype(np.float64))
         meant = np.nan_to_num(np.clip(wanted / scale + zero, limits.min, limits.max))
     steps = np.atleast_1d(np.abs(values.astype(np.float64) - meant))
     channels = np.moveaxis(steps, axis if scale.size > 1 else 0, 0)
@@ -163,6 +165,16 @@ def _measure_steps(quantized: _Initializers, node: onnx.NodeProto, wanted: Array
     largest = np.sort(kept, axis=None)[-_ISOLATED - 1 :]
     is_alone = kept.size > _ISOLATED and largest[-1] > _ALONE * largest[0]
     return float(largest[-1]) if is_alone else min(float(largest[-1]), FAR_STEPS)
+
+
+def _follow_scaling(found: Array, wanted: Array) -> Array:
+    """Returns float weights with the rows and columns scaled by powers of two as those that were stored are."""
+    for axis in range(min(2, wanted.ndim)):
+        others = tuple(place for place in range(wanted.ndim) if place != axis)
+        sizes = [np.median(np.abs(side), axis=others, keepdims=True) for side in (found, wanted)]
+        if sizes[0].size > 1 and min(side.min() for side in sizes) > 0.0:
+            wanted = wanted * np.exp2(np.rint(np.log2(sizes[0] / sizes[1])))
+    return wanted
 
 
 def _is_spread(scale: Array, axis: int, values: Array) -> bool:
