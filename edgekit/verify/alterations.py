@@ -7,15 +7,14 @@ import msgspec
 from edgekit.bundle.folder import Bundle, read_target
 from edgekit.bundle.golden import read_inputs
 from edgekit.convert.equality import MAX_SAMPLES, compare_with_source
-from edgekit.convert.forms import ORT_FILES
-from edgekit.convert.ort_form import OrtOptions
+from edgekit.convert.ort_form import OrtOptions, Style
 from edgekit.errors import RuntimeRefusal
 from edgekit.model import load_model
 from edgekit.samples import select_samples, spread_indices
 from edgekit.target import Form
 from edgekit.verify.fingerprints import find_changed
 
-COMPARED_FORMS: tuple[Form, ...] = ("onnx", *ORT_FILES)
+COMPARED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
 """Forms of a model that this machine can run."""
 _HALF_TOLERANCE = 0.05
 """Files of ORT format of an fp16 bundle are made from the float32 model."""
@@ -46,7 +45,10 @@ def _compare_forms(bundle: Bundle) -> Iterator[Alteration]:
     """Yields the files of ORT format that do not compute what the ONNX file beside them does."""
     source, target = load_model(bundle.find_model("onnx")), read_target(bundle)
     few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, MAX_SAMPLES))
-    for style in (style for style in ORT_FILES if style in bundle.manifest.forms):
+    styles: tuple[Style, ...] = ("full", "runtime")
+    for style in styles:
+        if style not in bundle.manifest.forms:
+            continue
         path = bundle.find_model(style)
         try:
             found = compare_with_source(source, path, OrtOptions(style=style, cpu=target.conversion.cpu), few)

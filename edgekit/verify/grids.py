@@ -47,7 +47,7 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
     """How far a result lies from where it should: sums over the elements, in the result's own unit.
 
     `energies` holds the sums of squares channel by channel, once for each axis that may hold the channels. `low` and
-    `high` are the ends of the values that should be.
+    `high` are the ends of the values that should be. Of an image the last of the axes is that of the channels.
     """
 
     count: int
@@ -55,6 +55,7 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
     energies: tuple[_Floats, ...]
     low: float
     high: float
+    is_image: bool = False
 
     def find_step(self, grid: Grid | None, least: float = 0.0) -> float:
         """Returns the size of a step: that of the grid, or a 255th of the range of the values where there is none."""
@@ -79,7 +80,7 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
         `noise` is what the weights add to each channel, independently. The mean of n rounded values may be off by the
         root of n less than one of them.
         """
-        channels = min(len(energies) for energies in self.energies)
+        channels = len(self.energies[-1]) if self.is_image else min(len(energies) for energies in self.energies)
         noise_steps = noise / step
         return noise_steps, noise_steps / math.sqrt(channels) + 1.0 / math.sqrt(max(1, self.count))
 
@@ -100,6 +101,7 @@ def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
         energies=tuple(_sum_along(squares, axis) for axis in axes),
         low=float(target.min()),
         high=float(target.max()),
+        is_image=error.ndim > 3,
     )
 
 
@@ -113,6 +115,7 @@ def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
         energies=tuple(_add_channels(one, other) for one, other in zip(first.energies, second.energies, strict=False)),
         low=min(first.low, second.low),
         high=max(first.high, second.high),
+        is_image=first.is_image,
     )
 
 

@@ -52,7 +52,7 @@ def find_deafness(reference: Sequence[Floats], got: Sequence[Floats], energy: fl
     """
     if len(reference) < _LEAST_SAMPLES or len(reference) != len(got):
         return None
-    wanted, found = (np.stack(side) - np.mean(side, axis=0) for side in (reference, got))
+    wanted, found = (_centre(np.stack(side)) for side in (reference, got))
     varying = float(np.vdot(wanted, wanted))
     size = float(np.sqrt(varying * np.vdot(found, found)))
     if varying * _STEADY < energy or size == 0.0:
@@ -123,6 +123,10 @@ def find_replay(bundle: Bundle, indices: Sequence[int], reference: Samples, got:
         "the outputs are the float model's to the bit, and the bundle's own model does not give these:"
         " the reference was replayed, or another model ran"
     )
+
+
+def _centre(rows: Floats) -> Floats:
+    return np.asarray(rows - rows.mean(axis=0), dtype=np.float64)
 
 
 def _list_circles(nearest: Sequence[int]) -> list[int]:
