@@ -44,8 +44,3 @@ def scale_channels(value: Array, factors: Array) -> Array:
         return value
     shape = [-1 if place == axis else 1 for place in range(value.ndim)]
     return np.asarray(value * factors.astype(value.dtype).reshape(shape), dtype=value.dtype)
-
-
-def _read_powers(text: str) -> Array:
-    powers = [max(-_MOST, min(_MOST, ord(power) - _ZERO)) for power in text]
-    return np.array([2.0**power for power in powers], dtype=np.float64)
