@@ -16,6 +16,9 @@ from edgekit.verify.order import DEQUANTIZE, QUANTIZE
 _STEPS = 255.0
 """The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs."""
 
+_MOST_NOISE = 1.0
+"""Where channels differ much in size, what is expected by the largest of them is far too much."""
+
 _Floats = npt.NDArray[np.float64]
 
 
@@ -81,7 +84,7 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
         root of n less than one of them.
         """
         channels = len(self.energies[-1]) if self.is_image else min(len(energies) for energies in self.energies)
-        noise_steps = noise / step
+        noise_steps = min(noise / step, _MOST_NOISE)
         return noise_steps, noise_steps / math.sqrt(channels) + 1.0 / math.sqrt(max(1, self.count))
 
 
