@@ -123,18 +123,33 @@ def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
     """Returns the trial to use: of those that meet the goal the one with most work on the target, else the best.
 
     Where that one leaves less than half of the work in integers, one that misses the goal by less than the sampling
-    error, and by no more than the goal itself, is used instead.
+    error, and by no more than the goal itself, is used instead; and where none meets the goal, one whose drop is larger
+    by no more than the goal.
     """
     meeting = [trial for trial in trials if trial.prediction.meets(max_drop)]
     if not meeting:
-        chosen = min(trials, key=lambda trial: (_drop(trial), -trial.prediction.sqnr_db))
-        return Searched(trials=tuple(trials), chosen=chosen, met=False)
+        return Searched(trials=tuple(trials), chosen=_nearest(trials, max_drop), met=False)
     chosen = _most_taken(meeting)
     near = [trial for trial in trials if trial.integer_macs >= _HALF and _nearly_meets(trial, max_drop)]
     if chosen.integer_macs >= _HALF or not near:
         return Searched(trials=tuple(trials), chosen=chosen, met=True)
     note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
     return Searched(trials=tuple(trials), chosen=_most_taken(near), met=True, note=note)
+
+
+def _nearest(trials: Sequence[Trial], max_drop: float) -> Trial:
+    def rank(trial: Trial) -> tuple[float, float]:
+        return _drop(trial), -trial.prediction.sqnr_db
+
+    best = min(trials, key=rank)
+    near = [
+        trial
+        for trial in trials
+        if trial.integer_macs >= _HALF
+        and trial.prediction.drop_estimate is not None
+        and _drop(trial) <= _drop(best) + max_drop
+    ]
+    return best if best.integer_macs >= _HALF else min(near, key=rank, default=best)
 
 
 def _most_taken(trials: Sequence[Trial]) -> Trial:

@@ -52,6 +52,14 @@ def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
     assert (found.met, found.chosen.step) == (False, "b")
 
 
+def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_worse(plan: QuantPlan) -> None:
+    near, far = trial(plan, "a", 0.014, 1.0), trial(plan, "b", 0.016, 1.0)
+    hollow = msgspec.structs.replace(trial(plan, "c", 0.01, 1.0), integer_macs=0.1)
+    assert choose_trial([near, hollow], 0.005).chosen.step == "a"
+    assert choose_trial([far, hollow], 0.005).chosen.step == "c"
+    assert not choose_trial([near, hollow], 0.005).met
+
+
 def test_a_search_stops_at_the_first_plan_that_is_good_enough(tmp_path: Path) -> None:
     recipe = msgspec.structs.replace(RECIPE, max_drop=5.0)
     report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=tmp_path / "state.json"))
