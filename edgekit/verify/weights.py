@@ -20,6 +20,7 @@ FAR_STEPS = 12.0
 _ISOLATED = 3
 _ALONE = 3.0
 """A refitted tensor has many weights some steps off; a broken one has a few, so much farther than all the others."""
+_MOST_ROWS = 0.9
 _LEAST_WEIGHTS = 32
 _FAR_PLACES = 2.0
 _MOST_STEPS = 1e9
@@ -154,7 +155,8 @@ def _measure_steps(quantized: Initializers, node: onnx.NodeProto, wanted: Array)
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
     limits = np.iinfo(values.dtype)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        wanted = _follow_scaling((values.astype(np.float64) - zero) * scale, wanted.astype(np.float64))
+        followed = _follow_scaling((values.astype(np.float64) - zero) * scale, wanted.astype(np.float64))
+        is_scaled, wanted = not np.array_equal(followed, wanted), followed
         meant = np.nan_to_num(np.clip(wanted / scale + zero, limits.min, limits.max))
     steps = np.atleast_1d(np.abs(values.astype(np.float64) - meant))
     channels = np.moveaxis(steps, axis if scale.size > 1 else 0, 0)
@@ -163,7 +165,8 @@ def _measure_steps(quantized: Initializers, node: onnx.NodeProto, wanted: Array)
     if not kept.size:
         return 0.0
     largest = np.sort(kept, axis=None)[-_ISOLATED - 1 :]
-    is_alone = kept.size > _ISOLATED and largest[-1] > _ALONE * largest[0]
+    most_agree = not is_scaled and len(kept) >= _MOST_ROWS * len(rows)
+    is_alone = most_agree and kept.size > _ISOLATED and largest[-1] > _ALONE * largest[0]
     return float(largest[-1]) if is_alone else min(float(largest[-1]), FAR_STEPS)
 
 
