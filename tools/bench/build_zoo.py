@@ -1,4 +1,4 @@
-"""Builds real models of ../shared/zoo for all targets and prints what it costs and what comes out.
+"""Builds real models of ../shared/zoo for the four accelerators and prints what it costs and what comes out.
 
 `make bench`, or `python tools/bench/build_zoo.py [MODEL]... [--samples N]`. Time is given in seconds and as a ratio to
 plain float inference over the same samples in the same run; memory is the peak of the whole process tree.
@@ -20,6 +20,7 @@ import onnxruntime
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT.parent / "shared" / "zoo"
 DEFAULT_MODELS = ("mobilenetv2_1.0_224_fp32",)
+ACCELERATORS = ("nnapi", "coreml", "qnn", "xnnpack")
 DIMS = {
     "mobilenetv2_1.0_224_fp32": ("N=1",),
     "vww_96_float": ("unk__337=1",),
@@ -50,6 +51,7 @@ def bench_model(name: str, samples: int) -> int:
         repeat_samples(folder / "calib.npz", samples)
         float_seconds = time_float(model, folder / "calib.npz")
         command = [sys.executable, "-m", "edgekit", "build", str(model), "--data", str(folder / "calib.npz")]
+        command += [word for target in ACCELERATORS for word in ("--target", target)]
         command += ["--eval", str(folder / "eval.npz"), "--out", str(folder / "out"), "--json"]
         command += [word for dim in DIMS.get(name, ()) for word in ("--dim", dim)]
         if (folder / "eval_labels.npy").exists():
