@@ -23,6 +23,7 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
 from edgekit.images import Preprocess
 from edgekit.labels import read_task_labels
+from edgekit.machine import release_memory
 from edgekit.model import Model, find_integer_ops, load_model, read_proto
 from edgekit.plain import to_json
 from edgekit.prepare import ready_model
@@ -356,6 +357,7 @@ def _verify_all(built: Sequence[_Built | EdgekitError], progress: Progress) -> d
         float_model = result.models["prepare"].path
         report = verify_bundle(result.bundle, devices, float_model=float_model, progress=progress)
         report = explain_report(result.bundle, report, result.models)
+        release_memory()
         write_report(result.bundle, report)
         return report
 

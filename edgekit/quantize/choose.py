@@ -1,5 +1,6 @@
 """Chooses how to quantize: candidates are built and judged on held-out samples, the best becomes the plan."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,9 @@ GOOD_DB = 30.0
 
 _METHODS_16 = ("minmax",)
 _NOTABLE_DB = 0.3
+_QUICK: tuple[Rounding, ...] = ("nearest", "bias")
+_HOPELESS_DB = 1.0
+"""Quickly rounded weights that are worse than this with evened channels are not rounded with more care."""
 _FAITHFUL_DB = 40.0
 """From this ratio on nothing dearer than plain rounding is tried."""
 
@@ -78,7 +82,7 @@ def plan_quantization(
         evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
         other = draft_plan(model, evened, spans, target, precision)
         other = msgspec.structs.replace(other, factors=factors)
-        again = _judge_once(evened, _unsigned(other), spans)
+        again = _judge_once(evened, _unsigned(other), spans, floor_db=_quickly_rounded(judged) - _HOPELESS_DB)
         if again[0].sqnr_db > judged[0].sqnr_db + _NOTABLE_DB:
             graph, calibration, plan = evened, spans, other
         judged = _best_first(*judged, *again)
@@ -125,12 +129,18 @@ def _unsigned(plan: QuantPlan) -> QuantPlan:
     return msgspec.structs.replace(plan, activation="uint8", grids=grids)
 
 
-def _judge_once(graph: Graph, plan: QuantPlan, calibration: Calibration) -> tuple[Candidate, ...]:
+def _quickly_rounded(judged: tuple[Candidate, ...]) -> float:
+    return max(candidate.sqnr_db for candidate in judged if candidate.rounding in _QUICK)
+
+
+def _judge_once(
+    graph: Graph, plan: QuantPlan, calibration: Calibration, *, floor_db: float = -math.inf
+) -> tuple[Candidate, ...]:
     """Returns the candidates, best first, remembered for targets that differ little."""
     memory = Path(plan.statistics) / f"judged-{_digest_plan(graph, plan)}.json"
     if memory.is_file():
         return msgspec.json.decode(memory.read_bytes(), type=tuple[Candidate, ...])
-    judged = _best_first(*_judge_all(graph, plan, calibration))
+    judged = _best_first(*_judge_all(graph, plan, calibration, floor_db))
     write_file(memory, msgspec.json.encode(judged))
     return judged
 
@@ -151,11 +161,11 @@ def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
     return digest_bytes(msgspec.json.encode(facts))[:16]
 
 
-def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Iterator[Candidate]:
+def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration, floor_db: float) -> Iterator[Candidate]:
     """Yields plain minmax, then the roundings of the range method that is best while weights are float.
 
     Rounding with second moments takes its time, so it is tried only where rounded weights cost something, or where it
-    may make up for what activations cost.
+    may make up for what activations cost, and not below `floor_db`.
     """
     methods = _METHODS_16 if plan.precision == "int16" else AUTO_METHODS
     ratios = {method: _judge_ranges(graph, _choose(plan, calibration, method, "nearest")) for method in methods}
@@ -163,16 +173,17 @@ def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Itera
     if best != "minmax":
         yield from _judge_method(graph, _choose(plan, calibration, "minmax", "nearest"), ("nearest",))
     chosen = _choose(plan, calibration, best, "nearest")
-    cheap: tuple[Rounding, ...] = ("nearest", "bias") if read_layers(graph) else ("nearest",)
-    tried = list(_judge_method(graph, chosen, cheap))
+    quick = _QUICK if read_layers(graph) else _QUICK[:1]
+    tried = list(_judge_method(graph, chosen, quick))
     yield from tried
     reached = max(entry.sqnr_db for entry in tried)
-    if len(cheap) > 1 and (reached < ratios[best] - _NOTABLE_DB or reached < _FAITHFUL_DB):
+    if len(quick) > 1 and floor_db <= reached and (reached < ratios[best] - _NOTABLE_DB or reached < _FAITHFUL_DB):
         yield from _judge_method(graph, chosen, ("gptq", "refit"))
 
 
 def _judge_ranges(graph: Graph, plan: QuantPlan) -> float:
-    placed = strip_weights(place_plan(graph, plan, "the candidate"), graph)
+    whole = msgspec.structs.replace(plan, axes={})  # quick: the weights are not kept
+    placed = strip_weights(place_plan(graph, whole, "the candidate"), graph)
     return judge_candidate(placed, judge_points(graph), Path(plan.statistics), keep_float_weights=True)
 
 

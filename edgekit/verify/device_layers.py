@@ -253,7 +253,7 @@ def _measure(wanted: Array, found: Array) -> SampleErrors:
     alike = ~np.isfinite(wanted) & ((wanted == found) | (np.isnan(wanted) & np.isnan(found)))
     if alike.any():
         wanted, found = (np.where(alike, np.zeros((), wanted.dtype), value) for value in (wanted, found))
-    return metrics.measure_sample(wanted, found)
+    return metrics.measure_errors(wanted, found)
 
 
 def _add(before: _Sums, more: _Sums) -> _Sums:

@@ -113,10 +113,10 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
 
 def _add_sample(known: _Sums, wanted: Array, found: Array, own: Sequence[Array], grid: Grid | None) -> None:
     """Adds what one sample says of a layer; of its own results, where several nodes round it, the worst counts."""
-    piled = metrics.measure_sample(*settle_infinities(wanted, found))
+    piled = metrics.measure_errors(*settle_infinities(wanted, found))
     known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
     pairs = [settle_infinities(wanted, value) for value in own]
-    measured = [metrics.measure_sample(*pair) for pair in pairs]
+    measured = [metrics.measure_errors(*pair) for pair in pairs]
     worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
     known.own = measured[worst] if known.own is None else metrics.add_errors(known.own, measured[worst])
     if not measured[worst].non_finite:

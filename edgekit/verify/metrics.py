@@ -57,6 +57,22 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_sample(reference: Array, got: Array) -> SampleErrors:
+    """Returns the sums of one sample as `measure_errors`, and what an output that ranks classes or chances says."""
+    errors = measure_errors(reference, got)
+    if not errors.numeric or errors.non_finite or not reference.size:
+        return errors
+    ranked, wanted, found = ranks_classes(reference), _flat(reference), _flat(got)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return msgspec.structs.replace(
+            errors,
+            top1=agrees_at(wanted, found, 1) if ranked else None,
+            top5=agrees_at(wanted, found, 5) if ranked else None,
+            rank=rank_correlation(wanted, found) if ranked else None,
+            kl=kl_divergence(reference, got) if reference.dtype.kind == "f" else None,
+        )
+
+
+def measure_errors(reference: Array, got: Array) -> SampleErrors:
     """Returns the sums of one sample; both arrays have the same dtype.
 
     Integers of 8 and 16 bits are quantized reals and measured like floats. Wider integers, booleans and strings are
@@ -84,7 +100,6 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
         error = found - wanted
         distance = np.abs(error)
         position = int(distance.argmax())
-        ranked = ranks_classes(reference)
         return SampleErrors(
             numeric=True,
             elements=wanted.size,
@@ -101,10 +116,6 @@ def measure_sample(reference: Array, got: Array) -> SampleErrors:
             position=position,
             low=float(wanted.min()),
             high=float(wanted.max()),
-            top1=agrees_at(wanted, found, 1) if ranked else None,
-            top5=agrees_at(wanted, found, 5) if ranked else None,
-            rank=rank_correlation(wanted, found) if ranked else None,
-            kl=kl_divergence(reference, got) if reference.dtype.kind == "f" else None,
         )
 
 

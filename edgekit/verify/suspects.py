@@ -132,7 +132,7 @@ def _find_swapped(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> str | N
 def _fit(pairs: _Pairs) -> float:
     if not pairs:
         return -metrics.DB_LIMIT
-    return metrics.sqnr_db([metrics.measure_sample(wanted, found) for wanted, found in pairs])
+    return metrics.sqnr_db([metrics.measure_errors(wanted, found) for wanted, found in pairs])
 
 
 def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pairs:
