@@ -9,7 +9,7 @@ import onnx
 import pytest
 from bundle_models import make_bundle, make_check, save_graph
 from onnx import TensorProto, helper, numpy_helper
-from verify_devices import InProcess, Turning
+from verify_devices import InProcess, turning
 from verify_models import LAYERS, break_layer, make_images, quantize, turn_layer
 
 from edgekit.devices.device import DeviceRun, Job
@@ -50,7 +50,7 @@ def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = No
     missing = device.find_missing()
     if missing is not None:
         pytest.skip(f"{missing.reason}: {missing.command}")
-    return find_device_layer(device if layer is None else Turning(inner=device, layer=layer), job, work)
+    return find_device_layer(device if layer is None else turning(device, layer), job, work)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_real_bug_of_an_old_runtime_is_named(tmp_path: Path) -> None:
 
 
 def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: Path) -> None:
-    device, job = Turning(inner=InProcess(), layer="conv3"), job_of(models[1])
+    device, job = turning(InProcess(), "conv3"), job_of(models[1])
     whole = find_device_layer(device, job, tmp_path / "whole")
     sliced = find_device_layer(device, job, tmp_path / "sliced", slice_bytes=4000)
     assert (whole.layer, sliced.layer) == ("conv3", "conv3")
@@ -219,7 +219,7 @@ def test_a_value_that_two_nodes_read_is_looked_at(tmp_path: Path) -> None:
 
 def test_a_verification_names_the_layer_of_a_device_that_is_wrong(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
-    (run,) = verify_bundle(bundle, [Turning(inner=InProcess(), layer="mul")]).runs
+    (run,) = verify_bundle(bundle, [turning(InProcess(), "mul")]).runs
     assert run.located is not None
     assert run.located.layer == "mul"
     assert any(

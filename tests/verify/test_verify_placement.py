@@ -9,12 +9,12 @@ import onnx
 import pytest
 from bundle_models import make_check, make_contents
 from onnx import helper, numpy_helper
-from verify_devices import CPU_PROVIDER, InProcess
+from verify_devices import CPU_PROVIDER, Altering, InProcess
 from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, read_check, write_bundle
 from edgekit.bundle.golden import make_golden
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.report.text import list_verify_remarks
@@ -53,33 +53,6 @@ def replace_relus(proto: onnx.ModelProto) -> None:
     proto.graph.node.extend(nodes)
 
 
-class Withdrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """A real device whose provider is kept from some nodes: it is handed them in a form that it does not take."""
-
-    inner: Device
-    change: Change
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.inner.evidence
-
-    def find_missing(self) -> Missing | None:
-        return self.inner.find_missing()
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        proto = onnx.load(str(job.model))
-        self.change(proto)
-        (work / "other").mkdir()
-        onnx.save(proto, str(work / "other" / job.model.name))
-        (work / "inner").mkdir()
-        changed = msgspec.structs.replace(job, model=work / "other" / job.model.name)
-        return self.inner.run_job(changed, work / "inner")
-
-
 def make_network_bundle(folder: Path, target: str) -> Bundle:
     model = save_network(folder / "network.onnx")
     contents = msgspec.structs.replace(
@@ -112,7 +85,7 @@ def test_layers_that_fall_back_fail_the_run(
     assert good.passed
     assert good.gap is not None
     assert (good.gap.lost, good.observes_placement) == (0, True)
-    bad = verify_bundle(bundle, [Withdrawing(inner=inner, change=change)]).runs[0]
+    bad = verify_bundle(bundle, [Altering(inner=inner, change=change)]).runs[0]
     line = bad.failures[0]
     assert line.startswith(f"silent fallback: {lost} was predicted to take ran on CPUExecutionProvider")
     assert ("'conv2'" in line) or ("'relu1', 'relu2', 'relu3'" in line)

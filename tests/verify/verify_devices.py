@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from verify_models import turn_layer
+import onnx
+from verify_models import turn_weights
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
@@ -55,11 +56,11 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Turning(msgspec.Struct, frozen=True, kw_only=True):
-    """A real device that is handed the model with the sign of one layer's weights turned."""
+class Altering(msgspec.Struct, frozen=True, kw_only=True):
+    """A real device that is handed the model as `change` leaves it."""
 
     inner: Device
-    layer: str
+    change: Callable[[onnx.ModelProto], None]
 
     @property
     def name(self) -> str:
@@ -73,10 +74,18 @@ class Turning(msgspec.Struct, frozen=True, kw_only=True):
         return self.inner.find_missing()
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        (work / "turned").mkdir()
-        turned = turn_layer(job.model, work / "turned" / job.model.name, self.layer)
+        proto = onnx.load(str(job.model))
+        self.change(proto)
+        (work / "altered").mkdir()
+        onnx.save(proto, str(work / "altered" / job.model.name))
         (work / "inner").mkdir()
-        return self.inner.run_job(msgspec.structs.replace(job, model=turned), work / "inner")
+        altered = msgspec.structs.replace(job, model=work / "altered" / job.model.name)
+        return self.inner.run_job(altered, work / "inner")
+
+
+def turning(inner: Device, layer: str) -> Altering:
+    """Returns a real device that is handed the model with the sign of one layer's weights turned."""
+    return Altering(inner=inner, change=lambda proto: turn_weights(proto, layer))
 
 
 class Absent(InProcess, frozen=True, kw_only=True):
@@ -100,4 +109,14 @@ def breaking_after(rows: Sequence[Tensors]) -> Samples:
     return Samples(source="the device", count=len(rows) + 1, read=read)
 
 
-__all__ = ["CPU_PROVIDER", "Absent", "InProcess", "Lie", "Turning", "breaking_after", "from_list", "tell_truth"]
+__all__ = [
+    "CPU_PROVIDER",
+    "Absent",
+    "Altering",
+    "InProcess",
+    "Lie",
+    "breaking_after",
+    "from_list",
+    "tell_truth",
+    "turning",
+]

@@ -60,8 +60,15 @@ def quantize(folder: Path) -> tuple[Model, Model]:
 
 
 def turn_layer(source: Path, path: Path, layer: str) -> Path:
-    """Saves a model with the sign of one layer's weights turned, where it has that layer."""
+    """Saves a model with the sign of one layer's weights turned."""
     proto = onnx.load(str(source))
+    turn_weights(proto, layer)
+    onnx.save(proto, str(path))
+    return path
+
+
+def turn_weights(proto: onnx.ModelProto, layer: str) -> None:
+    """Turns the sign of one layer's weights, where the model has that layer."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
         if node.name == layer:
@@ -69,8 +76,6 @@ def turn_layer(source: Path, path: Path, layer: str) -> Path:
             name = producers[name].input[0] if name in producers else name
             tensor = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
             tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), name))
-    onnx.save(proto, str(path))
-    return path
 
 
 def break_layer(model: Model, path: Path, layer: str, change: Callable[[np.ndarray], np.ndarray]) -> Model:
