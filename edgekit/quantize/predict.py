@@ -27,7 +27,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     `sqnr_db` is over the float outputs, the mean of each output's. `measure` names what is lost: "top-1 accuracy", a
     metric of the task, or "" where nothing can be told. `drop_estimate` is the expected loss of it: in shares of one
     for what lies between 0 and 1 (0.005 is half a point), else in shares of the float model's own figure (half a
-    percent of 30 dB is 0.15 dB). `drop_interval` is a 95 % interval of it. `reference` and `got` are the figures
+    percent of 36 dB is 0.18 dB). `drop_interval` is a 95 % interval of it. `reference` and `got` are the figures
     themselves, where labels tell them. `top1_agreement` is the share of decisions that are the same, None where
     outputs decide nothing. `source` says where the drop comes from.
     """
@@ -60,7 +60,7 @@ def predict_drop(model: Model, quantized: Model, samples: Samples) -> Prediction
     The float model's probabilities stand for the truth: where a decision changes, the expected loss is the
     probability of the float model's class less that of the other one (after D. Guillory et al., "Predicting with
     confidence on unseen distributions", 2021: difference of confidences). For maps of classes it is the loss of mean
-    overlap. Images are held against a truth that the float model is taken to meet with 30 dB. Other values lose as
+    overlap. Images are held against a truth that the float model is taken to meet with 36 dB. Other values lose as
     much of their spread as the differences have. An output that makes one decision counts alone, else the worst does.
 
     Raises:
