@@ -133,6 +133,34 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                     yield from iterate_graphs(body)
 
 
+def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields what a node reads, and what its bodies do."""
+    yield from filter(None, node.input)
+    yield from iterate_captured(node)
+
+
+def iterate_captured(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields what the bodies of a control-flow node read, their own tensors among them."""
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            for graph in iterate_graphs(body):
+                yield from (name for inner in graph.node for name in inner.input if name)
+                yield from (value.name for value in graph.output)
+
+
+def find_reads(graph: onnx.GraphProto) -> set[str]:
+    """Returns every name that the nodes, the bodies and the outputs of a graph read."""
+    return {name for node in graph.node for name in iterate_reads(node)} | {value.name for value in graph.output}
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Removes the initializers that nothing in a graph reads, in place."""
+    read = find_reads(graph)
+    kept = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
 def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
     """Returns the operators by which one sees that a model is quantized, sorted; none for a float model.
 

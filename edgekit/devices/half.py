@@ -1,13 +1,13 @@
 """The arithmetic of a provider that computes in half precision, written into a graph."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.model import iterate_graphs
+from edgekit.model import find_reads
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
@@ -94,16 +94,9 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
 
 def _drop_unused(graph: onnx.GraphProto, weights: Collection[str]) -> None:
     """Removes weights that have a rounded copy; in a file of IR version 3 they are graph inputs as well."""
-    unused = set(weights).difference(_used_names(graph))
+    unused = set(weights).difference(find_reads(graph))
     tensors = [tensor for tensor in graph.initializer if tensor.name not in unused]
     inputs = [value for value in graph.input if value.name not in unused]
     del graph.initializer[:], graph.input[:]
     graph.initializer.extend(tensors)
     graph.input.extend(inputs)
-
-
-def _used_names(graph: onnx.GraphProto) -> Iterator[str]:
-    for part in iterate_graphs(graph):
-        for node in part.node:
-            yield from node.input
-        yield from (value.name for value in part.output)

@@ -7,7 +7,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.errors import UsageError, suggest_name
-from edgekit.model import iterate_graphs
+from edgekit.model import drop_unread, iterate_reads
 
 
 def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
@@ -33,19 +33,10 @@ def drop_idle_nodes(graph: onnx.GraphProto) -> None:
     for node in reversed(graph.node):
         if needed & set(node.output):
             kept.append(node)
-            needed |= set(node.input) | _captured_names(node)
+            needed.update(iterate_reads(node))
     del graph.node[:]
     graph.node.extend(reversed(kept))
-    initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
-    del graph.initializer[:]
-    graph.initializer.extend(initializers)
-
-
-def _captured_names(node: onnx.NodeProto) -> set[str]:
-    bodies = [body for attribute in node.attribute for body in (attribute.g, *attribute.graphs)]
-    parts = [part for body in bodies for part in iterate_graphs(body)]
-    inner = {name for part in parts for child in part.node for name in child.input}
-    return inner | {value.name for part in parts for value in part.output}
+    drop_unread(graph)
 
 
 def freeze_inputs(graph: onnx.GraphProto, values: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.model import drop_unread
 from edgekit.tensors import Array
 
 _CONTRIB = "com.microsoft"
@@ -39,7 +40,7 @@ def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection
             packed[tensor.name, turned] = _add_packed(graph, tensor, bits, block, turned=turned)
         _replace(node, packed[tensor.name, turned], _shape(tensor, turned=turned), bits, block)
         changed.append(node.name)
-    _drop_unread(graph)
+    drop_unread(graph)
     if changed and all(entry.domain != _CONTRIB for entry in proto.opset_import):
         proto.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
     return tuple(changed)
@@ -115,17 +116,3 @@ def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int
             **attributes,
         )
     )
-
-
-def _drop_unread(graph: onnx.GraphProto) -> None:
-    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    read |= {
-        name
-        for node in graph.node
-        for attribute in node.attribute
-        for inner in attribute.g.node
-        for name in inner.input
-    }
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)

@@ -1,8 +1,10 @@
 """What a QDQ model can do without: long names for what only quantizers read, and copies of zero points."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import onnx
+
+from edgekit.model import drop_unread, iterate_captured, iterate_reads
 
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
@@ -34,38 +36,21 @@ def _share_bias_zeros(graph: onnx.GraphProto) -> None:
         zero = stored.get(node.input[2]) if node.op_type == "DequantizeLinear" and len(node.input) == 3 else None
         if zero is not None and zero.data_type == onnx.TensorProto.INT32:
             node.input[2] = kept.setdefault(tuple(zero.dims), zero.name)
-    read = {name for node in graph.node for name in _names_read(node)} | {value.name for value in graph.output}
-    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(tensors)
+    drop_unread(graph)
 
 
 def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
     quantizers = [node for node in graph.node if node.op_type in _QUANTIZERS]
     others = {
-        name for node in graph.node if node.op_type not in _QUANTIZERS for name in (node.name, *_names_read(node))
+        name for node in graph.node if node.op_type not in _QUANTIZERS for name in (node.name, *iterate_reads(node))
     }
     fixed = {value.name for value in (*graph.input, *graph.output)}
     made = {name for node in quantizers for name in node.output}
     taken = fixed | others | {name for node in graph.node for name in (*node.input, *node.output)}
     fresh = (name for number in range(len(taken) + 4 * len(quantizers) + 1) if (name := f"q{number}") not in taken)
     constants = [tensor.name for tensor in graph.initializer if tensor.name not in others]
-    captured = {name for node in graph.node for name in _names_captured(node)}
+    captured = {name for node in graph.node for name in iterate_captured(node)}
     names = {name: next(fresh) for name in (*constants, *sorted(made)) if name not in fixed | captured}
     for node in quantizers:
         node.name = next(fresh)
     return names
-
-
-def _names_read(node: onnx.NodeProto) -> Iterator[str]:
-    yield from node.input
-    yield from _names_captured(node)
-
-
-def _names_captured(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields what the bodies of control flow read, their own tensors among them."""
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            for inner in body.node:
-                yield from _names_read(inner)
-            yield from (value.name for value in body.output)

@@ -6,7 +6,7 @@ et al., 2023) where a normalisation is the producer. All factors are powers of t
 to the last bit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import UsageError
+from edgekit.model import drop_unread
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph, index_proto
 from edgekit.quantize.layers import layer_factors, read_layers
@@ -219,7 +220,7 @@ class _Constants:
                     names[index] = renamed.get(name, name)
         for value in proto.graph.value_info:
             value.name = renamed.get(value.name, value.name)
-        _drop_unread(proto.graph)
+        drop_unread(proto.graph)
         return proto
 
     def _get(self, node: str, index: int) -> Array:
@@ -227,20 +228,3 @@ class _Constants:
             tensor = self._graph.initializers[self._nodes[node].input[index]]
             self._values[node, index] = numpy_helper.to_array(tensor).astype(np.float32)
         return self._values[node, index]
-
-
-def _drop_unread(graph: onnx.GraphProto) -> None:
-    read = set(_every_name(graph))
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
-
-
-def _every_name(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields the names that a graph and the bodies in it read."""
-    yield from (value.name for value in graph.output)
-    for node in graph.node:
-        yield from node.input
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from _every_name(body)

@@ -10,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.model import Model, find_integer_ops, iterate_graphs, read_proto
+from edgekit.model import Model, find_integer_ops, iterate_captured, iterate_reads, read_proto
 from edgekit.quantize.masks import bound_masks
 from edgekit.tensors import Array
 
@@ -122,7 +122,7 @@ def index_proto(proto: onnx.ModelProto) -> Graph:
         initializers=initializers,
         producers={name: node for node in graph.node for name in node.output if name},
         consumers={name: tuple(nodes) for name, nodes in consumers.items()},
-        captured=frozenset(_captured_names(graph)),
+        captured=frozenset(name for node in graph.node for name in iterate_captured(node)),
     )
 
 
@@ -172,7 +172,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     """
     nodes = list(graph.node)
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needs = [{makers[name] for name in _names_read(node) if name in makers} for node in nodes]
+    needs = [{makers[name] for name in iterate_reads(node) if name in makers} for node in nodes]
     readers: dict[int, list[int]] = {}
     for index, before in enumerate(needs):
         for maker in before:
@@ -283,17 +283,3 @@ def _dims(value: onnx.ValueInfoProto) -> tuple[int | None, ...]:
         dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
         for dim in value.type.tensor_type.shape.dim
     )
-
-
-def _captured_names(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        yield from list(_names_read(node))[len(node.input) :]
-
-
-def _names_read(node: onnx.NodeProto) -> Iterator[str]:
-    yield from node.input
-    for attribute in node.attribute:
-        for held in (attribute.g, *attribute.graphs):
-            for body in iterate_graphs(held):
-                yield from (name for inner in body.node for name in inner.input)
-                yield from (value.name for value in body.output)

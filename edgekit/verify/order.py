@@ -1,10 +1,8 @@
 """The nodes of a graph in the order of computation, and which of them compute anything."""
 
-from collections.abc import Iterator
-
 import onnx
 
-from edgekit.model import iterate_graphs
+from edgekit.model import iterate_reads
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
@@ -43,13 +41,3 @@ def list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
             computing.append(node)
             dynamic.update(name for name in node.output if name)
     return computing
-
-
-def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields what a node reads, and what the bodies of a control-flow node read."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            for graph in iterate_graphs(body):
-                yield from (name for inner in graph.node for name in inner.input if name)
-                yield from (value.name for value in graph.output)

@@ -8,14 +8,13 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CpuSession
-from edgekit.model import Model, read_proto, save_proto
+from edgekit.model import Model, iterate_reads, read_proto, save_proto
 from edgekit.tensors import TensorSpec
 from edgekit.verify.grids import Grid, read_grid
-from edgekit.verify.order import iterate_reads, list_computing
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE, list_computing
 from edgekit.verify.trace import FED_PREFIX, open_proto
 
-_QUANTIZE = "QuantizeLinear"
-_ROUNDING = frozenset({_QUANTIZE, "DequantizeLinear"})
+_ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
 _ENDINGS = frozenset({
     "BatchNormalization", "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Tanh",
 })  # fmt: skip
@@ -59,7 +58,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
         for name in filter(None, node.output):
             starts[name] = start
             after = readers.get(name, [])
-            grid = read_grid(node, tensors) if node.op_type == _QUANTIZE else None
+            grid = read_grid(node, tensors) if node.op_type == QUANTIZE else None
             if len(after) == 1 and name not in given and _ends(after[0], node, dynamic - tensors.keys()):
                 joined.add(name)
             elif grid is not None or not (node.op_type in _ROUNDING or any(_rounds(reader) for reader in after)):
@@ -144,7 +143,7 @@ def _ends(reader: onnx.NodeProto, node: onnx.NodeProto, dynamic: Collection[str]
 
 
 def _rounds(node: onnx.NodeProto) -> bool:
-    return node.op_type == _QUANTIZE
+    return node.op_type == QUANTIZE
 
 
 def _walk_back(
