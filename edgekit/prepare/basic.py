@@ -8,6 +8,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.errors import RuntimeRefusal
 from edgekit.model import Model
 from edgekit.prepare.external import gather_data
+from edgekit.prepare.float_weights import OPTIMIZER
 from edgekit.prepare.half import guard_half, strip_casts
 from edgekit.prepare.stand_in import put_stand_ins, restore_nodes
 from edgekit.prepare.tidy import name_nodes
@@ -15,7 +16,7 @@ from edgekit.prepare.tidy import name_nodes
 EXTERNAL_FROM_BYTES = 1 << 30
 """A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory."""
 
-_QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", "WeightBiasQuantization")
+_QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
 
 

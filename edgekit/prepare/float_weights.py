@@ -7,9 +7,9 @@ import onnx
 
 from edgekit.target import Target
 
-KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {"optimization.disable_specified_optimizers": "WeightBiasQuantization"}
-"""The session entry that switches this off; without it the results are wrong and nothing says so."""
 OPTIMIZER = "WeightBiasQuantization"
+KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {"optimization.disable_specified_optimizers": OPTIMIZER}
+"""The session entry that switches this off; without it the results are wrong and nothing says so."""
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _PASSED = frozenset({"Relu", "Clip"})
@@ -55,10 +55,11 @@ def keep_float_weights(target: Target, graph: onnx.GraphProto) -> tuple[Target, 
     if not found:
         return target, ()
     session = msgspec.structs.replace(target.session, config={**target.session.config, **KEEP_FLOAT_WEIGHTS})
+    ((key, value),) = KEEP_FLOAT_WEIGHTS.items()
     named = ", ".join(f"'{name}'" for name in found[:3])
     told = (
         f"{len(found)} layers keep float weights between Q and DQ nodes ({named}): ONNX Runtime would round them to 8"
-        " bits per tensor, so the session needs optimization.disable_specified_optimizers = WeightBiasQuantization"
+        f" bits per tensor, so the session needs {key} = {value}"
     )
     return msgspec.structs.replace(target, session=session), (told,)
 

@@ -12,6 +12,7 @@ import onnx
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
 from edgekit.model import MAX_PROTOBUF_BYTES, save_proto
+from edgekit.prepare.float_weights import OPTIMIZER
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.held_out import read_held_out
 from edgekit.tensors import Array
@@ -113,7 +114,7 @@ def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool =
     if not fits:
         save_proto(proto, path)
     source = proto.SerializeToString() if fits else path
-    disabled = ("WeightBiasQuantization",) if keep_float_weights else ()
+    disabled = (OPTIMIZER,) if keep_float_weights else ()
     try:
         return CpuSession(source, SessionSettings(config=dict(_PRECISE), disabled_optimizers=disabled))
     except RuntimeRefusal:
