@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("labels", "recipe", "data_check"),
     ("model", "target", "samples", "scaling"),
     ("images", "npz", "skim", "_files"),
-    ("tensors", "evidence", "machine", "plain", "progress"),
+    ("tensors", "evidence", "machine", "plain", "progress", "wilson"),
     ("errors",),
 )
 DOORS = {

@@ -8,11 +8,11 @@ import numpy as np
 
 from edgekit.quantize.meaning import Meaning, Reading, read_decisions, read_probabilities
 from edgekit.tensors import Array
+from edgekit.wilson import Z95, wilson_interval
 
 ASSUMED_PSNR_DB = 36.0
 """How near the images of a float model are taken to come to the truth: a good one loses more by the same noise."""
 
-_Z = 1.96
 _ROUNDS = 200
 _PRIOR_LOSS, _PRIOR_SPREAD = 0.5, 0.5
 _UNKNOWN_LOSS = 0.5
@@ -172,14 +172,6 @@ MEASURES: Mapping[Meaning, Measure] = {
 }
 
 
-def wilson_interval(count: int, total: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share (E. B. Wilson, 1927)."""
-    share, square = count / total, _Z**2 / total
-    middle = (share + square / 2) / (1 + square)
-    half = _Z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def _interval_of_losses(changes: Array, total: int) -> tuple[float, float]:
     """Returns the interval of the share of changes (Wilson) times that of the loss of one change.
 
@@ -189,7 +181,7 @@ def _interval_of_losses(changes: Array, total: int) -> tuple[float, float]:
     low, high = wilson_interval(count, total)
     loss = (changes[:, 0].sum() + _PRIOR_LOSS) / (count + 1)
     spread = ((changes[:, 0] - loss) ** 2).sum() + changes[:, 1].sum() + _PRIOR_SPREAD
-    reach = _Z * math.sqrt(spread) / (count + 1)
+    reach = Z95 * math.sqrt(spread) / (count + 1)
     ends = [rate * float(np.clip(loss + side * reach, -1, 1)) for rate in (low, high) for side in (-1, 1)]
     return min(ends), max(ends)
 

@@ -10,10 +10,11 @@ from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
 from edgekit.verify.agreement import mean_iou
 from edgekit.verify.buckets import Floats, fill_buckets
-from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
+from edgekit.verify.intervals import bootstrap_sqnr
 from edgekit.verify.liars import find_deafness, find_order
 from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.outputs import OutputReport
+from edgekit.wilson import wilson_interval
 
 _STILL = 100.0
 """A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""

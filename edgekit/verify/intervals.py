@@ -8,22 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit.verify.metrics import DB_LIMIT, SampleErrors
+from edgekit.wilson import Z95
 
-_Z95 = 1.959963984540054
 _RESAMPLES = 1000
-
-
-def wilson_interval(hits: int, total: int) -> tuple[float, float]:
-    """Returns the interval of a share of hits by Wilson's score method (E. B. Wilson, JASA 22, 1927).
-
-    Unlike the normal approximation it stays within 0 and 1, and is not empty when all samples hit.
-    """
-    if total == 0:
-        return 0.0, 1.0
-    share, z2 = hits / total, _Z95 * _Z95
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = _Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:
@@ -55,7 +42,7 @@ def interval_of_pairs(reference: Sequence[bool], got: Sequence[bool]) -> tuple[f
     lost = sum(before and not now for before, now in zip(reference, got, strict=True))
     centre = (gained - lost) / (total + 2)
     spread = gained + lost + 1 - (gained - lost) ** 2 / (total + 2)
-    half = _Z95 * math.sqrt(spread) / (total + 2)
+    half = Z95 * math.sqrt(spread) / (total + 2)
     return max(-1.0, centre - half), min(1.0, centre + half)
 
 

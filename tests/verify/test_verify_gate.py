@@ -9,9 +9,10 @@ import pytest
 
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.tensors import Array
-from edgekit.verify.intervals import bootstrap_pairs, interval_of_pairs, wilson_interval
+from edgekit.verify.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.verify.outputs import OutputReport, judge_output
 from edgekit.verify.scores import TaskReport, judge_task
+from edgekit.wilson import wilson_interval
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
 LUCK = 0.05

@@ -6,7 +6,8 @@ from hypothesis.extra import numpy as hnp
 
 from edgekit.tensors import Array, ranks_classes
 from edgekit.verify import metrics
-from edgekit.verify.intervals import bootstrap_sqnr, wilson_interval
+from edgekit.verify.intervals import bootstrap_sqnr
+from edgekit.wilson import wilson_interval
 
 FLOATS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=5), elements=st.floats(-1e3, 1e3, width=32))
 
