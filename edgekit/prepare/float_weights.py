@@ -8,7 +8,8 @@ import onnx
 from edgekit.target import Target
 
 OPTIMIZER = "WeightBiasQuantization"
-KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {"optimization.disable_specified_optimizers": OPTIMIZER}
+_DISABLED = "optimization.disable_specified_optimizers"
+KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {_DISABLED: OPTIMIZER}
 """The session entry that switches this off; without it the results are wrong and nothing says so."""
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -54,12 +55,13 @@ def keep_float_weights(target: Target, graph: onnx.GraphProto) -> tuple[Target, 
     found = find_float_weights(graph)
     if not found:
         return target, ()
-    session = msgspec.structs.replace(target.session, config={**target.session.config, **KEEP_FLOAT_WEIGHTS})
-    ((key, value),) = KEEP_FLOAT_WEIGHTS.items()
+    off = target.session.config.get(_DISABLED, "").split(";")
+    value = ";".join([*(name for name in off if name not in {"", OPTIMIZER}), OPTIMIZER])
+    session = msgspec.structs.replace(target.session, config={**target.session.config, _DISABLED: value})
     named = ", ".join(f"'{name}'" for name in found[:3])
     told = (
         f"{len(found)} layers keep float weights between Q and DQ nodes ({named}): ONNX Runtime would round them to 8"
-        f" bits per tensor, so the session needs {key} = {value}"
+        f" bits per tensor, so the session needs {_DISABLED} = {value}"
     )
     return msgspec.structs.replace(target, session=session), (told,)
 

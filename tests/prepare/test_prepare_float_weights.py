@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -9,7 +10,8 @@ from onnx import numpy_helper
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.prepare.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights
+from edgekit.prepare.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights, keep_float_weights
+from edgekit.target import load_target
 
 HEAD = (
     "g (float[1,4,4,4] x) => (float[1,4,4,4] y) <float s = {{0.02}}, uint8 z = {{128}}, float t = {{0.05}}, "
@@ -49,3 +51,16 @@ def test_what_is_found_is_what_a_session_rounds(tmp_path: Path, body: str) -> No
     found = find_float_weights(onnx.load(str(path)).graph)
     changes = bool(np.abs(run(path, kept=True) - run(path, kept=False)).max() > 0)
     assert (found, changes) == (BODIES[body], bool(BODIES[body]))
+
+
+def test_what_a_target_switches_off_itself_stays_off(tmp_path: Path) -> None:
+    path = write(next(body for body in BODIES if BODIES[body]), tmp_path / "m.onnx")
+    target = load_target("cpu", {})
+    ((key, optimizer),) = KEEP_FLOAT_WEIGHTS.items()
+    session = msgspec.structs.replace(target.session, config={key: "ConstantFolding"})
+    target = msgspec.structs.replace(target, session=session)
+    config = keep_float_weights(target, onnx.load(str(path)).graph)[0].session.config
+    assert config[key] == f"ConstantFolding;{optimizer}"
+    sample = {"x": np.random.default_rng(1).normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
+    got = CpuSession(path, SessionSettings(config=config)).run(sample)["y"]
+    np.testing.assert_array_equal(got, run(path, kept=True))
