@@ -112,7 +112,13 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
 
 
 def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
-    """Writes a protobuf deterministically and returns its model; weights go beside it where 2 GB do not hold them."""
+    """Writes a protobuf like `write_proto` and returns its model."""
+    write_proto(proto, path)
+    return load_model(path)
+
+
+def write_proto(proto: onnx.ModelProto, path: Path) -> None:
+    """Writes a protobuf deterministically; weights go beside it where 2 GB do not hold them."""
     size_bytes = sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
     onnx.save(
         proto,
@@ -120,7 +126,6 @@ def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
         save_as_external_data=size_bytes > MAX_PROTOBUF_BYTES - (64 << 20),
         location=f"{path.name}.data",
     )
-    return load_model(path)
 
 
 def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -146,6 +151,27 @@ def iterate_captured(node: onnx.NodeProto) -> Iterator[str]:
             for graph in iterate_graphs(body):
                 yield from (name for inner in graph.node for name in inner.input if name)
                 yield from (value.name for value in graph.output)
+
+
+def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
+    """Returns the nodes, each behind those that it and its bodies read from, otherwise in the order they have.
+
+    A quantizer appends its nodes out of order. Nodes of a cycle, which no runtime takes, come in any order.
+    """
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    needs = [[makers[name] for name in iterate_reads(node) if name in makers] for node in graph.node]
+    opened: set[int] = set()
+    ordered: dict[int, onnx.NodeProto] = {}
+    for start in range(len(graph.node)):
+        stack = [start]
+        while stack:
+            index = stack[-1]
+            waiting = [] if index in opened else [maker for maker in needs[index] if maker not in opened]
+            opened.add(index)
+            stack.extend(reversed(waiting))
+            if not waiting:
+                ordered.setdefault(stack.pop(), graph.node[index])
+    return tuple(ordered.values())
 
 
 def find_reads(graph: onnx.GraphProto) -> set[str]:

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model
 
 from edgekit.errors import ModelError
-from edgekit.model import load_model, read_proto, save_proto
+from edgekit.model import load_model, order_nodes, read_proto, save_proto
 
 
 def test_facts_are_read(relu_model: Path) -> None:
@@ -124,3 +124,19 @@ def test_a_damaged_model_is_read_or_refused_never_worse(
         load_model(path)
     except ModelError:
         return
+
+
+def test_nodes_come_behind_what_they_and_their_bodies_read() -> None:
+    body = helper.make_graph([helper.make_node("Neg", ["b"], ["y"])], "body", [], [])
+    nodes = [
+        helper.make_node("If", ["c"], ["d"], then_branch=body, else_branch=body),
+        helper.make_node("Abs", ["a"], ["b"]),
+        helper.make_node("Abs", ["x"], ["a"]),
+    ]
+    graph = helper.make_graph(nodes, "g", [], [])
+    assert [node.output[0] for node in order_nodes(graph)] == ["a", "b", "d"]
+
+
+def test_nodes_of_a_cycle_are_all_returned() -> None:
+    nodes = [helper.make_node("Abs", ["b"], ["a"]), helper.make_node("Abs", ["a"], ["b"])]
+    assert len(order_nodes(helper.make_graph(nodes, "g", [], []))) == 2

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import onnx
 
-from edgekit.model import Model
+from edgekit.model import Model, order_nodes
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.correct import correct_weights
 from edgekit.quantize.equalize import equalize_graph, scaled_layers
-from edgekit.quantize.graph import Graph, read_graph, sort_nodes
+from edgekit.quantize.graph import Graph, read_graph
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.rounding import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.shared import share_ranges, shared_tensors
@@ -45,7 +45,9 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     """
     placed = place_qdq(graph.proto, _request(plan, graph), subject)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
-    sort_nodes(placed.graph)
+    nodes = order_nodes(placed.graph)
+    del placed.graph.node[:]
+    placed.graph.node.extend(nodes)
     return placed
 
 

@@ -1,6 +1,5 @@
 """What calibration, planning and rounding need to know of a float graph."""
 
-import heapq
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.model import Model, find_integer_ops, iterate_captured, iterate_reads, read_proto
+from edgekit.model import Model, find_integer_ops, iterate_captured, read_proto
 from edgekit.quantize.masks import bound_masks
 from edgekit.tensors import Array
 
@@ -163,31 +162,6 @@ def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.Te
     shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
     shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
     return np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape)).astype(scale.dtype)
-
-
-def sort_nodes(graph: onnx.GraphProto) -> None:
-    """Puts the nodes of a graph into topological order, otherwise in the order they have.
-
-    What the bodies of control flow read counts as input of their node.
-    """
-    nodes = list(graph.node)
-    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needs = [{makers[name] for name in iterate_reads(node) if name in makers} for node in nodes]
-    readers: dict[int, list[int]] = {}
-    for index, before in enumerate(needs):
-        for maker in before:
-            readers.setdefault(maker, []).append(index)
-    ready = [index for index, before in enumerate(needs) if not before]
-    ordered: list[int] = []
-    while ready:
-        index = heapq.heappop(ready)
-        ordered.append(index)
-        for reader in readers.get(index, ()):
-            needs[reader].discard(index)
-            if not needs[reader]:
-                heapq.heappush(ready, reader)
-    del graph.node[:]
-    graph.node.extend(nodes[index] for index in ordered)
 
 
 def known_bounds(graph: Graph, node: onnx.NodeProto) -> tuple[float | None, float | None]:

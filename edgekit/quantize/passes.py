@@ -17,7 +17,7 @@ from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.data_check import digest_sample
 from edgekit.errors import DataError, EdgekitError, ModelError
 from edgekit.machine import release_memory
-from edgekit.model import MAX_PROTOBUF_BYTES, Model, save_proto
+from edgekit.model import Model, write_proto
 from edgekit.progress import Progress
 from edgekit.quantize.checkpoint import Checkpoint
 from edgekit.quantize.graph import Graph, float_activations
@@ -170,10 +170,7 @@ def _begin(task: Task, whole: Observation, keeper: Keeper) -> _Run:
 
 def _store(observation: Observation, path: Path) -> Observation:
     """Writes an observed graph and returns the observation without it, so that its weights are not held in memory."""
-    if observation.proto.ByteSize() < MAX_PROTOBUF_BYTES:
-        path.write_bytes(observation.proto.SerializeToString())
-    else:
-        save_proto(observation.proto, path)
+    write_proto(observation.proto, path)
     return msgspec.structs.replace(observation, proto=onnx.ModelProto())
 
 
@@ -228,7 +225,7 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
 
 
 def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:
-    save_proto(proto, path)
+    write_proto(proto, path)
     return CpuSession(path, SessionSettings(level=Level.ALL))
 
 

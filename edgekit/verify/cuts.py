@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit.model import Model, iterate_reads, read_proto, save_proto
-from edgekit.verify.order import DEQUANTIZE, QUANTIZE, list_computing, order_nodes
+from edgekit.model import Model, iterate_reads, order_nodes, read_proto, save_proto
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE, list_computing
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):

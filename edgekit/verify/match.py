@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import onnx
 
+from edgekit.model import order_nodes
 from edgekit.scaling import SUFFIX
 from edgekit.verify.align import align_tensors
-from edgekit.verify.order import DEQUANTIZE, QUANTIZE, order_nodes
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE
 
 _NAMES_COUNT = 0.8
 """Names are believed where they match at least so many of the operators that their order matches."""

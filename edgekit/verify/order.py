@@ -1,34 +1,10 @@
-"""The nodes of a graph in the order of computation, and which of them compute anything."""
+"""Which nodes of a graph compute anything."""
 
 import onnx
 
-from edgekit.model import iterate_reads
+from edgekit.model import iterate_reads, order_nodes
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-
-
-def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
-    """Returns the nodes so that each comes after those it reads from; a quantizer appends its nodes out of order."""
-    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    done: set[int] = set()
-    ordered: list[onnx.NodeProto] = []
-    for start in range(len(graph.node)):
-        stack = [start]
-        while stack:
-            index = stack[-1]
-            waiting = [
-                producers[name]
-                for name in graph.node[index].input
-                if name in producers and producers[name] not in done and producers[name] != index
-            ]
-            if waiting and index not in done:
-                stack.extend(waiting)
-                continue
-            stack.pop()
-            if index not in done:
-                done.add(index)
-                ordered.append(graph.node[index])
-    return tuple(ordered)
 
 
 def list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:

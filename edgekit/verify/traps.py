@@ -16,6 +16,7 @@ from edgekit.evidence import Evidence
 from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors, is_numeric
 from edgekit.verify import metrics
+from edgekit.verify.order import DEQUANTIZE, QUANTIZE
 
 _VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
 _SOCS = {"30": "v68", "36": "v69", "43": "v73", "57": "v75", "69": "v79", "87": "v81"}
@@ -51,7 +52,7 @@ def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str
     if wanted.get("session.enable_saved_runtime_optimizations") != "1":
         return None
     ops = [node.op for node in run.placement if node.provider == CPU_PROVIDER]
-    rounded = sum(op in {"QuantizeLinear", "DequantizeLinear"} for op in ops)
+    rounded = sum(op in {QUANTIZE, DEQUANTIZE} for op in ops)
     floats = sum(op in {"Conv", "MatMul", "Gemm"} for op in ops)
     fused = any(op.startswith(("QLinear", "QGemm", "MatMulInteger", "ConvInteger")) for op in ops)
     if rounded < _LEAST_ROUNDED or not floats or fused:

@@ -13,7 +13,6 @@ from edgekit.model import Model, load_model
 from edgekit.samples import Samples
 from edgekit.verify.layers import compare_layers
 from edgekit.verify.models import compare_models
-from edgekit.verify.order import order_nodes
 from edgekit.verify.outliers import find_first_bad
 
 
@@ -129,12 +128,6 @@ def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -
     assert comparison.outputs[0].mismatch is None
     assert len(comparison.layers) == len(graph.node)
     assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 55 for layer in comparison.layers)
-
-
-def test_nodes_out_of_order_are_put_in_order() -> None:
-    first, second = helper.make_node("Abs", ["x"], ["a"]), helper.make_node("Abs", ["a"], ["b"])
-    graph = helper.make_graph([second, first], "g", [], [])
-    assert [node.output[0] for node in order_nodes(graph)] == ["a", "b"]
 
 
 def test_the_comparison_is_plain_data(models: tuple[Model, Model]) -> None:
