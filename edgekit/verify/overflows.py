@@ -31,4 +31,4 @@ def find_reach(value: Array) -> float:
 def find_size(value: Array) -> float:
     """Returns the root of the mean square of what is finite and no mask."""
     kept = value[np.isfinite(value) & (value > _MASK)].astype(np.float64)
-    return float(np.sqrt(np.vdot(kept, kept) / max(1, kept.size)))
+    return float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))

@@ -16,6 +16,8 @@ from edgekit.verify.order import QUANTIZE
 FED_PREFIX = "edgekit.fed:"
 
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+_QUIET = {"session.intra_op.allow_spinning": "0"}
+"""Several sessions take turns: the threads of those that wait must not keep the cores busy."""
 
 
 def open_traced(model: Model, names: Sequence[str]) -> CpuSession:
@@ -67,7 +69,7 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
 
 def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
     """Returns a session, with every optimisation off, of a graph that was made from a model and shares its weights."""
-    config = {_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {}
+    config = {**_QUIET, **({_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {})}
     settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
 
