@@ -249,7 +249,7 @@ def _flat(value: Array) -> Floats:
 
 
 def _energy(first: Floats, second: Floats) -> float:
-    # Not np.dot: the threads of BLAS fight with those of a session that waits for its next sample, at 20 times the cost.
+    # Not np.dot: the threads of BLAS fight with those of a waiting session, at 20 times the cost.
     return _finite(float(np.einsum("i,i->", first, second)))
 
 
