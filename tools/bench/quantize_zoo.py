@@ -1,12 +1,14 @@
 """Quantizes every labelled model of ../shared/zoo automatically and holds it against ONNX Runtime's own settings.
 
-    python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--no-ort]
+    python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--no-ort] [--state DIR]
 
 What scores a model never calibrates it. `edgekit` is the automatic mode, `--max-drop 0.5`, without labels; `ORT` the
 best of all of ONNX Runtime's settings, picked by the very score that is printed, which favours it. Two verdicts a
 row: `drop` is "ok" where at most half a point is lost (images: 0.15 dB) or the interval of 95 % of the difference
 reaches that; `ORT` is "ok" where edgekit is not worse than the best setting, or not beyond the sampling error.
-Returns 1 where a verdict is no.
+`--state` keeps what ONNX Runtime's settings score, by digests of model and data and its version, so that a run goes on
+and a later one only repeats edgekit's part. Without targets (`--targets ""`) only that is filled. Returns 1 where a
+verdict is no.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from stock_ort import quantize_stock
+from stock_state import StockState, open_state
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -106,23 +109,21 @@ def score(task: ZooTask, rows: list[Tensors]) -> float:
     return metric.prepare(records)(np.ones(len(records), np.int64))
 
 
-def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path) -> _Stock | None:
+def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state: StockState) -> _Stock | None:
     """Returns the name and the outputs of ONNX Runtime's best setting by the score of the task."""
-    best: tuple[float, str, list[Tensors]] | None = None
     with contextlib.redirect_stdout(sys.stderr):
-        for setting in quantize_stock(model, samples, work):
+        for setting in quantize_stock(model, samples, work, state.known):
             if setting.path is None:
-                print(f"  {task.name}: ort {setting.name}: {setting.failure}", file=sys.stderr)
+                state.fail(setting.name, setting.failure)
                 continue
             rows = score_outputs(task, setting.path, model)
             value = score(task, rows)
             print(f"  {task.name}: ort {setting.name} ({setting.samples} samples): {value:.4f}", file=sys.stderr)
-            if best is None or value > best[0]:
-                best = (value, setting.name, rows)
-    return None if best is None else best[1:]
+            state.keep(setting.name, value, rows)
+    return state.best()
 
 
-def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool) -> Iterator[Row]:
+def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool, state: Path | None = None) -> Iterator[Row]:
     """Yields a row for each target."""
     task = load_task(name)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +133,9 @@ def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool) -> Itera
         model = prepare_model(source, work / "prepared.onnx", task.dims)
         samples = load_samples(str(work / "calib.npz"), model.inputs)
         reference = score_outputs(task, model.path, model)
-        stock = best_of_ort(task, model, samples, work) if with_ort else None
+        stock = None
+        if with_ort:
+            stock = best_of_ort(task, model, samples, work, open_state(task, state or work / "state"))
         for target in targets:
             yield _bench_target(task, target, work, model, reference, stock)
 
@@ -211,7 +214,9 @@ def describe(row: Row) -> str:
 def _in_child(name: str, args: argparse.Namespace) -> Iterator[Row]:
     """Benches a model in a process of its own, so that its memory is its own."""
     command = [sys.executable, __file__, name, "--child", "--targets", args.targets]
-    done = subprocess.run([*command, *(["--no-ort"] if args.no_ort else [])], stdout=subprocess.PIPE, check=False)
+    command += ["--no-ort"] if args.no_ort else []
+    command += ["--state", str(args.state)] if args.state else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         yield _failed(load_task(name), "all", f"the process ended with {done.returncode}")
     for line in done.stdout.decode().splitlines():
@@ -224,6 +229,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(TASKS))
     parser.add_argument("--targets", default=",".join(int8_targets()))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--state", type=Path, metavar="DIR", help="keep what ONNX Runtime's settings score")
     parser.add_argument("--no-ort", action="store_true", help="leave ONNX Runtime's settings out")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -232,7 +238,8 @@ def main() -> int:
         return 2
     run: Callable[[str], Iterator[Row]] = lambda name: _in_child(name, args)  # noqa: E731
     if args.child:
-        run = lambda name: bench_model(name, tuple(args.targets.split(",")), with_ort=not args.no_ort)  # noqa: E731
+        targets = tuple(filter(None, args.targets.split(",")))
+        run = lambda name: bench_model(name, targets, with_ort=not args.no_ort, state=args.state)  # noqa: E731
     rows: list[Row] = []
     for name in args.models:
         for row in run(name):
