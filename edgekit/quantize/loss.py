@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from edgekit.quantize.meaning import Meaning, Reading, read_decisions, read_probabilities
+from edgekit.quantize.meaning import IMAGE_CHANNELS, Meaning, Reading, read_decisions, read_probabilities
 from edgekit.tensors import Array
 from edgekit.wilson import Z95, wilson_interval
 
-ASSUMED_PSNR_DB = 36.0
+LEAST_PSNR_DB, _MOST_PSNR_DB = 36.0, 48.0
 """How near the images of a float model are taken to come to the truth: a good one loses more by the same noise."""
 
 _ROUNDS = 200
@@ -20,6 +20,7 @@ _RARE = 1e-3
 _DB_LIMIT = 200.0
 _SMALL = 0.01
 _OVERSHOOT = 0.01
+_FINE = 4
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,18 +108,53 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
-    """Returns the mean square of the differences, and the darkest and brightest value less a hundredth: overshoots."""
+    """Returns mean squares of differences and of detail, and the darkest and brightest value less 1 %: overshoots."""
     one, two = expected.astype(np.float64), found.astype(np.float64)
-    return np.array([((one - two) ** 2).mean(), *np.quantile(one, (_OVERSHOOT, 1 - _OVERSHOOT))])
+    return np.array([((one - two) ** 2).mean(), _detail(one), *np.quantile(one, (_OVERSHOOT, 1 - _OVERSHOOT))])
+
+
+def _detail(images: Array) -> float:
+    """Returns the mean square of what is finer than four pixels: the images less their means over 4 x 4, made large.
+
+    Pictures have about as much power in each octave (D. J. Field, 1987), and what a net makes of less than it shows
+    misses about as much as the finest octave that it has. The images of three nets that enlarge three times came as
+    near to the truth as this says, or up to 6 dB less near.
+    """
+    first = 2 if images.shape[1] in IMAGE_CHANNELS else 1
+    sides = images.shape[first : first + 2]
+    height, width = (side // _FINE * _FINE for side in sides)
+    cut = np.moveaxis(images, (first, first + 1), (-2, -1))[..., :height, :width]
+    small = cut.reshape(*cut.shape[:-2], height // _FINE, _FINE, width // _FINE, _FINE).mean((-3, -1))
+    return float(((cut - _enlarge(_enlarge(small, -1), -2)) ** 2).mean())
+
+
+def _enlarge(values: Array, axis: int) -> Array:
+    """Returns values _FINE times as many along an axis, on straight lines between the middles of the old ones."""
+    count = values.shape[axis]
+    places = np.clip((np.arange(count * _FINE) + 0.5) / _FINE - 0.5, 0, count - 1)
+    below = np.minimum(places.astype(np.int64), max(0, count - 2))
+    shape = [1] * values.ndim
+    shape[axis] = -1
+    above = (places - below).reshape(shape)
+    low, high = np.take(values, below, axis), np.take(values, np.minimum(below + 1, count - 1), axis)
+    return np.asarray(low * (1 - above) + high * above)
 
 
 def _judge_image(records: Sequence[Array]) -> Loss:
-    """Errors add up: an image with PSNR t against the truth and q against the float one has t - 10 log10(1 + t'/q')."""
+    """Errors add up: an image with PSNR t against the truth and q against the float one has t - 10 log10(1 + t'/q').
+
+    An image with little detail is easy, so the net may come nearer to its truth than 36 dB.
+    """
     table = np.stack(records)
-    peak = max(float(table[:, 2].max() - table[:, 1].min()), 1e-12)
-    errors = np.maximum(table[:, 0] / peak**2, 10 ** (-_DB_LIMIT / 10))
-    lost = 10 * np.log10(1 + errors * 10 ** (ASSUMED_PSNR_DB / 10)) / ASSUMED_PSNR_DB
-    return Loss(estimate=float(lost.mean()), interval=_bootstrap(lost, lambda sums: np.asarray(sums / len(lost))))
+    peak = max(float(table[:, 3].max() - table[:, 2].min()), 1e-12)
+    errors, detail = np.maximum(table[:, :2].T / peak**2, 10 ** (-_DB_LIMIT / 10))
+    before = np.clip(-10 * np.log10(detail), LEAST_PSNR_DB, _MOST_PSNR_DB)
+    pairs = np.stack([10 * np.log10(1 + errors * 10 ** (before / 10)), before], axis=1)
+
+    def score(sums: Array) -> Array:
+        return np.asarray(sums[..., 0] / sums[..., 1])
+
+    return Loss(estimate=float(score(pairs.sum(axis=0))), interval=_bootstrap(pairs, score))
 
 
 def _record_values(expected: Array, found: Array, reading: Reading) -> Array:
@@ -168,7 +204,7 @@ MEASURES: Mapping[Meaning, Measure] = {
     "map": Measure(name="mean overlap of classes (mIoU)", record=_record_map, judge=_judge_map),
     "labels": Measure(name="equal labels", record=_record_labels, judge=_judge_labels),
     "values": Measure(name="spread of the values (R2)", record=_record_values, judge=_judge_values),
-    "image": Measure(name=f"PSNR of images, {ASSUMED_PSNR_DB:.0f} dB before", record=_record_image, judge=_judge_image),
+    "image": Measure(name="PSNR of images", record=_record_image, judge=_judge_image),
 }
 
 

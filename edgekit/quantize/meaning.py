@@ -14,7 +14,8 @@ Meaning = Literal["classes", "map", "labels", "image", "values"]
 _PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 _MOST_CLASSES = 8192
-_IMAGE_CHANNELS = frozenset({1, 3, 4})
+IMAGE_CHANNELS = frozenset({1, 3, 4})
+"""Of what may be a picture."""
 _LEAST_SIDE = 8
 _BOX = 4
 _LEAST_CONFIDENCE = 0.6
@@ -76,9 +77,9 @@ def _read(graph: Graph, name: str, values: Sequence[Array]) -> Iterator[Reading]
 
 
 def _read_numbers(value: Array) -> Reading:
-    sides = value.shape[2:] if len(value.shape) == 4 and value.shape[1] in _IMAGE_CHANNELS else value.shape[1:3]
+    sides = value.shape[2:] if len(value.shape) == 4 and value.shape[1] in IMAGE_CHANNELS else value.shape[1:3]
     channels = {value.shape[1], value.shape[-1]} if value.ndim == 4 else {0}
-    is_image = bool(channels & _IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
+    is_image = bool(channels & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
     if is_image:
         return Reading(meaning="image")
     sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
@@ -111,7 +112,7 @@ def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
 
 def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
     first = values[0]
-    if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in _IMAGE_CHANNELS:
+    if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
         axis = 1 if first.shape[1] <= first.shape[3] else 3
     elif first.ndim == 3 and first.shape[2] > _BOX:
         axis = 2
