@@ -77,7 +77,7 @@ def plan_quantization(
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
     judged = _judge_once(graph, _unsigned(plan), calibration)
-    factors = _factors_to_try(graph, plan, judged[0])
+    factors = _factors_to_try(graph, plan, judged[0], calibration)
     if factors:
         evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
         other = draft_plan(model, evened, spans, target, precision)
@@ -105,10 +105,12 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
 
 
-def _factors_to_try(graph: Graph, plan: QuantPlan, best: Candidate) -> dict[str, tuple[float, ...]]:
+def _factors_to_try(
+    graph: Graph, plan: QuantPlan, best: Candidate, calibration: Calibration
+) -> dict[str, tuple[float, ...]]:
     if plan.precision != "int8" or best.sqnr_db >= _FAITHFUL_DB:
         return {}
-    return choose_factors(graph, Path(plan.statistics), plan.axes.keys())
+    return choose_factors(graph, Path(plan.statistics), plan.axes.keys(), calibration.ranges["minmax"])
 
 
 def _best_first(*judged: Candidate) -> tuple[Candidate, ...]:

@@ -19,9 +19,9 @@ from edgekit.model import drop_unread
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph, index_proto
 from edgekit.quantize.layers import layer_factors, read_layers
-from edgekit.quantize.moments import open_moments
 from edgekit.quantize.ranges import TensorRange, snap_range
 from edgekit.quantize.seams import Seam, find_seams, source_of
+from edgekit.quantize.spans import Span, read_spans
 from edgekit.scaling import NOTE, SUFFIX, write_powers
 from edgekit.tensors import Array
 
@@ -34,25 +34,29 @@ _MARGIN = 0.9
 """A channel below a Clip's end may grow up to this share of it."""
 
 
-def choose_factors(graph: Graph, statistics: Path, per_channel: Collection[str]) -> dict[str, tuple[float, ...]]:
+def choose_factors(
+    graph: Graph, statistics: Path, per_channel: Collection[str], seen: Mapping[str, TensorRange] | None = None
+) -> dict[str, tuple[float, ...]]:
     """Returns for each tensor worth it the factor of each channel that balances its range with the weights behind it.
 
     Where the weights that make it get one scale together, not one a channel as those named by `per_channel` do, they
     count like its range: a channel that never fires would otherwise be scaled up until its weights are the largest.
+    `seen` holds the extremes of tensors.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
     seams = find_seams(graph)
     constants = _Constants(graph)
-    spans = _read_spans(seams, statistics)
-    total = {name: np.ones(len(high)) for name, (_, high) in spans.items()}
+    reaches = {seam.tensor: _reach(seam, spans) for seam, spans in read_spans(graph, seams, statistics, seen or {})}
+    total = {name: np.ones(len(reach)) for name, reach in reaches.items()}
     for _ in range(_SWEEPS):
-        for seam in (seam for seam in seams if seam.tensor in spans):
-            low, high = spans[seam.tensor]
-            reach = np.maximum(np.abs(low), np.abs(high)) * total[seam.tensor]
+        for seam in (seam for seam in seams if seam.tensor in reaches):
+            reach = reaches[seam.tensor] * total[seam.tensor]
             rows, columns = constants.row_sizes(seam, per_channel), constants.column_sizes(seam, per_channel)
             factors = _balance(reach, rows, columns, seam.ceiling)
+            for start, stop in seam.fixed:
+                factors[start:stop] = 1.0
             constants.scale(seam, factors)
             total[seam.tensor] *= factors
     return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
@@ -74,7 +78,8 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(seams[name], values)
         renamed |= {tensor: tensor + SUFFIX for tensor in seams[name].tensors}
-        powers |= dict.fromkeys(seams[name].tensors, write_powers(values))
+        powers |= dict.fromkeys((name, *seams[name].copies), write_powers(values))
+        powers |= {step.tensor: write_powers(values[slice(*step.part)]) for step in seams[name].steps}
     proto = constants.write(renamed)
     note = msgspec.json.encode(powers, order="sorted").decode()
     proto.metadata_props.add(key=NOTE, value=note)
@@ -94,19 +99,15 @@ def equalize_calibration(
     if not factors:
         return calibration
     seams = [seam for seam in find_seams(graph) if seam.tensor in factors]
-    spans = _read_spans(seams, Path(calibration.statistics))
     changed: dict[str, TensorRange] = {}
-    for seam in seams:
-        low, high = spans[seam.tensor]
-        scale = np.asarray(factors[seam.tensor])
-        changed |= dict.fromkeys((seam.tensor, *seam.copies), _span_of(low * scale, high * scale))
-        for step in seam.steps:
-            low = (low - step.shift) / (step.slope if step.below else 1.0)
-            high = high - step.shift
-            changed[step.tensor] = _span_of(low * scale, high * scale)
+    for seam, spans in read_spans(graph, seams, Path(calibration.statistics), calibration.ranges["minmax"]):
+        for name, span in spans.items():
+            scale = np.asarray(factors[seam.tensor])[span.part]
+            changed[name] = snap_range(TensorRange(low=(span.low * scale).min(), high=(span.high * scale).max()))
+        changed |= dict.fromkeys(seam.copies, changed[seam.tensor])
     ranges = {
-        method: {name + SUFFIX if name in changed else name: changed.get(name, span) for name, span in spans_of.items()}
-        for method, spans_of in calibration.ranges.items()
+        method: {name + SUFFIX if name in changed else name: changed.get(name, span) for name, span in its.items()}
+        for method, its in calibration.ranges.items()
     }
     return msgspec.structs.replace(calibration, ranges=ranges)
 
@@ -117,15 +118,15 @@ def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dic
     return {node: factors[source] for node, source in sources.items() if source in factors}
 
 
-def _read_spans(seams: tuple[Seam, ...] | list[Seam], statistics: Path) -> dict[str, tuple[Array, Array]]:
-    """Returns the lowest and highest value of each channel of each seam that calibration measured."""
-    spans: dict[str, tuple[Array, Array]] = {}
-    with open_moments(statistics / "moments.npz") as read:
-        for seam in seams:
-            moment = read(seam.readers[0].node)
-            if moment is not None and len(moment.high) == seam.channels:
-                spans[seam.tensor] = moment.low.astype(np.float64), moment.high.astype(np.float64)
-    return spans
+def _reach(seam: Seam, spans: Mapping[str, Span]) -> Array:
+    """Returns how far each channel reaches; before a slope that is a share of the tensor there, if that is larger."""
+    own = spans[seam.tensor].reach()
+    share = own / max(float(own.max()), _TINY)
+    for step in (step for step in seam.steps if step.below and (step.slope != 1).any()):
+        before = spans[step.tensor].reach()
+        part = slice(*step.part)
+        share[part] = np.maximum(share[part], before / max(float(before.max()), _TINY))
+    return np.asarray(share * own.max())
 
 
 def _balance(reach: Array, rows: Array, columns: Array | None, ceiling: float | None) -> Array:
@@ -157,10 +158,6 @@ def _are_powers(values: Array) -> bool:
     return bool(good and (np.frexp(values)[0] == 0.5).all() and (np.abs(np.log2(values)) < 40).all())
 
 
-def _span_of(low: Array, high: Array) -> TensorRange:
-    return snap_range(TensorRange(low=float(low.min()), high=float(high.max())))
-
-
 class _Constants:
     """The constants of a graph while they are scaled, by node and input."""
 
@@ -173,7 +170,8 @@ class _Constants:
         for edit in seam.edits:
             value = self._get(edit.node, edit.index)
             shape = [-1 if axis == value.ndim + edit.axis else 1 for axis in range(value.ndim)]
-            self._values[edit.node, edit.index] = value * factors.astype(np.float32).reshape(shape)
+            its = factors[slice(*edit.part)].astype(np.float32)
+            self._values[edit.node, edit.index] = value * its.reshape(shape)
         for layer in seam.readers:
             value = self._get(layer.node, 1)
             matrix = layer.to_matrix(value) / layer_factors(layer, factors).astype(np.float32)
@@ -188,7 +186,7 @@ class _Constants:
                 continue
             value = np.abs(self._get(edit.node, edit.index))
             others = tuple(axis for axis in range(value.ndim) if axis != value.ndim + edit.axis)
-            sizes = value.max(axis=others) / max(float(value.max()), _TINY)
+            sizes[slice(*edit.part)] = value.max(axis=others) / max(float(value.max()), _TINY)
         return sizes
 
     def column_sizes(self, seam: Seam, per_channel: Collection[str]) -> Array | None:

@@ -20,32 +20,49 @@ _WEIGHTS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """The constant inputs that decide how large the channels of an output are: (input, axis of the channels)."""
 
+_POOLING = frozenset({"Resize", "Upsample", "MaxPool", "AveragePool"})
+"""What mixes or picks neighbours of a channel, and is the same for a channel twice as large."""
+
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True):
-    """A constant to multiply: an input of a node, and the axis of the channels counted from the end (negative)."""
+    """A constant to multiply: an input of a node, and the axis of the channels counted from the end (negative).
+
+    `part` says which channels of the seam they are.
+    """
 
     node: str
     index: int
     axis: int
+    part: tuple[int, int]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor on the way back from a seam, and what undoes the node behind it: value = (value - shift) / slope."""
+    """A tensor on the way back from a seam, and what undoes the node behind it: value = (value - shift) / slope.
+
+    With `below` the slope is that of negative values; where it is not positive it undoes nothing. With `pooled` the
+    node picks or mixes neighbours, so extremes are only about the same. `behind` is the tensor it makes, `part` which
+    channels of the seam the tensor has.
+    """
 
     tensor: str
+    behind: str
+    part: tuple[int, int]
     shift: Array
     slope: Array
-    below: bool
+    below: bool = False
+    pooled: bool = False
 
 
 class Seam(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that only layers with weights read, whose channels are made by constants: where they can be scaled.
 
-    `ceiling` is where a Clip cuts its channels off. `copies` are other shapes of it, which layers read instead.
+    `ceiling` is where a Clip cuts its channels off. `copies` are other shapes of it, which layers read instead. Of what
+    a Concat joins some channels may have to stay as they are, `fixed`.
     """
 
     tensor: str
     channels: int
+    fixed: tuple[tuple[int, int], ...]
     edits: tuple[Edit, ...]
     steps: tuple[Step, ...]
     ceiling: float | None
@@ -56,6 +73,15 @@ class Seam(msgspec.Struct, frozen=True, kw_only=True):
     def tensors(self) -> tuple[str, ...]:
         """Every tensor whose channels are scaled."""
         return (self.tensor, *(step.tensor for step in self.steps), *self.copies)
+
+
+class _Trail(msgspec.Struct, frozen=True, kw_only=True):
+    """How some channels of a seam came to be."""
+
+    edits: tuple[Edit, ...]
+    steps: tuple[Step, ...] = ()
+    fixed: tuple[tuple[int, int], ...] = ()
+    ceiling: float | None = None
 
 
 def find_seams(graph: Graph) -> tuple[Seam, ...]:
@@ -77,25 +103,61 @@ def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | No
     ((place, channels),) = places
     if place is None or channels is None:
         return None
-    edits: list[Edit] = []
-    steps: list[Step] = []
+    trail = _trace(graph, name, place, (0, channels))
+    if trail is None:
+        return None
+    return Seam(
+        tensor=name, channels=channels, edits=trail.edits, steps=trail.steps, ceiling=trail.ceiling,
+        readers=readers, copies=copies, fixed=trail.fixed,
+    )  # fmt: skip
+
+
+def _trace(graph: Graph, name: str, place: int, part: tuple[int, int]) -> _Trail | None:
+    """Returns what makes a tensor, back to the constants that decide how large its channels are."""
+    edits: tuple[Edit, ...] = ()
+    steps: tuple[Step, ...] = ()
     ceiling: float | None = None
-    node: onnx.NodeProto | None = graph.producers.get(name)
+    node = graph.producers.get(name)
     while node is not None:
-        made = _made_by(graph, node, place, channels)
+        made = _made_by(graph, node, place, part)
         if made is not None:
-            return Seam(
-                tensor=name, channels=channels, edits=(*edits, *made), steps=tuple(steps), ceiling=ceiling,
-                readers=readers, copies=copies,
-            )  # fmt: skip
-        passed = _pass(graph, node, place, channels)
-        if passed is None or not _is_inner(graph, passed[0].tensor) or len(graph.consumers[passed[0].tensor]) != 1:
+            return _Trail(edits=(*edits, *made), steps=steps, ceiling=ceiling)
+        if node.op_type == "Concat":
+            inner = _trace_parts(graph, node, place, part) if ceiling is None else None
+            return inner and msgspec.structs.replace(inner, edits=edits + inner.edits, steps=steps + inner.steps)
+        passed = _pass(graph, node, place, part)
+        if passed is None or not _is_only_read(graph, passed[0].tensor):
             return None
-        steps.append(passed[0])
-        edits += passed[1]
+        steps, edits = (*steps, passed[0]), (*edits, *passed[1])
         ceiling = ceiling if passed[2] is None else passed[2]
-        node = graph.producers.get(steps[-1].tensor)
+        node = graph.producers.get(passed[0].tensor)
     return None
+
+
+def _trace_parts(graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]) -> _Trail | None:
+    """Returns what makes the parts that a Concat joins; those that cannot be scaled are fixed, None if all are."""
+    shapes = [graph.static_shape(name) for name in node.input]
+    axis = next(item.i for item in node.attribute if item.name == "axis")
+    if any(shape is None or axis not in {place, len(shape) + place} for shape in shapes):
+        return None
+    ends = part[0] + np.cumsum([0, *(shape[place] for shape in shapes if shape is not None)])
+    found = _Trail(edits=())
+    for name, start, stop in zip(node.input, ends, ends[1:], strict=False):
+        span = (int(start), int(stop))
+        own = _trace(graph, name, place, span) if _is_only_read(graph, name) else None
+        if own is None or own.ceiling is not None:
+            found = msgspec.structs.replace(found, fixed=(*found.fixed, span))
+            continue
+        size, flat = span[1] - span[0], (np.zeros, np.ones)
+        step = Step(tensor=name, behind=node.output[0], part=span, shift=flat[0](size), slope=flat[1](size))
+        found = _Trail(
+            edits=found.edits + own.edits, steps=(*found.steps, step, *own.steps), fixed=found.fixed + own.fixed
+        )
+    return found if found.edits else None
+
+
+def _is_only_read(graph: Graph, name: str) -> bool:
+    return _is_inner(graph, name) and len(graph.consumers[name]) == 1
 
 
 def source_of(graph: Graph, layer: Layer) -> str:
@@ -139,12 +201,13 @@ def _is_inner(graph: Graph, name: str) -> bool:
     return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
 
 
-def _made_by(graph: Graph, node: onnx.NodeProto, place: int, channels: int) -> list[Edit] | None:
+def _made_by(graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]) -> list[Edit] | None:
     """Returns the constants that scale every channel of what a node makes, None if it has none."""
+    channels = part[1] - part[0]
     if node.op_type == "Mul":
         side = _constant_side(graph, node)
         fits = side is not None and _holds_channels(graph, node.input[side], place, channels)
-        return [Edit(node=node.name, index=side, axis=place)] if fits and side is not None else None
+        return [Edit(node=node.name, index=side, axis=place, part=part)] if fits and side is not None else None
     edits: list[Edit] = []
     for index, axis in _weights_of(node):
         if index >= len(node.input) or not node.input[index]:
@@ -152,7 +215,7 @@ def _made_by(graph: Graph, node: onnx.NodeProto, place: int, channels: int) -> l
         dims = graph.initializers[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
         if not dims or dims[axis] != channels:
             return None
-        edits.append(Edit(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims)))
+        edits.append(Edit(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims), part=part))
     return edits or None
 
 
@@ -166,24 +229,32 @@ def _weights_of(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
 
 
 def _pass(
-    graph: Graph, node: onnx.NodeProto, place: int, channels: int
+    graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]
 ) -> tuple[Step, list[Edit], float | None] | None:
     """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
-    zero, one = np.zeros(channels), np.ones(channels)
+    channels = part[1] - part[0]
+    flat = Step(
+        tensor=node.input[0] if node.input else "", behind=node.output[0], part=part,
+        shift=np.zeros(channels), slope=np.ones(channels),
+    )  # fmt: skip
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _slope_of(graph, node, channels)
         if bounds is None:
             return None
         slope, ceiling = bounds
-        return Step(tensor=node.input[0], shift=zero, slope=slope, below=True), [], ceiling
+        return msgspec.structs.replace(flat, slope=slope, below=True), [], ceiling
+    if node.op_type in _POOLING:
+        shapes = [graph.shapes.get(name) or (None,) * -place for name in (node.input[0], node.output[0])]
+        keeps = all(len(shape) >= -place and shape[place] == channels for shape in shapes)
+        return (msgspec.structs.replace(flat, pooled=True), [], None) if keeps else None
     constant = _constant_side(graph, node) if node.op_type == "Add" else None
     if constant is None:
         return None
     value = graph.constant(node.input[constant])
     if value is None or not _holds_channels(graph, node.input[constant], place, channels) or value.size != channels:
         return None
-    step = Step(tensor=node.input[1 - constant], shift=value.reshape(-1).astype(np.float64), slope=one, below=False)
-    return step, [Edit(node=node.name, index=constant, axis=place)], None
+    step = msgspec.structs.replace(flat, tensor=node.input[1 - constant], shift=value.reshape(-1).astype(np.float64))
+    return step, [Edit(node=node.name, index=constant, axis=place, part=part)], None
 
 
 def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:
@@ -195,7 +266,7 @@ def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array,
         return (np.full(channels, slope), None) if slope > 0 else None
     if node.op_type == "PRelu":
         value = graph.constant(node.input[1])
-        if value is None or value.size not in {1, channels} or (value <= 0).any():
+        if value is None or value.size not in {1, channels}:
             return None
         return np.broadcast_to(value.reshape(-1).astype(np.float64), (channels,)), None
     low, high = (

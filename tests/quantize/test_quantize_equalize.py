@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from collapsing_models import SEPARABLE, make_collapsing
+from onnx import numpy_helper
 from quantize_models import make_model, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -89,6 +90,39 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
         wide = span.high - span.low
         assert derived[name].low == pytest.approx(span.low, abs=0.01 * wide)
         assert derived[name].high == pytest.approx(span.high, abs=0.01 * wide)
+
+
+JOINED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y)
+  <float[4] by = {1.0, 1.0, 2.0, 2.0}> {
+  a = Conv(x, w1, b1) p = PRelu(a, slope) h = Conv<strides=[2,2]>(p, w2, b2) q = PRelu(h, slope)
+  u = Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">(q, , by)
+  k = Conv(x, w3, b3) r = Relu(k) z = Concat<axis=1>(u, r) y = Conv(z, w4, b4) e = Relu(r) }"""
+
+
+def test_channels_are_scaled_through_joins_and_resizing_and_slopes_below_zero(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "w1": (16, 3, 1, 1), "b1": (16,), "w2": (16, 16, 1, 1), "b2": (16,), "w3": (8, 3, 1, 1), "b3": (8,),
+        "w4": (40, 24, 1, 1), "slope": (16, 1, 1),
+    }  # fmt: skip
+    model = make_model(JOINED, tmp_path / "m.onnx", {**shapes, "b4": (40,)})
+    calibration = calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+    graph, seen = read_graph(model), calibration.ranges["minmax"]
+    assert (numpy_helper.to_array(graph.initializers["slope"]) < 0).any()
+    (joined,) = (seam for seam in find_seams(graph) if seam.tensor == "z")
+    assert joined.fixed == ((16, 24),)  # Two nodes read r.
+    factors = choose_factors(graph, Path(calibration.statistics), (), seen)
+    assert set(factors) == {"p", "z"}
+    assert set(factors["z"][16:]) == {1.0}
+    evened = equalize_graph(graph, factors)
+    save_proto(evened.proto, tmp_path / "evened.onnx")
+    sample = next(iter(random_samples(model, count=1, seed=2)))
+    one, two = (CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "evened.onnx"))
+    assert np.array_equal(one, two)
+    again = calibrate_model(load_model(tmp_path / "evened.onnx"), random_samples(model, count=48), work=tmp_path / "w")
+    derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
+    for name, span in again.ranges["minmax"].items():
+        # What a slope below zero hides is told by mean and spread.
+        assert 0.9 * (span.high - span.low) <= derived[name].high - derived[name].low <= 2 * (span.high - span.low)
 
 
 @pytest.mark.parametrize(("target", "least_db"), [(load_target("qnn"), 25), (per_tensor("nnapi"), 22)])

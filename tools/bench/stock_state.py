@@ -20,8 +20,7 @@ class StockState:
     """Scores of settings, and the outputs of the best one; `known` are the settings that need not be run again."""
 
     def __init__(self, path: Path) -> None:
-        self._scores = path.with_suffix(".json")
-        self._rows = path.with_suffix(".npz")
+        self._scores, self._rows = (path.with_name(path.name + suffix) for suffix in (".json", ".npz"))
         self._held: dict[str, float | str] = {}
         with contextlib.suppress(FileNotFoundError):
             self._held = json.loads(self._scores.read_text())
