@@ -38,15 +38,19 @@ class HistogramGrower:
         self._zeros = 0
 
     def add(self, values: Array) -> None:
-        """Counts finite values of any shape."""
+        """Counts finite floats of any shape."""
         flat = values.reshape(-1)
-        flat = flat[flat != 0]
-        self._zeros += values.size - flat.size
-        if not flat.size:
+        magnitude = max(float(flat.max()), -float(flat.min())) if flat.size else 0.0
+        zeros = flat.size - int(np.count_nonzero(flat))
+        self._zeros += zeros
+        if not magnitude:
             return
-        self._widen(float(np.abs(flat).max()))
-        bins = np.floor(flat.astype(np.float64) * 2.0**-self._exponent).astype(np.int64) + HALF_BINS
-        self._counts += np.bincount(np.clip(bins, 0, 2 * HALF_BINS - 1), minlength=2 * HALF_BINS)
+        self._widen(magnitude)
+        scaled = flat * flat.dtype.type(2.0**-self._exponent)
+        bins = np.floor(scaled, out=scaled).astype(np.intp)
+        bins += HALF_BINS
+        self._counts += np.bincount(bins, minlength=2 * HALF_BINS)
+        self._counts[HALF_BINS] -= zeros
 
     def state(self) -> Array:
         """Returns everything counted as int64 [2 + bins]: the exponent of the width, the zeros, the bins."""

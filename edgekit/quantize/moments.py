@@ -58,9 +58,11 @@ class MomentGrower:
             self._flush()
 
     def freeze(self, lows: Array, highs: Array) -> Moment:
-        """Returns the moments of everything added, given the lowest and highest value of each channel of the source."""
+        """Returns the moments of everything added, given the extremes of the source: one a channel, or one for all."""
         self._flush()
         count = max(1, int(self._count))
+        channels = self._sum.size // math.prod(self._cut.kernel)
+        lows, highs = np.broadcast_to(lows, channels), np.broadcast_to(highs, channels)
         padded = not all(inside.all() for inside in self._cut.inside)
         spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
         taps = math.prod(self._cut.kernel)

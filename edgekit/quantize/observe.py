@@ -21,6 +21,25 @@ PICKS, VECTORS = "edgekit.picks", "edgekit.vectors."
 PICKED_VALUES = 1 << 18
 """About how many values of a tensor its histogram holds, over all samples."""
 
+_BLOCK = 16
+"""How many channels ONNX Runtime lays side by side in its blocked layout, at most."""
+_BLOCKED_OPS = frozenset(
+    {
+        "Add",
+        "AveragePool",
+        "Clip",
+        "Concat",
+        "Conv",
+        "GlobalAveragePool",
+        "LeakyRelu",
+        "MaxPool",
+        "Mul",
+        "Relu",
+        "Sigmoid",
+    }
+)
+"""Operators whose images ONNX Runtime most likely has in that layout."""
+
 _NAN_OPS = frozenset(
     {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
 )
@@ -62,7 +81,7 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
     channels = {layer.source: layer.channel_axis(graph) for layer in read_layers(graph)}
-    names = sorted(names, key=lambda name: not _is_planes(graph, name, channels.get(name)))
+    names = sorted(names, key=lambda name: _order(graph, name, channels.get(name)))
     lows = [name for name in names if bounds.get(name, (None, None))[0] is None]
     highs = [name for name in names if bounds.get(name, (None, None))[1] is None]
     sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
@@ -116,6 +135,18 @@ def _is_planes(graph: Graph, name: str, axis: int | None) -> bool:
     return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
+def _order(graph: Graph, name: str, axis: int | None) -> int:
+    """Returns 0 for images whose extremes stay in ONNX Runtime's blocked layout, 1 for other images, 2 for the rest.
+
+    A GlobalMaxPool and a Concat of channels work in that layout if it has no channels to fill up; a Concat only if all
+    that it joins came in it.
+    """
+    if not _is_planes(graph, name, axis):
+        return 2
+    whole = (graph.shapes[name][1] or 1) % _BLOCK == 0
+    return 0 if whole and name in graph.producers and graph.producers[name].op_type in _BLOCKED_OPS else 1
+
+
 class _Builder:
     """Adds measuring nodes to a copy of a graph."""
 
@@ -130,13 +161,16 @@ class _Builder:
     def extremes(self, output: str, op: str, axes: Mapping[str, int | None]) -> None:
         """Adds an output with the extremes of tensors, given with the axis whose indices are told apart.
 
-        Those of images are joined before they are reshaped: every small node takes some microseconds.
+        Those of images are joined before they are reshaped: every small node takes some microseconds. Their names come
+        in the order of `_order`.
         """
-        images = [name for name, axis in axes.items() if _is_planes(self._graph, name, axis)]
-        planes = [self._reduce_planes(op, name) for name in images]
-        joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
-        parts = [self._node("Reshape", [name, "edgekit.flat"]) for name in joined]
-        self.concat(output, parts + [self.reduce(op, name, axis) for name, axis in axes.items() if name not in images])
+        kinds = {name: _order(self._graph, name, axis) for name, axis in axes.items()}
+        parts: list[str] = []
+        for kind in (0, 1):
+            planes = [self._reduce_planes(op, name) for name, own in kinds.items() if own == kind]
+            joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
+            parts += [self._node("Reshape", [name, "edgekit.flat"]) for name in joined]
+        self.concat(output, parts + [self.reduce(op, name, axis) for name, axis in axes.items() if kinds[name] == 2])
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one for each index of an axis."""

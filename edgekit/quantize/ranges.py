@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -116,17 +117,32 @@ def _least_divergent_cut(counts: Array, levels: int) -> int:
     total = counts.sum()
     logs = counts * np.log(np.maximum(counts, 1))
     before, before_logs, before_used = (np.concatenate([[0.0], np.cumsum(part)]) for part in (counts, logs, counts > 0))
-    bounds = cuts[:, None] * np.arange(levels + 1) // levels
-    masses, used = np.diff(before[bounds], axis=1), np.diff(before_used[bounds], axis=1)
-    cut_off = total - before[cuts]
-    last = counts[cuts - 1]
+    masses, used = (_sums_of_runs(sums, -(-_BINS // levels)) for sums in (before, before_used))
+    means = np.log(np.maximum(masses, 1) / np.maximum(used, 1))
+    groups, kept = _group_runs(levels), before[cuts]
+    cut_off, last = total - kept, counts[cuts - 1]
     heavy = last + cut_off
     own = before_logs[cuts] - logs[cuts - 1] + heavy * np.log(np.maximum(heavy, 1)) - total * np.log(total)
-    means = np.log(np.maximum(masses, 1e-300) / np.maximum(used, 1)) - np.log(np.maximum(before[cuts], 1))[:, None]
-    masses[:, -1] += cut_off
-    divergence = own - np.where(masses > 0, masses * means, 0.0).sum(axis=1)
+    of_groups = (masses * means).reshape(-1)[groups].sum(axis=1) + cut_off * means.reshape(-1)[groups[:, -1]]
+    divergence = own - of_groups + total * np.log(np.maximum(kept, 1))
     divergence[(last == 0) & (cut_off > 0)] = np.inf
     return int(cuts[np.argmin(divergence)])
+
+
+def _sums_of_runs(before: Array, longest: int) -> Array:
+    """Returns the sums of 0 to `longest` bins from each bin on, [longest + 1, bins + 1], from the sums before each."""
+    ends = np.arange(longest + 1)[:, None] + np.arange(_BINS + 1)
+    return np.asarray(before[np.minimum(ends, _BINS)] - before)
+
+
+@cache
+def _group_runs(levels: int) -> Array:
+    """Returns for each cut-off from `levels` bins on where each of its groups stands among flattened sums of runs.
+
+    There are a hundred thousand groups and more, but few runs: taking their logarithms once is what makes this fast.
+    """
+    bounds = np.arange(levels, _BINS + 1)[:, None] * np.arange(levels + 1) // levels
+    return np.asarray(np.diff(bounds, axis=1) * (_BINS + 1) + bounds[:, :-1])
 
 
 def quantization_error(low: float, high: float, histogram: Histogram, reader: Reader | None = None) -> float:
@@ -136,7 +152,10 @@ def quantization_error(low: float, high: float, histogram: Histogram, reader: Re
     values = histogram.centers
     if step > 0:
         zero = round(-low / step)
-        rounded = (np.clip(np.rint(values / step) + zero, 0, LEVELS) - zero) * step
+        rounded = np.rint(values / step)
+        np.maximum(rounded, -zero, out=rounded)
+        np.minimum(rounded, LEVELS - zero, out=rounded)
+        rounded *= step
     else:
         rounded = np.zeros_like(values)
     error = rounded - values if reader is None else reader(rounded) - reader(values)

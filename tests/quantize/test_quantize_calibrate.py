@@ -34,6 +34,21 @@ def test_minmax_equals_what_numpy_sees_on_every_tensor(net: Model, calibration: 
     assert calibration.ranges["minmax"]["r1"].high == pytest.approx(max(run["r1"].max() for run in runs), rel=2e-3)
 
 
+def test_extremes_of_images_in_any_layout_are_those_of_numpy(tmp_path: Path) -> None:
+    text = """{ c1 = Conv<kernel_shape = [3, 3]>(x, w1) r1 = Relu(c1)
+      c2 = Conv<kernel_shape = [3, 3]>(r1, w2) s2 = Sigmoid(c2)
+      c3 = Conv<kernel_shape = [3, 3]>(s2, w3) t = Transpose<perm = [0, 3, 2, 1]>(c3) y = Neg(t) }"""
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,24,24] x) => (float[1,18,18,32] y) ' + text
+    weights: dict[str, tuple[int, ...]] = {"w1": (16, 3, 3, 3), "w2": (24, 16, 3, 3), "w3": (32, 24, 3, 3)}
+    model = make_model(text, tmp_path / "m.onnx", weights)
+    names = ["r1", "c2", "c3", "t", "y"]
+    runs, seen = every_activation(model, names), calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    for name in names:
+        ends = min(run[name].min() for run in runs), max(run[name].max() for run in runs)
+        span = seen.ranges["minmax"][name]
+        assert (span.low, span.high) == pytest.approx((min(0, ends[0]) if name == "r1" else ends[0], ends[1]), rel=2e-3)
+
+
 def test_tensor_before_relu_has_the_range_after_it(calibration: Calibration) -> None:
     assert calibration.ranges["minmax"]["c1"] == calibration.ranges["minmax"]["r1"]
 
