@@ -131,6 +131,14 @@ def test_an_embedding_and_a_raw_head_are_held_by_their_spread(shape: str, tmp_pa
     assert not far.meets(0.005)
 
 
+def test_of_a_table_that_decisions_are_made_of_half_the_spread_counts(tmp_path: Path) -> None:
+    head, flow = (drop_of(tmp_path, shape, "Identity", 0.1, 0.01) for shape in ("float[1,20,10]", "float[1,20,4]"))
+    assert (head.drop_estimate, head.drop_interval) != (None, None)
+    assert head.drop_estimate == pytest.approx(0.5 * (flow.drop_estimate or 0), rel=0.1)
+    assert head.drop_interval is not None
+    assert head.drop_interval[1] >= 1.5 * (head.drop_estimate or 0)
+
+
 def test_lost_scores_are_seen_beside_boxes_in_pixels(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,50,6] x) => (float[1,50,6] y)
       <float[6] s = {1, 1, 1, 1, SCORE, SCORE}> { y = Mul(x, s) }"""
