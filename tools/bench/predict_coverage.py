@@ -30,7 +30,7 @@ from edgekit.samples import Samples, load_samples, select_samples, spread_indice
 from edgekit.target import TaskLimit, load_target
 from edgekit.verify.drop import measure_drop
 
-CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet"})
+CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet", "silero_vad"})
 SCALES = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 

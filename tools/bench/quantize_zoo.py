@@ -87,6 +87,11 @@ def int8_targets() -> tuple[str, ...]:
 def score_outputs(task: ZooTask, path: Path, model: Model) -> list[Tensors]:
     """Returns what a model gives for each scored sample, decoded."""
     session = CpuSession(path, SessionSettings())
+    if task.stream:
+        count = len(task.labels)
+        return [
+            task.stream(session.run, {key: rows[index] for key, rows in task.scored.items()}) for index in range(count)
+        ]
     rows = (session.run(sample) for sample in read_scored(task, model))
     return [task.decode(row) if task.decode else row for row in rows]
 

@@ -4,10 +4,14 @@ Calibration and scoring never share a sample. What the zoo holds no truth for is
 upright or on their head for the direction classifier, photographs made three times smaller for super-resolution.
 """
 
+import atexit
 import csv
+import functools
 import gzip
 import importlib.util
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,10 @@ import msgspec
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.labels import Boxes, Label
-from edgekit.model import Model
+from edgekit.model import Model, load_model
+from edgekit.prepare import prepare_model
 from edgekit.samples import Samples, fit_sample
 from edgekit.target import TaskLimit
 from edgekit.tensors import Array, Tensors
@@ -26,12 +32,17 @@ ZOO = Path(__file__).parents[3] / "shared" / "zoo"
 _SUPERRES_SIDE = 224
 _TEXT_LINES = 400
 _MAX_BOXES = 100
+_CHUNK, _CONTEXT = 512, 64
+_CHUNKS_A_CLIP = 4
+
+Run = Callable[[Tensors], Tensors]
+"""One run of a model."""
 
 
 class ZooTask(msgspec.Struct, frozen=True, kw_only=True):
     """One labelled model: arrays with a row a sample, labels of the scored rows, and how they are scored.
 
-    `decode` turns the model's outputs into what the metric reads.
+    `decode` turns the model's outputs into what the metric reads; `stream` runs the model many times over one sample.
     """
 
     name: str
@@ -41,11 +52,13 @@ class ZooTask(msgspec.Struct, frozen=True, kw_only=True):
     limit: TaskLimit
     dims: dict[str, int] = {}
     decode: Callable[[Tensors], Tensors] | None = None
+    stream: Callable[[Run, Tensors], Tensors] | None = None
+    path: Path | None = None
 
     @property
     def model(self) -> Path:
         """Where the model lies."""
-        return ZOO / "models" / f"{self.name}.onnx"
+        return self.path or ZOO / "models" / f"{self.name}.onnx"
 
 
 def load_task(name: str) -> ZooTask:
@@ -232,7 +245,7 @@ def _superres(name: str) -> ZooTask:
 
 
 def _voice(name: str) -> ZooTask:
-    inputs, _ = _inputs_of(ZOO).MODELS[name]()
+    inputs = _inputs_of(ZOO).vad_transformer()[0]
     rows = list(csv.DictReader((ZOO / "data" / "speech_commands_120" / "labels.csv").open()))
     labels = tuple(int(row["word"] != "Silence") for row in rows)
     audio = inputs["input"]
@@ -246,6 +259,47 @@ def _voice(name: str) -> ZooTask:
         limit=TaskLimit(name="auc"),
         dims={"batch": 1, "samples": 16000},
     )
+
+
+def _silero(name: str) -> ZooTask:
+    """The voice detector at 16 kHz, which hands its state from chunk to chunk; a clip scores as its best chunk.
+
+    The rate is made a constant, as `edgekit prepare --freeze sr=16000` does: a graph within an `If` stays float.
+    """
+    task = _voice(name)
+    path = _freeze_rate(name)
+    run = CpuSession(path, SessionSettings()).run
+    rng = np.random.default_rng(0)
+    chunks: list[Tensors] = []
+    for audio in task.calibration["input"]:
+        every = [inputs for inputs, _ in _run_chunks(run, audio)]
+        chunks += [every[index] for index in rng.choice(len(every), _CHUNKS_A_CLIP, replace=False)]
+    return msgspec.structs.replace(
+        task,
+        calibration={key: np.stack([chunk[key] for chunk in chunks]) for key in ("input", "state")},
+        stream=lambda run, sample: {"output": max(found for _, found in _run_chunks(run, sample["input"])).reshape(1)},
+        path=path,
+        dims={},
+    )
+
+
+@functools.cache
+def _freeze_rate(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="zoo-"))
+    atexit.register(shutil.rmtree, folder)
+    dims = {"input:0": 1, "input:1": _CONTEXT + _CHUNK, "state:1": 1}
+    source = load_model(ZOO / "models" / f"{name}.onnx")
+    return prepare_model(source, folder / f"{name}.onnx", dims, constants={"sr": 16000}).path
+
+
+def _run_chunks(run: Run, audio: Array) -> Iterator[tuple[Tensors, Array]]:
+    """Yields what goes in and the voice's probability, chunk by chunk."""
+    state = np.zeros((2, 1, 128), np.float32)
+    for start in range(0, audio.size - _CONTEXT - _CHUNK + 1, _CHUNK):
+        inputs = {"input": audio[None, start : start + _CONTEXT + _CHUNK], "state": state}
+        outputs = run(inputs)
+        state = outputs["stateN"]
+        yield inputs, outputs["output"]
 
 
 def _direction(name: str) -> ZooTask:
@@ -294,6 +348,7 @@ TASKS: Mapping[str, Callable[[str], ZooTask]] = {
     "mnist8_cntk": _mnist_cntk,
     "ppocr_cls_mbv3": _direction,
     "silero_vad_micro_transformer": _voice,
+    "silero_vad": _silero,
     "superres_core_224": _superres,
     "fastestdet": _fastestdet,
 }
