@@ -1,6 +1,7 @@
 """What every test shares: hypothesis profiles, and CI's rule that nothing may be skipped which can run there."""
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tiny_models import parse_model
 hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", max_examples=5000, deadline=None)
 hypothesis.settings.load_profile("quick")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us with & has children ignore it
 
 CANNOT_RUN_IN_CI = ("needs a Mac", "needs ../shared/zoo", "needs a user who is not root")
 

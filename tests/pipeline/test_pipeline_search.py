@@ -5,8 +5,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from onnx import numpy_helper
+from tiny_models import parse_model
 
 from edgekit.errors import DataError, UsageError
 from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
@@ -23,6 +26,24 @@ RECIPE = Recipe(targets=("nnapi",), samples=32)
 @pytest.fixture(scope="module")
 def plan() -> QuantPlan:
     return plan_for(MODEL, DATA, RECIPE, method="minmax")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[Path, Data]:
+    """A net of three layers and ten classes, and samples of it."""
+    rng = np.random.default_rng(5)
+    path = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,10] y)'
+        "{ a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  d = Relu(c)  p = GlobalAveragePool(d)  f = Flatten(p)"
+        " y = Gemm(f, w) }",
+        tmp_path / "small.onnx",
+    )
+    proto = onnx.load(str(path))
+    for name, shape in {"u": (8, 3, 3, 3), "v": (16, 8, 3, 3), "w": (16, 10)}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+    onnx.save(proto, str(path))
+    np.savez(tmp_path / "small.npz", x=rng.normal(size=(32, 1, 3, 8, 8)).astype(np.float32))
+    return path, Data(source=str(tmp_path / "small.npz"))
 
 
 def trial(plan: QuantPlan, step: str, drop: float, taken: float) -> Trial:
@@ -60,36 +81,39 @@ def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_wors
     assert not choose_trial([near, hollow], 0.005).met
 
 
-def test_a_search_stops_at_the_first_plan_that_is_good_enough(tmp_path: Path) -> None:
-    recipe = msgspec.structs.replace(RECIPE, max_drop=5.0)
-    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=tmp_path / "state.json"))
+def test_a_search_stops_at_the_first_plan_that_is_good_enough(small: tuple[Path, Data], tmp_path: Path) -> None:
+    recipe = msgspec.structs.replace(RECIPE, max_drop=20.0)
+    report = quantize_for(*small, tmp_path / "q.onnx", recipe, QuantizeOptions(state=tmp_path / "state.json"))
     assert (report.met, [entry.step for entry in report.trials]) == (True, ["all"])
     assert report.predicted.drop_estimate is not None
-    assert report.predicted.drop_estimate <= 0.05
+    assert report.predicted.drop_estimate <= 0.2
 
 
-def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(tmp_path: Path) -> None:
-    recipe, state = msgspec.structs.replace(RECIPE, max_drop=5.0), tmp_path / "state.json"
-    quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=state))
-    stored = json.loads(state.read_text())
+def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(small: tuple[Path, Data], tmp_path: Path) -> None:
+    recipe, options = msgspec.structs.replace(RECIPE, max_drop=20.0), QuantizeOptions(state=tmp_path / "state.json")
+    quantize_for(*small, tmp_path / "q.onnx", recipe, options)
+    stored = json.loads((tmp_path / "state.json").read_text())
     stored["trials"][0]["prediction"]["drop_estimate"] = 0.0123
-    state.write_text(json.dumps(stored))
-    report = quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=state))
+    (tmp_path / "state.json").write_text(json.dumps(stored))
+    report = quantize_for(*small, tmp_path / "q.onnx", recipe, options)
     assert report.trials[0].drop_estimate == 0.0123
     other = msgspec.structs.replace(recipe, targets=("xnnpack",))
     with pytest.raises(UsageError, match=r"state\.json' is of a search for another"):
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", other, QuantizeOptions(state=state))
-    state.write_text("{}")
+        quantize_for(*small, tmp_path / "q.onnx", other, options)
+    (tmp_path / "state.json").write_text("{}")
     with pytest.raises(UsageError, match=r"state\.json' is no state of a search"):
-        quantize_for(MODEL, DATA, tmp_path / "q.onnx", recipe, QuantizeOptions(state=state))
+        quantize_for(*small, tmp_path / "q.onnx", recipe, options)
 
 
-def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(tmp_path: Path) -> None:
-    planned = plan_for(MODEL, DATA, RECIPE)
+def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(
+    small: tuple[Path, Data], tmp_path: Path
+) -> None:
+    planned = plan_for(*small, RECIPE)
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(planned))
-    quantize_for(MODEL, DATA, tmp_path / "one.onnx", RECIPE)
-    quantize_for(MODEL, DATA, tmp_path / "two.onnx", RECIPE, QuantizeOptions(plan=tmp_path / "plan.json"))
+    quantize_for(*small, tmp_path / "one.onnx", RECIPE)
+    quantize_for(*small, tmp_path / "two.onnx", RECIPE, QuantizeOptions(plan=tmp_path / "plan.json"))
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "two.onnx").read_bytes()
+    assert planned.rounding != "nearest" or planned.method != "minmax"
 
 
 def test_a_plan_of_other_samples_or_another_target_is_refused(plan: QuantPlan, tmp_path: Path) -> None:
