@@ -92,10 +92,9 @@ def test_the_same_input_gives_the_same_bytes(demo: BuildReport, tmp_path: Path) 
     assert {b.target: b.files for b in again.bundles} == {b.target: b.files for b in demo.bundles}
 
 
-def test_thresholds_that_are_not_reached_fail(tmp_path: Path) -> None:
+def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path) -> None:
     strict = Thresholds(min_cosine=0.999999, min_top1_agreement=1.0, min_sqnr_db=90.0)
-    recipe = Recipe(targets=("nnapi",), samples=8, thresholds={"nnapi": strict})
-    report = build(MODEL, Data(source=str(CALIBRATION)), tmp_path / "out", recipe)
+    report = build(*small, tmp_path / "out", Recipe(targets=("nnapi",), thresholds={"nnapi": strict}))
     assert not report.passed
     assert "SQNR" in str(report.bundles[0].verify.runs[0].failures)  # type: ignore[union-attr]
 
@@ -174,10 +173,10 @@ def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
         assert load_model(out).sha256 == open_bundle(bundle.path).manifest.ancestry.quantized
 
 
-def test_a_model_that_is_quantized_already_is_taken_as_it_is(tmp_path: Path) -> None:
-    recipe = Recipe(targets=("nnapi",), samples=8)
-    quantize_for(MODEL, Data(source=str(CALIBRATION)), tmp_path / "q.onnx", recipe)
-    (bundle,) = build(tmp_path / "q.onnx", Data(source=str(CALIBRATION)), tmp_path / "out", recipe).bundles
+def test_a_model_that_is_quantized_already_is_taken_as_it_is(small: tuple[Path, Data], tmp_path: Path) -> None:
+    recipe, (model, data) = Recipe(targets=("nnapi",)), small
+    quantize_for(model, data, tmp_path / "q.onnx", recipe)
+    (bundle,) = build(tmp_path / "q.onnx", data, tmp_path / "out", recipe).bundles
     assert bundle.passed
     assert bundle.precision == "int8"
     assert "quantized already" in bundle.notes[0]
