@@ -17,7 +17,7 @@ from typing import IO, Annotated, Literal
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, replacing_file, write_file
+from edgekit._files import open_regular, write_file, write_new
 from edgekit._ort import Level
 from edgekit.devices.device import LEAST_SAMPLES, DeviceState
 from edgekit.errors import DeviceError
@@ -162,12 +162,12 @@ def tensors_name(index: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
-    """Writes the tensors of one sample.
+    """Writes the tensors of one sample into a file that is not there yet, straight: nobody else sees the folder.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or there is such a file.
     """
-    write_file(path, encode_tensors(tensors))
+    write_new(path, (encode_tensors(tensors),))
 
 
 def encode_tensors(tensors: Tensors) -> bytes:
@@ -184,25 +184,29 @@ def encode_tensors(tensors: Tensors) -> bytes:
 
 
 def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> None:
-    """Copies one message from a pipe into the file `path`; no more is read than what `specs` allow.
+    """Copies one message from a pipe into the new file `path`; no more is read than what `specs` allow.
 
     Raises:
-        DeviceError: it is no message, it does not hold exactly these tensors, or it ends early.
-        OutputError: the folder cannot be written.
+        DeviceError: it is no message, it does not hold exactly these tensors, or it ends early; what is left of it then
+            is no file of tensors.
+        OutputError: the folder cannot be written, or there is such a file.
     """
     line = stream.readline(MAX_HEADER_BYTES + 1)
     left = sum(entry.size_bytes for entry in _decode_header(line, path, specs))
     if left > MAX_SAMPLE_BYTES:
         raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
-    with replacing_file(path) as temporary, temporary.open("wb") as file:
-        file.write(line)
-        while left:
-            chunk = stream.read(min(left, _CHUNK_BYTES))
-            if not chunk:
-                raise _malformed(path, "it ends early")
-            file.write(chunk)
-            left -= len(chunk)
+    write_new(path, _take_message(stream, line, left, path))
     check_tensors(path, specs)
+
+
+def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iterator[bytes]:
+    yield line
+    while left:
+        chunk = stream.read(min(left, _CHUNK_BYTES))
+        if not chunk:
+            raise _malformed(path, "it ends early")
+        yield chunk
+        left -= len(chunk)
 
 
 def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:

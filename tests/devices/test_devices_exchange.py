@@ -31,6 +31,7 @@ def write(path: Path, header: object, payload: bytes = bytes(8)) -> Path:
 @given(npst.arrays(st.sampled_from([d for d in DTYPES if d != "string"]), npst.array_shapes(min_dims=0, min_side=0)))
 def test_tensors_come_back_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, value: Array) -> None:
     path = tmp_path_factory.getbasetemp() / "a.tensors"
+    path.unlink(missing_ok=True)
     write_tensors(path, {"y": value})
     got = read_tensors(path, [TensorSpec(name="y", dtype=value.dtype.name, shape=value.shape)])
     np.testing.assert_array_equal(got["y"], value)
