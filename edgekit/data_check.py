@@ -31,6 +31,24 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
+def refusing_bad(samples: Samples) -> Samples:
+    """Returns the same samples, looked at while they are read: for what reads them once, and wants no facts of them.
+
+    Reading raises DataError where a sample has a value that is not finite, or there are fewer or more than promised.
+    """
+
+    def read() -> Iterator[Tensors]:
+        count = 0
+        for sample in samples:
+            for name in sorted(sample):
+                _check_finite(sample[name], name, f"sample {count} of '{samples.source}'")
+            yield sample
+            count += 1
+        _check_count(count, samples)
+
+    return msgspec.structs.replace(samples, read=read)
+
+
 def check_samples(samples: Samples) -> SampleFacts:
     """Reads every sample once, refuses NaN and infinity, and returns what was seen.
 
@@ -44,11 +62,7 @@ def check_samples(samples: Samples) -> SampleFacts:
             inputs.setdefault(name, _Input()).add(sample[name])
         contents.append(digest_sample(sample))
         digest.update(contents[-1])
-    if len(contents) != samples.count:
-        raise DataError(
-            f"'{samples.source}' gave {len(contents)} samples, then {samples.count}",
-            hint="it must give the same at each pass",
-        )
+    _check_count(len(contents), samples)
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
     doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
     warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs))
@@ -161,6 +175,14 @@ def _check_finite(value: Array, name: str, where: str) -> None:
     if value.dtype.kind == "f" and not np.isfinite(value).all():
         kind = "NaN" if np.isnan(value).any() else "infinity"
         raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
+
+
+def _check_count(count: int, samples: Samples) -> None:
+    if count != samples.count:
+        raise DataError(
+            f"'{samples.source}' gave {count} samples, then {samples.count}",
+            hint="it must give the same at each pass",
+        )
 
 
 def _content(name: str, value: Array) -> bytes:

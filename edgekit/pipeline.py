@@ -17,7 +17,7 @@ from edgekit.bundle.recorded import Recorded, adopt_reference
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
-from edgekit.data_check import SampleFacts, check_samples, warn_if_few
+from edgekit.data_check import SampleFacts, check_samples, refusing_bad, warn_if_few
 from edgekit.devices.lab import run_together
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal, UsageError
@@ -176,11 +176,10 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
         held_out = load_samples(data.evaluation, prepared.inputs, data.preprocess)
     samples = limit_samples(samples, job.recipe.samples)
     facts = check_samples(samples)
-    check_samples(held_out)
     kind = "class" if metric is None else find_metric(metric).labels
     labels = None if data.labels is None else read_task_labels(data.labels, kind, held_out)
     job.progress("run the float model")
-    golden = make_golden(source, held_out, job.work / "golden", labels=labels)
+    golden = make_golden(source, refusing_bad(held_out), job.work / "golden", labels=labels)
     targets = [target.name for target in job.targets]
     recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
     for bundle in recorded.values():

@@ -1,6 +1,6 @@
 """Golden vectors: inputs, and what the user's own float model makes of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from edgekit._files import write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.bundle.rows import write_rows
+from edgekit.bundle.rows import writing_rows
 from edgekit.errors import DataError, ModelError
 from edgekit.labels import Boxes, Label
 from edgekit.model import Model
 from edgekit.samples import Samples, load_samples
-from edgekit.tensors import DTYPES, Tensors, TensorSpec
+from edgekit.tensors import DTYPES, TensorSpec
 
 INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "labels.json"
 """Labels that are classes or arrays lie in the `.npy`, texts and boxes in the `.json`."""
@@ -52,7 +52,7 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[Label] | None = None) -> Golden:
     """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
 
-    Inputs and outputs are streamed: memory holds one sample. The shape of an output may depend on the data.
+    The samples are read once, and memory holds one of them. The shape of an output may depend on the data.
 
     Raises:
         ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
@@ -71,11 +71,15 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[L
             hint="give one a sample",
         )
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-    inputs, count = write_rows(out / INPUTS, samples)
-    outputs, _ = write_rows(out / OUTPUTS, _run_all(session, samples), ragged=True)
+    with writing_rows(out / INPUTS) as inputs, writing_rows(out / OUTPUTS, ragged=True) as outputs:
+        for sample in samples:
+            inputs.append(sample)
+            outputs.append(session.run(sample))
     if labels is not None:
         _write_labels(out, labels)
-    return Golden(folder=out, samples=count, inputs=inputs, outputs=outputs, has_labels=labels is not None)
+    return Golden(
+        folder=out, samples=inputs.count, inputs=inputs.specs, outputs=outputs.specs, has_labels=labels is not None
+    )
 
 
 def read_inputs(golden: Golden) -> Samples:
@@ -136,11 +140,6 @@ def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Sample
     if samples.count != golden.samples:
         raise DataError(f"'{path}' holds {samples.count} samples, not {golden.samples}", hint="build the bundle again")
     return samples
-
-
-def _run_all(session: CpuSession, samples: Samples) -> Iterator[Tensors]:
-    for sample in samples:
-        yield session.run(sample)
 
 
 def _read_array(path: Path) -> Sequence[Label]:

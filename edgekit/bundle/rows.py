@@ -3,7 +3,7 @@
 import contextlib
 import math
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -31,31 +31,74 @@ def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) 
         DataError: a tensor has another shape or dtype in some sample, or there is no sample.
         OutputError: the file cannot be written.
     """
-    with work_folder() as work, contextlib.ExitStack() as opened:
-        columns: dict[str, _Column] = {}
-        count = 0
+    with writing_rows(path, ragged=ragged) as rows:
         for sample in samples:
-            if count and sample.keys() != columns.keys():
-                raise DataError(
-                    f"sample {count} for '{path.name}' holds {', '.join(sample)}; sample 0 {', '.join(columns)}",
-                    hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
-                )
-            for place, (name, value) in enumerate(sample.items()):
-                if name not in columns:
-                    columns[name] = _Column(name, value, work / str(place), ragged=ragged)
-                    opened.callback(columns[name].close)
-                columns[name].append(value, count)
-            count += 1
+            rows.append(sample)
+    return rows.specs, rows.count
+
+
+@contextlib.contextmanager
+def writing_rows(path: Path, *, ragged: bool = False) -> Generator["Rows"]:
+    """Yields rows to append samples to; they are in the file, as `write_rows` writes it, once the block has ended well.
+
+    Raises:
+        DataError: a tensor has another shape or dtype in some sample, or there is no sample.
+        OutputError: the file cannot be written.
+    """
+    with work_folder() as work, contextlib.ExitStack() as opened:
+        rows = Rows(path.name, work, opened, ragged=ragged)
+        yield rows
         opened.close()
-        if not count:
-            raise DataError(f"there is no sample for '{path.name}'", hint="give at least one, better 100")
-        with replacing_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            entries = {f"{name}{part}": column for name, column in columns.items() for part in column.parts}
-            if len(entries) < sum(len(column.parts) for column in columns.values()):
-                raise DataError(f"'{path.name}' has two tensors of one name with '{SHAPES}'", hint="rename an output")
+        with replacing_file(path) as temporary:
+            rows.pack(temporary)
+
+
+class Rows:
+    """Samples on their way into a file."""
+
+    def __init__(self, name: str, work: Path, opened: contextlib.ExitStack, *, ragged: bool) -> None:
+        self.count = 0
+        self._name, self._work, self._opened, self._ragged = name, work, opened, ragged
+        self._columns: dict[str, _Column] = {}
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The name, type and shape of each tensor."""
+        return tuple(column.spec for column in self._columns.values())
+
+    def append(self, sample: Tensors) -> None:
+        """Takes the next sample.
+
+        Raises:
+            DataError: a tensor has another shape or dtype than before, or is new or gone.
+        """
+        if self.count and sample.keys() != self._columns.keys():
+            held = ", ".join(self._columns)
+            raise DataError(
+                f"sample {self.count} for '{self._name}' holds {', '.join(sample)}; sample 0 {held}",
+                hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
+            )
+        for place, (name, value) in enumerate(sample.items()):
+            if name not in self._columns:
+                self._columns[name] = _Column(name, value, self._work / str(place), ragged=self._ragged)
+                self._opened.callback(self._columns[name].close)
+            self._columns[name].append(value, self.count)
+        self.count += 1
+
+    def pack(self, path: Path) -> None:
+        """Writes the archive of all samples.
+
+        Raises:
+            DataError: there is no sample, or two tensors need one name.
+        """
+        if not self.count:
+            raise DataError(f"there is no sample for '{self._name}'", hint="give at least one, better 100")
+        entries = {f"{name}{part}": column for name, column in self._columns.items() for part in column.parts}
+        if len(entries) < sum(len(column.parts) for column in self._columns.values()):
+            raise DataError(f"'{self._name}' has two tensors of one name with '{SHAPES}'", hint="rename an output")
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
             for name in sorted(entries):
                 entries[name].pack(archive, name)
-        return tuple(column.spec for column in columns.values()), count
 
 
 class _Column:

@@ -9,7 +9,7 @@ from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
-from edgekit.data_check import check_samples
+from edgekit.data_check import refusing_bad
 from edgekit.devices.find import find_device
 from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
@@ -69,8 +69,7 @@ def command(
         raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
     first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
-    chosen = limit_samples(given, samples)
-    check_samples(chosen)
+    chosen = refusing_bad(limit_samples(given, samples))
     with showing_progress(volume) as progress:
         progress(f"compare on {chosen.count} samples")
         second = load_model(b, custom_ops=custom_ops)

@@ -7,7 +7,7 @@ import msgspec
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import Bundle, read_target
 from edgekit.bundle.golden import INPUTS, Golden, make_golden, read_inputs
-from edgekit.data_check import check_samples
+from edgekit.data_check import refusing_bad
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError
@@ -82,8 +82,7 @@ def verify_with(
     kind = "class" if metric is None else find_metric(metric).labels
     labels = None if data.labels is None else read_task_labels(data.labels, kind, every)
     kept = spread_indices(every.count, samples or every.count)
-    chosen = select_samples(every, kept)
-    check_samples(chosen)
+    chosen = refusing_bad(select_samples(every, kept))
     with work_folder() as work:
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
