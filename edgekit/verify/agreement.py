@@ -1,4 +1,4 @@
-"""How far two outputs agree in what they say: distributions, ranks and masks. Pure numpy, one sample at a time."""
+"""How far two outputs agree in what they say: distributions, ranks and masks. Pure numpy."""
 
 from collections.abc import Sequence
 
@@ -16,36 +16,47 @@ ClassCount = tuple[int, int, int]
 """A class of a mask, how many positions both sides give it, and how many at least one does."""
 
 
-def kl_divergence(reference: Array, got: Array) -> float | None:
-    """Returns the mean over rows of sum p ln(p / q) in nats, p the reference (Kullback and Leibler 1951).
+def kl_divergences(reference: Floats, got: Floats, shape: tuple[int, ...]) -> list[float | None]:
+    """Returns for each sample the mean over rows of sum p ln(p / q) in nats (Kullback and Leibler 1951).
 
-    A row is the last axis, or all of an output with one axis that counts. None where the rows of the reference are no
-    distributions. What came back is clipped to 1e-12 from below and scaled to a sum of one, so that a probability of
-    zero costs much, but not infinity.
+    p is the reference. A sample of this shape lies flat in each row of the arrays; of a sample, a row is the last axis,
+    or all of it where only one axis counts. None where the rows of the reference are no distributions. What came back
+    is clipped to 1e-12 from below and scaled to a sum of one, so that a probability of zero costs much, but not
+    infinity.
     """
-    p, q = _as_rows(reference), _as_rows(got)
-    if p.shape[1] < 2 or float(p.min(initial=0.0)) < 0.0 or np.any(np.abs(p.sum(axis=1) - 1.0) > 1e-2):
-        return None
+    count, size = reference.shape
+    width = size if max(shape, default=1) == size else shape[-1]
+    fits = reference.min(axis=1) >= 0.0 if width > 1 else np.zeros(count, dtype=bool)
+    sums = reference.reshape(count, -1, width).sum(axis=2)
+    fits &= ~np.any(np.abs(sums - 1.0) > 1e-2, axis=1)
+    values: list[float | None] = [None] * count
+    if not fits.any():
+        return values
+    p, q = (side[fits].reshape(-1, size // width, width) for side in (reference, got))
     q = np.clip(q, _LEAST_PROBABILITY, None)
-    q = q / q.sum(axis=1, keepdims=True)
-    p = p / p.sum(axis=1, keepdims=True)
+    q = q / q.sum(axis=2, keepdims=True)
+    p = p / p.sum(axis=2, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(p > 0.0, p * np.log(p / q), 0.0)
-    return max(0.0, float(terms.sum(axis=1).mean()))
+    found = np.maximum(0.0, terms.sum(axis=2).mean(axis=1)).tolist()
+    for index, value in zip(np.flatnonzero(fits).tolist(), found, strict=True):
+        values[index] = value
+    return values
 
 
-def rank_correlation(reference: Floats, got: Floats) -> float | None:
-    """Returns the correlation of the ranks of two vectors, -1 to 1 (Spearman 1904), equal values sharing a mean rank.
+def rank_correlations(reference: Floats, got: Floats) -> list[float | None]:
+    """Returns the correlation of the ranks of each row, -1 to 1 (Spearman 1904), equal values sharing a mean rank.
 
     None for fewer than three values, for more than 100,000, and where a side has only one value: then nothing is
     ranked.
     """
-    if not 3 <= reference.size <= _MAX_RANKED:
-        return None
-    first, second = _rank(reference), _rank(got)
-    first, second = first - first.mean(), second - second.mean()
-    size = float(np.sqrt(np.dot(first, first) * np.dot(second, second)))
-    return None if size == 0.0 else max(-1.0, min(1.0, float(np.dot(first, second)) / size))
+    count, size = reference.shape
+    if not 3 <= size <= _MAX_RANKED:
+        return [None] * count
+    first, second = (_rank(side) - (size + 1) / 2.0 for side in (reference, got))
+    sizes = np.sqrt(np.einsum("ij,ij->i", first, first) * np.einsum("ij,ij->i", second, second))
+    pairs = zip(np.einsum("ij,ij->i", first, second).tolist(), sizes.tolist(), strict=True)
+    return [None if size == 0.0 else max(-1.0, min(1.0, dot / size)) for dot, size in pairs]
 
 
 def count_masks(reference: Array, got: Array) -> tuple[ClassCount, ...]:
@@ -83,20 +94,15 @@ def mean_iou(samples: Sequence[tuple[ClassCount, ...]]) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-def _as_rows(value: Array) -> Floats:
-    whole = np.asarray(value, dtype=np.float64)
-    one_axis = max(whole.shape, default=1) == whole.size
-    return whole.reshape(1, -1) if one_axis else whole.reshape(-1, whole.shape[-1])
-
-
-def _rank(values: Floats) -> Floats:
-    """Returns the rank of each value; equal values share the mean of their ranks."""
-    order = np.argsort(values)
-    ranked = values[order]
-    if not np.any(ranked[1:] == ranked[:-1]):
-        ranks = np.empty(values.size, dtype=np.float64)
-        ranks[order] = np.arange(1.0, values.size + 1.0)
-        return ranks
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return np.asarray((ends - (counts - 1) / 2.0)[places], dtype=np.float64)
+def _rank(rows: Floats) -> Floats:
+    """Returns the rank of each value in its row; equal values share the mean of their ranks."""
+    order = np.argsort(rows, axis=1)
+    ranked = np.take_along_axis(rows, order, axis=1)
+    ranks = np.empty(rows.shape, dtype=np.float64)
+    counting = np.arange(1.0, rows.shape[1] + 1.0)
+    for rank, places in zip(ranks, order, strict=True):
+        rank[places] = counting
+    for index in np.flatnonzero(np.any(ranked[:, 1:] == ranked[:, :-1], axis=1)):
+        _, places, counts = np.unique(rows[index], return_inverse=True, return_counts=True)
+        ranks[index] = (np.cumsum(counts) - (counts - 1) / 2.0)[places]
+    return ranks

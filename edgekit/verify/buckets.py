@@ -1,5 +1,6 @@
 """A result of any size in 16 numbers, from which distances of results can be told."""
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -19,14 +20,21 @@ def fill_buckets(value: Array) -> Floats:
     The energy of the difference of two results of one size is that of the difference of their sketches, on average
     (Charikar et al. 2002). What is not finite counts as zero.
     """
-    flat = np.asarray(value, dtype=np.float64).reshape(-1)
+    (sketch,) = fill_rows(value[np.newaxis])
+    return np.asarray(sketch)
+
+
+def fill_rows(values: Array) -> Floats:
+    """Returns the sketch of each of several results of one size, laid along a first axis, as `fill_buckets` does."""
+    count, size = len(values), math.prod(values.shape[1:])
+    rows = np.asarray(values, dtype=np.float64).reshape(count, size)
     with np.errstate(over="ignore", invalid="ignore"):
-        energy = float(np.dot(flat, flat))
-    if not energy <= _LARGEST:
-        flat = np.where(np.isfinite(flat), flat, 0.0).clip(-_LARGEST, _LARGEST)
-    signed = np.zeros(flat.size + -flat.size % BUCKETS)
-    np.multiply(flat, _draw_signs(flat.size), out=signed[: flat.size])
-    return np.asarray(signed.reshape(-1, BUCKETS).sum(axis=0), dtype=np.float64)
+        largest = float(np.einsum("ij,ij->", rows, rows))
+    if not largest <= _LARGEST:
+        rows = np.where(np.isfinite(rows), rows, 0.0).clip(-_LARGEST, _LARGEST)
+    signed = np.zeros((count, size + -size % BUCKETS))
+    np.multiply(rows, _draw_signs(size), out=signed[:, :size])
+    return np.stack([row.reshape(-1, BUCKETS).sum(axis=0) for row in signed])
 
 
 @lru_cache(maxsize=64)

@@ -1,15 +1,17 @@
 """Comparing the outputs of two runs, sample by sample, in memory that does not grow with their number."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from edgekit.errors import EdgekitError
 from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
+from edgekit.tensors import Array, Tensors, is_numeric
 from edgekit.verify import metrics
 from edgekit.verify.agreement import mean_iou
-from edgekit.verify.buckets import Floats, fill_buckets
+from edgekit.verify.buckets import Floats, fill_rows
 from edgekit.verify.intervals import bootstrap_sqnr
 from edgekit.verify.liars import find_deafness, find_order
 from edgekit.verify.metrics import SampleErrors
@@ -18,6 +20,17 @@ from edgekit.wilson import wilson_interval
 
 _STILL = 100.0
 """A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""
+
+
+_BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
+
+
+class _Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of the reference, and what came back for it, None where nothing did."""
+
+    index: int
+    wanted: Tensors
+    found: Tensors | None
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,28 +58,40 @@ def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...
     """
     measured: dict[str, list[_Measured]] = {}
     troubles: list[str] = []
-    before: tuple[Tensors, Tensors] | None = None
-    for index, (wanted, found) in enumerate(_pair(reference, got, troubles)):
-        for name in wanted:
-            rows = measured.setdefault(name, [])
-            if found is not None:
-                rows.append(_measure(name, index, (wanted, found), before))
-        before = None if found is None else (wanted, found)
+    last: _Pair | None = None
+    for block in _pile(_pair(reference, got, troubles)):
+        for name in dict.fromkeys(name for pair in block for name in pair.wanted):
+            measured.setdefault(name, []).extend(_measure(name, block, last))
+        last = block[-1]
     trouble = troubles[0] if troubles else None
     return tuple(_report(name, rows, trouble) for name, rows in measured.items())
 
 
-def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[tuple[Tensors, Tensors | None]]:
+def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pair]:
     """Yields each reference with what came back for it, up to the first that lacks one; says why in `troubles`."""
     others = iter(got)
     for index, wanted in enumerate(reference):
         found = _take(others, troubles)
-        yield wanted, found
+        yield _Pair(index=index, wanted=wanted, found=found)
         if found is None:
             troubles.append(f"came back for {index} of {reference.count} samples")
             return
     if _take(others, troubles) is not None:
         troubles.append(f"came back for more than {reference.count} samples")
+
+
+def _pile(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
+    """Yields the pairs in blocks that are measured at once; large ones come singly."""
+    block: list[_Pair] = []
+    size_bytes = 0
+    for pair in pairs:
+        block.append(pair)
+        size_bytes += sum(value.nbytes for value in pair.wanted.values())
+        if size_bytes >= _BLOCK_BYTES or len(block) >= _BLOCK_SAMPLES:
+            yield block
+            block, size_bytes = [], 0
+    if block:
+        yield block
 
 
 def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
@@ -77,25 +102,77 @@ def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
         return None
 
 
-def _measure(name: str, index: int, pair: tuple[Tensors, Tensors], before: tuple[Tensors, Tensors] | None) -> _Measured:
-    wanted, found = pair[0][name], pair[1].get(name)
-    mismatch = _find_mismatch(wanted, found, index)
-    shapes = (wanted.shape, None if found is None else found.shape)
-    if found is None or mismatch:
-        return _Measured(errors=None, mismatch=mismatch, shapes=shapes)
-    errors = metrics.measure_sample(wanted, found)
-    sketches = (fill_buckets(wanted), fill_buckets(found)) if errors.numeric and not errors.non_finite else None
-    if before is None or name not in before[1]:
-        return _Measured(errors=errors, mismatch=None, shapes=shapes, sketches=sketches)
+def _measure(name: str, block: Sequence[_Pair], last: _Pair | None) -> Iterator[_Measured]:
+    """Yields what is found of one output in each sample of a block; `last` is the sample before it."""
+    came = [pair for pair in block if name in pair.wanted and pair.found is not None]
+    for form, group in itertools.groupby(came, lambda pair: _find_form(name, pair)):
+        pairs = list(group)
+        if isinstance(form, str):
+            yield from (_describe_mismatch(name, pair) for pair in pairs)
+        else:
+            yield from _measure_alike(*_stack(name, pairs), _find_before(name, last))
+        last = pairs[-1]
+
+
+def _find_form(name: str, pair: _Pair) -> tuple[tuple[int, ...], str] | str:
+    """Returns the shape and type of what can be compared, or why it cannot be."""
+    wanted = pair.wanted[name]
+    return _find_mismatch(wanted, (pair.found or {}).get(name), pair.index) or (wanted.shape, wanted.dtype.str)
+
+
+def _describe_mismatch(name: str, pair: _Pair) -> _Measured:
+    wanted, found = pair.wanted[name], (pair.found or {}).get(name)
     return _Measured(
-        errors=errors,
-        mismatch=None,
-        shapes=shapes,
-        stale_energy=metrics.distance_energy(before[0][name], found),
-        reference_step=metrics.distance_energy(before[0][name], wanted),
-        got_step=metrics.distance_energy(before[1][name], found),
-        sketches=sketches,
+        errors=None,
+        mismatch=_find_mismatch(wanted, found, pair.index),
+        shapes=(wanted.shape, None if found is None else found.shape),
     )
+
+
+def _stack(name: str, pairs: Sequence[_Pair]) -> tuple[Array, Array]:
+    return np.stack([pair.wanted[name] for pair in pairs]), np.stack([(pair.found or {})[name] for pair in pairs])
+
+
+def _find_before(name: str, last: _Pair | None) -> tuple[Array, Array] | None:
+    if last is None or last.found is None or name not in last.found or name not in last.wanted:
+        return None
+    return last.wanted[name], last.found[name]
+
+
+def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | None) -> Iterator[_Measured]:
+    """Yields what is found of samples of one shape and type; `before` is the sample before them."""
+    shape = wanted.shape[1:]
+    errors = metrics.measure_samples(wanted, found)
+    none: list[None] = [None] * len(errors)
+    steps = zip(*_measure_steps(wanted, found, before), strict=True)
+    sketches = zip(fill_rows(wanted), fill_rows(found), strict=True) if is_numeric(wanted) else none
+    for sample, (stale, reference_step, got_step), sketch in zip(errors, steps, sketches, strict=True):
+        yield _Measured(
+            errors=sample,
+            mismatch=None,
+            shapes=(shape, shape),
+            stale_energy=stale,
+            reference_step=reference_step,
+            got_step=got_step,
+            sketches=None if sample.non_finite else sketch,
+        )
+
+
+def _measure_steps(
+    wanted: Array, found: Array, before: tuple[Array, Array] | None
+) -> tuple[list[float | None], list[float | None], list[float | None]]:
+    """Returns for each sample how far what came back, and each side, lies from the sample before."""
+    sides = ((wanted, found), (wanted, wanted), (found, found))
+    if before is None:
+        first: list[float | None] = [None, None, None]
+    else:
+        starts = ((before[0], found[0]), (before[0], wanted[0]), (before[1], found[0]))
+        first = [metrics.distance_energy(*pair) for pair in starts]
+    stale, reference, got = (
+        [energy, *metrics.distance_energies(left[:-1], right[1:])]
+        for energy, (left, right) in zip(first, sides, strict=True)
+    )
+    return stale, reference, got
 
 
 def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None:

@@ -1,4 +1,4 @@
-"""How far an output lies from its reference: pure numpy, one sample at a time, then over all samples.
+"""How far an output lies from its reference: pure numpy, sample by sample, then over all samples.
 
 A sample is reduced to sums (`measure_sample`), and sums add up, so that memory does not grow with the tensors and a
 figure can be drawn for any subset of the samples. Everything is computed in float64.
@@ -6,13 +6,13 @@ figure can be drawn for any subset of the samples. Everything is computed in flo
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from edgekit.tensors import Array, is_numeric, ranks_classes
-from edgekit.verify.agreement import ClassCount, Floats, count_masks, kl_divergence, rank_correlation
+from edgekit.tensors import Array, is_numeric
+from edgekit.verify.agreement import ClassCount, Floats, count_masks, kl_divergences, rank_correlations
 
 DB_LIMIT = 200.0
 """Decibels are clamped to plus and minus this, because JSON knows no infinity: 200 dB means no error at all."""
@@ -58,18 +58,29 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_sample(reference: Array, got: Array) -> SampleErrors:
     """Returns the sums of one sample as `measure_errors`, and what an output that ranks classes or chances says."""
-    errors = measure_errors(reference, got)
-    if not errors.numeric or errors.non_finite or not reference.size:
+    if reference.shape != got.shape:
+        return measure_errors(reference, got)
+    return measure_samples(reference[np.newaxis], got[np.newaxis])[0]
+
+
+def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
+    """Returns what `measure_sample` does for each of several samples of one shape and type, laid along a first axis."""
+    shape = references.shape[1:]
+    if not is_numeric(references):
+        return [_match_sample(*pair) for pair in zip(references, gots, strict=True)]
+    wanted, found = _as_rows(references), _as_rows(gots)
+    errors = _measure_rows(wanted, found)
+    good = [index for index, sample in enumerate(errors) if not sample.non_finite]
+    if not good or not wanted.shape[1]:
         return errors
-    ranked, wanted, found = ranks_classes(reference), _flat(reference), _flat(got)
+    if len(good) < len(errors):
+        wanted, found = wanted[good], found[good]
     with np.errstate(over="ignore", invalid="ignore"):
-        return msgspec.structs.replace(
-            errors,
-            top1=agrees_at(wanted, found, 1) if ranked else None,
-            top5=agrees_at(wanted, found, 5) if ranked else None,
-            rank=rank_correlation(wanted, found) if ranked else None,
-            kl=kl_divergence(reference, got) if reference.dtype.kind == "f" else None,
-        )
+        meanings = _read_meanings(wanted, found, shape, is_float=references.dtype.kind == "f")
+    for index, meaning in zip(good, meanings, strict=True):
+        top1, top5, rank, kl = meaning
+        errors[index] = msgspec.structs.replace(errors[index], top1=top1, top5=top5, rank=rank, kl=kl)
+    return errors
 
 
 def measure_errors(reference: Array, got: Array) -> SampleErrors:
@@ -83,40 +94,69 @@ def measure_errors(reference: Array, got: Array) -> SampleErrors:
         return SampleErrors(numeric=is_numeric(reference), elements=elements, matches=0, non_finite=elements)
     if not is_numeric(reference):
         return _match_sample(reference, got)
-    wanted, found = _flat(reference), _flat(got)
-    bad = ~(np.isfinite(wanted) & np.isfinite(found))
-    non_finite = int(np.count_nonzero(bad))
-    matches = int(np.count_nonzero(wanted == found))
-    if non_finite or not wanted.size:
-        return SampleErrors(
-            numeric=True,
-            elements=wanted.size,
-            matches=matches,
-            non_finite=non_finite,
-            reference_non_finite=int(np.count_nonzero(~np.isfinite(wanted))),
-            position=int(bad.argmax()) if non_finite else 0,
-        )
+    return _measure_rows(_as_rows(reference[np.newaxis]), _as_rows(got[np.newaxis]))[0]
+
+
+_Meaning = tuple[bool | None, bool | None, float | None, float | None]
+
+
+def _read_meanings(wanted: Floats, found: Floats, shape: tuple[int, ...], *, is_float: bool) -> Iterator[_Meaning]:
+    """Returns top-1, top-5, rank correlation and divergence of each row, None where an output has no such meaning."""
+    none: list[None] = [None] * len(wanted)
+    chances = kl_divergences(wanted, found, shape) if is_float else none
+    if wanted.shape[1] < 2 or max(shape) != wanted.shape[1]:
+        return zip(none, none, none, chances, strict=True)
+    top1, top5 = (agree_at(wanted, found, k) for k in (1, 5))
+    return zip(top1, top5, rank_correlations(wanted, found), chances, strict=True)
+
+
+def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
+    """Returns the sums of each row; one that is not finite somewhere has none."""
     with np.errstate(over="ignore", invalid="ignore"):
-        error = found - wanted
-        distance = np.abs(error)
-        position = int(distance.argmax())
-        return SampleErrors(
+        bad = ~(np.isfinite(wanted) & np.isfinite(found))
+        non_finite = np.count_nonzero(bad, axis=1)
+        matches = np.count_nonzero(wanted == found, axis=1)
+        spoiled = non_finite.nonzero()[0].tolist()
+        if not wanted.shape[1] or len(spoiled) == len(wanted):
+            sums = [SampleErrors(numeric=True, elements=wanted.shape[1], matches=0, non_finite=0)] * len(wanted)
+        else:
+            sums = _sum_rows(wanted, found, found - wanted)
+    counted = [msgspec.structs.replace(row, matches=int(count)) for row, count in zip(sums, matches, strict=True)]
+    for index in spoiled:
+        counted[index] = SampleErrors(
             numeric=True,
-            elements=wanted.size,
-            matches=matches,
-            non_finite=0,
-            abs_sum=_finite(float(distance.sum())),
-            reference_abs_sum=_finite(float(np.abs(wanted).sum())),
-            error_sum=_finite(float(error.sum())),
-            error_energy=_energy(error, error),
-            reference_energy=_energy(wanted, wanted),
-            energy=_energy(found, found),
-            dot=_energy(wanted, found),
-            max_abs=_finite(float(distance[position])),
-            position=position,
-            low=float(wanted.min()),
-            high=float(wanted.max()),
+            elements=wanted.shape[1],
+            matches=int(matches[index]),
+            non_finite=int(non_finite[index]),
+            reference_non_finite=int(np.count_nonzero(~np.isfinite(wanted[index]))),
+            position=int(bad[index].argmax()),
         )
+    return counted
+
+
+def _sum_rows(wanted: Floats, found: Floats, error: Floats) -> list[SampleErrors]:
+    distance = np.abs(error)
+    positions = distance.argmax(axis=1)
+    columns = {
+        "abs_sum": _finite(distance.sum(axis=1)),
+        "reference_abs_sum": _finite(np.abs(wanted).sum(axis=1)),
+        "error_sum": _finite(error.sum(axis=1)),
+        "error_energy": _energy(error, error),
+        "reference_energy": _energy(wanted, wanted),
+        "energy": _energy(found, found),
+        "dot": _energy(wanted, found),
+        "max_abs": _finite(distance.max(axis=1)),
+        "position": positions,
+        "low": wanted.min(axis=1),
+        "high": wanted.max(axis=1),
+    }
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [
+        SampleErrors(
+            numeric=True, elements=wanted.shape[1], matches=0, non_finite=0, **dict(zip(columns, row, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def _match_sample(reference: Array, got: Array) -> SampleErrors:
@@ -151,20 +191,31 @@ def add_errors(first: SampleErrors, second: SampleErrors) -> SampleErrors:
     )
 
 
-def agrees_at(reference: Floats, got: Floats, k: int) -> bool:
-    """Returns True if the class that `got` ranks first is among the first k of the reference; ties count as equal."""
-    best = reference[int(got.argmax())]
-    return int(np.count_nonzero(reference > best)) < k
+def agree_at(reference: Floats, got: Floats, k: int) -> list[bool]:
+    """Returns for each row if the class that `got` ranks first is among the first k of the reference.
+
+    Ties count as equal.
+    """
+    best = np.take_along_axis(reference, got.argmax(axis=1)[:, np.newaxis], axis=1)
+    above: list[int] = np.count_nonzero(reference > best, axis=1).tolist()
+    return [count < k for count in above]
 
 
 def distance_energy(first: Array, second: Array) -> float:
     """Returns the sum of squared differences of two numeric arrays, infinity where they cannot be compared."""
-    if first.shape != second.shape or first.dtype != second.dtype or not is_numeric(first):
+    if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
+    return distance_energies(first[np.newaxis], second[np.newaxis])[0]
+
+
+def distance_energies(first: Array, second: Array) -> list[float]:
+    """Returns `distance_energy` of each of several samples of one shape and type, laid along a first axis."""
+    if not is_numeric(first):
+        return [math.inf] * len(first)
     with np.errstate(over="ignore", invalid="ignore"):
-        error = _flat(first) - _flat(second)
-        energy = float(np.dot(error, error))
-    return energy if math.isfinite(energy) else math.inf
+        error = _as_rows(first) - _as_rows(second)
+        energies = np.einsum("ij,ij->i", error, error)
+    return [energy if math.isfinite(energy) else math.inf for energy in energies.tolist()]
 
 
 def mean_abs(samples: Sequence[SampleErrors]) -> float:
@@ -244,15 +295,15 @@ def _elements(samples: Sequence[SampleErrors]) -> int:
     return max(1, sum(sample.elements for sample in samples))
 
 
-def _flat(value: Array) -> Floats:
-    return np.asarray(value, dtype=np.float64).reshape(-1)
+def _as_rows(values: Array) -> Floats:
+    return np.asarray(values, dtype=np.float64).reshape(len(values), math.prod(values.shape[1:]))
 
 
-def _energy(first: Floats, second: Floats) -> float:
+def _energy(first: Floats, second: Floats) -> Floats:
     # Not np.dot: the threads of BLAS fight with those of a waiting session, at 20 times the cost.
-    return _finite(float(np.einsum("i,i->", first, second)))
+    return _finite(np.einsum("ij,ij->i", first, second))
 
 
-def _finite(value: float) -> float:
-    """Returns a sum that stays finite when a million million of them are added; one that is no number is the least."""
-    return max(-_LARGEST, min(_LARGEST, value)) if not math.isnan(value) else -_LARGEST
+def _finite(values: Floats) -> Floats:
+    """Returns sums that stay finite when a million million of them are added; what is no number is the least."""
+    return np.nan_to_num(values, nan=-_LARGEST).clip(-_LARGEST, _LARGEST)
