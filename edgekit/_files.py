@@ -53,13 +53,19 @@ def write_file(path: Path, data: bytes) -> None:
 def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
     """Writes a file that does not exist yet, chunk by chunk, making its folders; `mode` is subject to the umask.
 
+    If writing fails, or there is no next chunk because that raises, the file is gone.
+
     Raises:
         OutputError: the folder cannot be written, or there is such a file.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.writelines(chunks)
+            try:
+                file.writelines(chunks)
+            except BaseException:
+                path.unlink()
+                raise
 
 
 def copy_into(source: Path | bytes, target: IO[bytes]) -> None:

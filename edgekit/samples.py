@@ -6,7 +6,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -58,10 +58,18 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
         )
     raw = _open_source(source, inputs, preprocess)
 
+    names = [spec.name for spec in inputs]
+
     def read() -> Iterator[Tensors]:
+        fitting: _Form | None = None
         for index, sample in enumerate(raw):
-            for row in _split_rows(sample, inputs):
-                yield fit_sample(row, inputs, f"sample {index} of '{source}'")
+            form = _describe_form(sample)
+            if form == fitting:
+                yield {name: sample[name] for name in names}
+                continue
+            rows = [fit_sample(row, inputs, f"sample {index} of '{source}'") for row in _split_rows(sample, inputs)]
+            fitting = form if len(rows) == 1 and all(rows[0][name] is sample[name] for name in names) else None
+            yield from rows
 
     batches, count = _count_samples(raw, inputs)
     if count == 0:
@@ -133,6 +141,13 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
     if missing is not None:
         raise DataError(f"{where} lacks the model input '{missing}'", hint=f"it has: {', '.join(sample) or 'nothing'}")
     return {spec.name: _fit(sample[spec.name], spec, where) for spec in inputs}
+
+
+_Form = list[tuple[str, np.dtype[Any], tuple[int, ...]]]
+
+
+def _describe_form(sample: Tensors) -> _Form:
+    return [(name, value.dtype, value.shape) for name, value in sample.items()]
 
 
 def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tensors]:

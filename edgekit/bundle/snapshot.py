@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import open_regular, replacing_file, safe_join
+from edgekit._files import open_regular, safe_join, write_new
 from edgekit.bundle.expected import EXPECTED, LAYERS
 from edgekit.bundle.folder import CHECK, GOLDEN, TARGET, Bundle
 from edgekit.errors import BundleError
@@ -26,7 +26,7 @@ def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
         OutputError: the folder cannot be written.
     """
     for name in dict.fromkeys(_list_files(bundle, forms)):
-        _copy_checked(bundle, name, out / name)
+        write_new(out / name, _read_checked(bundle, name))
     return msgspec.structs.replace(bundle, folder=out)
 
 
@@ -41,20 +41,19 @@ def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
     )
 
 
-def _copy_checked(bundle: Bundle, name: str, place: Path) -> None:
+def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
+    """Yields a file in chunks; raises a BundleError at its end, if not before, where it is not what was digested."""
     entry = bundle.manifest.files.get(name)
     digest = hashlib.sha256()
     try:
-        with open_regular(safe_join(bundle.folder, name)) as source, replacing_file(place) as temporary:
-            with temporary.open("wb") as copy:
-                while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
-                    digest.update(chunk)
-                    copy.write(chunk)
-            if entry is None or digest.hexdigest() != entry.sha256:
-                raise BundleError(
-                    f"{name!r} of bundle '{bundle.folder}' was altered after it was opened",
-                    hint="build the bundle again",
-                )
+        with open_regular(safe_join(bundle.folder, name)) as source:
+            while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
+                digest.update(chunk)
+                yield chunk
     except OSError as error:
         reason = f"cannot read {name!r} of bundle '{bundle.folder}': {error.strerror}"
         raise BundleError(reason, hint="build the bundle again") from error
+    if entry is None or digest.hexdigest() != entry.sha256:
+        raise BundleError(
+            f"{name!r} of bundle '{bundle.folder}' was altered after it was opened", hint="build the bundle again"
+        )

@@ -187,8 +187,7 @@ def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) 
     """Copies one message from a pipe into the new file `path`; no more is read than what `specs` allow.
 
     Raises:
-        DeviceError: it is no message, it does not hold exactly these tensors, or it ends early; what is left of it then
-            is no file of tensors.
+        DeviceError: it is no message, it does not hold exactly these tensors, or it ends early.
         OutputError: the folder cannot be written, or there is such a file.
     """
     line = stream.readline(MAX_HEADER_BYTES + 1)

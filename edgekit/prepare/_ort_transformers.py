@@ -1,18 +1,20 @@
 """The adapter to onnxruntime's transformer optimizer, the only module that imports it."""
 
+import importlib
 import logging
 from pathlib import Path
 from typing import Any, cast
 
 import onnx
-from onnxruntime.transformers import optimizer
 
 from edgekit.errors import ModelError
 
-MODEL_TYPES: tuple[str, ...] = tuple(sorted(cast("dict[str, Any]", optimizer.MODEL_TYPES)))
-"""The families of transformers that it has fusions for."""
-
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
+
+
+def list_families() -> tuple[str, ...]:
+    """Returns the families of transformers that it has fusions for."""
+    return tuple(sorted(_load_optimizer().MODEL_TYPES))
 
 
 def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int) -> tuple[onnx.ModelProto, dict[str, int]]:
@@ -25,7 +27,7 @@ def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int) -> tuple[on
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    optimize = cast("Any", optimizer.optimize_model)
+    optimize = _load_optimizer().optimize_model
     try:
         fused: Any = optimize(str(path), model_type, num_heads=heads, hidden_size=hidden, opt_level=0)
         counts = {str(name): int(count) for name, count in fused.get_fused_operator_statistics().items() if count}
@@ -38,3 +40,8 @@ def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int) -> tuple[on
         ) from error
     finally:
         logging.disable(disabled)
+
+
+def _load_optimizer() -> Any:
+    """Returns the module when it is needed: with sympy it takes half a second, which most commands need not wait."""
+    return importlib.import_module("onnxruntime.transformers.optimizer")

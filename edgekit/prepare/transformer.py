@@ -8,7 +8,7 @@ import onnx
 
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model import Model, iterate_graphs, read_proto, save_proto
-from edgekit.prepare._ort_transformers import MODEL_TYPES, fuse_nodes
+from edgekit.prepare._ort_transformers import fuse_nodes, list_families
 from edgekit.prepare.opset import lower_ir_version, read_opset
 
 
@@ -39,8 +39,9 @@ def fuse_transformer(model: Model, options: FuseOptions, out: Path) -> FusedMode
         UsageError: there is no such family.
         ModelError: the optimizer cannot handle the model, or found nothing to fuse.
     """
-    if options.model_type not in MODEL_TYPES:
-        hint = suggest_name(options.model_type, MODEL_TYPES)
+    families = list_families()
+    if options.model_type not in families:
+        hint = suggest_name(options.model_type, families)
         raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
     before = read_proto(model, weights=False)
     fused, _ = fuse_nodes(model.path, options.model_type, options.heads, options.hidden)
@@ -49,7 +50,7 @@ def fuse_transformer(model: Model, options: FuseOptions, out: Path) -> FusedMode
     if not new:
         raise ModelError(
             f"no pattern of '{options.model_type}' was found in '{model.name}'",
-            hint=f"another --model-type ({', '.join(MODEL_TYPES)}), or leave --fuse out",
+            hint=f"another --model-type ({', '.join(families)}), or leave --fuse out",
         )
     written = save_proto(fused, out)
     return FusedModel(

@@ -1,12 +1,13 @@
 """Verifying a bundle that is there already: on devices by name, with its own samples or with others."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import digest_file, work_folder
-from edgekit.bundle.folder import Bundle, read_target
-from edgekit.bundle.golden import INPUTS, Golden, make_golden, read_inputs
+from edgekit.bundle.folder import GOLDEN, Bundle, read_target
+from edgekit.bundle.golden import INPUTS, make_golden, read_inputs
 from edgekit.data_check import refusing_bad
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
@@ -21,6 +22,8 @@ from edgekit.verify.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.tasks import find_metric
 from edgekit.verify.verify import read_known, verify_bundle, write_report
+
+_INPUTS = f"{GOLDEN}/{INPUTS}"
 
 
 def verify_on(
@@ -42,7 +45,7 @@ def verify_on(
     devices = find_devices(bundle, read_target(bundle), choice)
     report = verify_bundle(bundle, devices, task=task, layers=layers, progress=progress)
     report = msgspec.structs.replace(
-        keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.golden)
+        keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
     )
     if report.runs:
         write_report(bundle, report)
@@ -87,10 +90,13 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known)
-        report = verify_bundle(
-            bundle, devices, golden=golden, task=task, float_model=source.path, layers=layers, progress=progress
-        )
-        return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, golden))
+
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            digest = beside.submit(digest_file, golden.folder / INPUTS)
+            report = verify_bundle(
+                bundle, devices, golden=golden, task=task, float_model=source.path, layers=layers, progress=progress
+            )
+            return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, digest.result()))
 
 
 def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -> Samples:
@@ -114,13 +120,13 @@ def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[D
     return choose_devices(choice, lambda _: target, default=planned)
 
 
-def _describe_ancestry(bundle: Bundle, golden: Golden) -> dict[str, str]:
-    """Returns the digests of what a verification rests on, by the word that a user has for it."""
+def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:
+    """Returns the digests of what a verification rests on, by the word that a user has for it; `inputs` is one."""
     ancestry = bundle.manifest.ancestry
     made_from = {"calibration data": ancestry.data, "quantized model": ancestry.quantized}
     return {
         "model": ancestry.source,
-        "data": digest_file(golden.folder / INPUTS),
+        "data": inputs,
         "bundle": bundle.sha256,
         **{name: digest for name, digest in made_from.items() if digest is not None},
         "edgekit": bundle.manifest.versions.get("edgekit", "unknown"),

@@ -13,7 +13,7 @@ from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data_check import digest_samples
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.devices.lab import run_each
+from edgekit.devices.lab import run_each, run_together
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine
@@ -145,8 +145,10 @@ def _run_devices(
             progress(f"verify {bundle.manifest.name} on {device.name}")
             return _run_device(private, device, asked)
 
-        altered = find_alterations(private)
-        return run_each(devices, run), altered
+        runs, altered = list[RunReport](), list[Alteration]()
+        # Devices start slowly: what this process looks at itself is done by then.
+        run_together([lambda: runs.extend(run_each(devices, run)), lambda: altered.extend(find_alterations(private))])
+        return tuple(runs), tuple(altered)
 
 
 def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
