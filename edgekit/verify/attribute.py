@@ -34,23 +34,32 @@ def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
     """Returns the report with the loss attributed, the layers measured, and the first of them that stands out.
 
     `models` holds the models that the bundle was made from, under "prepare" and, for integer precisions, "quantize".
-    The layers are those of the bundle's own ONNX file.
+    The layers are those of the bundle's own ONNX file; where they cannot be compared, a note of the report says why.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot run one of the models.
     """
     explained = attribute_loss(bundle, report, models)
     deployed = _find_deployed(bundle, models)
-    if "prepare" not in models or deployed is None:
+    if "prepare" not in models:
         return explained
+    if deployed is None:
+        return _add_note(explained, "the layers were not compared: the bundle holds no ONNX file")
     few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, _LOCATING_SAMPLES))
     try:
         layers = compare_layers(models["prepare"], deployed, few)
-    except (ModelError, RuntimeRefusal):
-        return explained
+    except (ModelError, RuntimeRefusal) as error:
+        reason = error.message
+        for model in (models["prepare"], deployed):
+            reason = reason.replace(f"{model.path.parent}/", "")
+        return _add_note(explained, f"the layers were not compared with the float model's: {reason}")
     bad = find_first_bad(layers)
     name = explained.first_bad_layer if bad is None else bad.name
     return msgspec.structs.replace(explained, layers=layers, first_bad_layer=name)
+
+
+def _add_note(report: VerifyReport, note: str) -> VerifyReport:
+    return msgspec.structs.replace(report, notes=(*report.notes, note))
 
 
 def _find_deployed(bundle: Bundle, models: Mapping[Step, Model]) -> Model | None:
@@ -74,7 +83,8 @@ def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
         return report
     question = _ask(bundle, run)
     steps: list[AttributionStep] = []
-    for step, session in _open_steps(bundle, run, models):
+    refusals: list[str] = []
+    for step, session in _open_steps(bundle, run, models, refusals):
         got = _run_samples(session, question.inputs)
         found = next(item for item in compare_outputs(question.reference, got) if item.name == question.output)
         accuracy = None if question.labels is None else measure_accuracy(question.reference, got, question.labels)
@@ -83,7 +93,12 @@ def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
     final = next(item for item in run.outputs if item.name == question.output)
     steps.append(_describe(last, final, None if run.accuracy is None else run.accuracy.got))
     measured = None if run.accuracy is None else run.accuracy.reference
-    return msgspec.structs.replace(report, attribution=share_loss(steps, measured), attributed_device=run.device)
+    return msgspec.structs.replace(
+        report,
+        attribution=share_loss(steps, measured),
+        attributed_device=run.device,
+        notes=(*report.notes, *refusals),
+    )
 
 
 def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> VerifyReport:
@@ -112,6 +127,7 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
         attributed_device=explained,
         first_bad_layer=report.first_bad_layer or known.first_bad_layer,
         layers=report.layers or known.layers,
+        notes=report.notes or known.notes,
     )
 
 
@@ -165,7 +181,10 @@ def _ask(bundle: Bundle, run: RunReport) -> _Question:
     )
 
 
-def _open_steps(bundle: Bundle, run: RunReport, models: Mapping[Step, Model]) -> Iterator[tuple[Step, CpuSession]]:
+def _open_steps(
+    bundle: Bundle, run: RunReport, models: Mapping[Step, Model], refusals: list[str]
+) -> Iterator[tuple[Step, CpuSession]]:
+    """Yields the steps that run here with their sessions; why the file of ORT format does not goes into `refusals`."""
     steps: tuple[Step, ...] = ("prepare", "quantize")
     for step in steps:
         if step in models:
@@ -175,7 +194,9 @@ def _open_steps(bundle: Bundle, run: RunReport, models: Mapping[Step, Model]) ->
         return
     try:
         session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config)))
-    except RuntimeRefusal:
+    except RuntimeRefusal as error:
+        reason = error.message.replace(f"{converted.parent}/", "")
+        refusals.append(f"the step 'convert' is not part of the attribution: {reason}")
         return
     yield "convert", session
 

@@ -182,7 +182,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
     one that edgekit ran on, where emulators and simulators ran too. `alterations` say what in the bundle's model is not
-    as it was built.
+    as it was built, `notes` what was left out, and why.
     """
 
     bundle: str
@@ -205,6 +205,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     regressions: tuple[str, ...] = ()
     machine: dict[str, str] = {}
     alterations: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:

@@ -2,8 +2,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from bundle_models import make_check
+from markupsafe import escape
 from verify_devices import InProcess
 from verify_models import break_layer, make_images, quantize
 
@@ -12,7 +14,10 @@ from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden
 from edgekit.bundle.manifest import Ancestry
 from edgekit.evidence import Evidence
-from edgekit.model import Model
+from edgekit.model import Model, load_model
+from edgekit.plain import to_json
+from edgekit.report.html import render_verify
+from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
 from edgekit.tensors import Tensors
 from edgekit.verify.attribute import attribute_loss, explain_report, share_loss
@@ -73,6 +78,34 @@ def test_a_broken_layer_is_named_in_a_report_that_fails(models: dict[Step, Model
     report = verify_bundle(bundle, [InProcess()])
     assert not report.passed
     assert explain_report(bundle, report, {**models, "quantize": broken}).first_bad_layer == "conv3"
+
+
+def test_layers_that_onnx_runtime_does_not_trace_are_not_left_out_in_silence(
+    models: dict[Step, Model], tmp_path: Path
+) -> None:
+    bundle = bundle_of(models, models["quantize"], tmp_path)
+    proto = onnx.load(str(models["prepare"].path))
+    proto.graph.node[0].domain = "nowhere"
+    proto.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
+    onnx.save(proto, str(tmp_path / "strange.onnx"))
+    strange = load_model(tmp_path / "strange.onnx")
+    explained = explain_report(bundle, verify_bundle(bundle, []), {**models, "prepare": strange})
+    (note,) = explained.notes
+    assert not explained.layers
+    assert note.startswith("the layers were not compared with the float model's: ONNX Runtime refuses ")
+    assert note in list_verify_remarks(explained)
+    assert note in to_json(explained)
+    assert str(escape(note)) in render_verify(explained)
+
+
+def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(
+    models: dict[Step, Model], tmp_path: Path
+) -> None:
+    bundle = bundle_of(models, models["quantize"], tmp_path)
+    manifest = msgspec.structs.replace(bundle.manifest, forms={})
+    other = msgspec.structs.replace(bundle, manifest=manifest)
+    explained = explain_report(other, verify_bundle(bundle, []), {"prepare": models["prepare"]})
+    assert explained.notes == ("the layers were not compared: the bundle holds no ONNX file",)
 
 
 def test_without_a_run_there_is_nothing_to_attribute(models: dict[Step, Model], tmp_path: Path) -> None:
