@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+import onnx
 
 from edgekit._ort import CpuSession
 from edgekit.errors import ModelError
@@ -12,6 +13,7 @@ from edgekit.samples import Samples
 from edgekit.scaling import read_scaling, scale_channels
 from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
+from edgekit.verify.grafts import find_altered
 from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, measure_steps
 from edgekit.verify.match import MatchedTensor, match_tensors
 from edgekit.verify.metrics import SampleErrors
@@ -35,6 +37,7 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     values lie beyond half precision there, where that is what B computes in. `name` and `op` are those of B's node,
     `tensor` is the name in A.
     `rounding_steps` is what rounding weights and result may be expected to cost a channel of it, and all of it.
+    `altered` says in words how the operator is not A's, whatever its result; "" where nothing is known against it.
     """
 
     name: str
@@ -53,6 +56,7 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     overflows: bool = False
     rounding_steps: tuple[float, float] | None = None
     non_finite: int = 0
+    altered: str = ""
 
 
 class _Sums(msgspec.Struct):
@@ -77,38 +81,56 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
     """
     protos = read_proto(a, weights=False), read_proto(b, weights=False)
     graphs, scaling = (protos[0].graph, protos[1].graph), read_scaling(protos[1])
-    matched = match_tensors(*graphs)
+    every = matched = match_tensors(*graphs)
     traced_a, traced_b = (
         open_traced(a, [tensor.in_a for tensor in matched]),
         open_traced(b, [tensor.in_b for tensor in matched]),
     )
     fed: CpuSession | None = None
     sums: dict[str, _Sums] = {}
-    grids, regions = find_grids(b), dict[str, Region]()
+    grids, regions, altered = find_grids(b), dict[str, Region](), dict[str, str]()
     for sample in samples:
         wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
         scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
         wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
         if fed is None:
-            matched = _keep_comparable(matched, wanted, found)
+            matched = _keep_comparable(every, wanted, found)
+            altered = find_altered(a, b, every, sample) | _find_resized(every, matched, graphs, (wanted, found))
             regions = find_regions(*graphs, matched)
             fed = open_fed(b, matched, {tensor.tensor: found[tensor.in_b].dtype for tensor in matched})
         feed = {FED_PREFIX + item.tensor: _cast(wanted[item.in_a], found[item.in_b]) for item in matched}
         own = fed.run({**adapt_sample(sample, b), **feed})
-        reaches = {item.tensor: find_reach(wanted[item.in_a]) for item in matched}
-        sizes = {item.tensor: find_size(wanted[item.in_a]) for item in matched}
-        for item in matched:
-            known = sums.setdefault(item.tensor, _Sums())
-            known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
-            known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
-            twins = [own[name] for name in sorted(item.twins_in_b)]
-            _add_sample(known, wanted[item.in_a], found[item.in_b], twins, grids.get(item.raw_b))
-    if not sums:
+        _add_results(sums, matched, regions, grids, (wanted, found, own))
+    if not sums and not altered:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
     weights = measure_weights(a, b, matched, regions)
     return tuple(
-        _report(item, sums[item.tensor], regions[item.tensor], grids, weights.get(item.tensor)) for item in matched
+        msgspec.structs.replace(
+            _report(item, sums.get(item.tensor, _Sums()), regions.get(item.tensor, Region()), grids, weights),
+            altered=altered.get(item.tensor, ""),
+        )
+        for item in every
+        if item.tensor in sums or item.tensor in altered
     )
+
+
+def _add_results(
+    sums: dict[str, _Sums],
+    matched: Sequence[MatchedTensor],
+    regions: Mapping[str, Region],
+    grids: Mapping[str, Grid | None],
+    values: tuple[Tensors, Tensors, Tensors],
+) -> None:
+    """Adds what one sample says of every layer: the values of A, those of B, and B's own where it is fed with A's."""
+    wanted, found, own = values
+    reaches = {item.tensor: find_reach(wanted[item.in_a]) for item in matched}
+    sizes = {item.tensor: find_size(wanted[item.in_a]) for item in matched}
+    for item in matched:
+        known = sums.setdefault(item.tensor, _Sums())
+        known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
+        known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
+        twins = [own[name] for name in sorted(item.twins_in_b)]
+        _add_sample(known, wanted[item.in_a], found[item.in_b], twins, grids.get(item.raw_b))
 
 
 def _add_sample(known: _Sums, wanted: Array, found: Array, own: Sequence[Array], grid: Grid | None) -> None:
@@ -138,9 +160,35 @@ def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: T
     )
 
 
+def _find_resized(
+    every: Sequence[MatchedTensor],
+    comparable: Sequence[MatchedTensor],
+    graphs: tuple[onnx.GraphProto, onnx.GraphProto],
+    values: tuple[Tensors, Tensors],
+) -> dict[str, str]:
+    """Returns, in words, the first tensor that has another number of elements than in A, if that is no accident.
+
+    A layout may change the shape. Where operators decide by values how much they give, rounding may change the size.
+    """
+    for item in every:
+        wanted, found = values[0][item.in_a], values[1][item.in_b]
+        if wanted.size == found.size or not wanted.size or not found.size:
+            continue
+        region = find_regions(*graphs, [*comparable, item])[item.tensor]
+        if region.reads and not region.jumps:
+            return {item.tensor: f"its result has the shape {found.shape}, in the float model {wanted.shape}"}
+        return {}
+    return {}
+
+
 def _report(
-    item: MatchedTensor, sums: _Sums, region: Region, grids: Mapping[str, Grid | None], weights: WeightFacts | None
+    item: MatchedTensor,
+    sums: _Sums,
+    region: Region,
+    grids: Mapping[str, Grid | None],
+    weights: Mapping[str, WeightFacts],
 ) -> LayerReport:
+    facts = weights.get(item.tensor, WeightFacts())
     found, own, moved, grid = sums.found, sums.own, sums.steps, grids.get(item.raw_b)
     is_whole = own is not None and not own.non_finite
     layer = LayerReport(
@@ -151,7 +199,7 @@ def _report(
         max_abs=None if found is None or found.non_finite else found.max_abs,
         own_sqnr_db=metrics.sqnr_db([own]) if own is not None and is_whole else None,
         own_bias=metrics.bias_share([own]) if own is not None and is_whole else None,
-        weight_steps=None if weights is None else weights.steps,
+        weight_steps=facts.steps,
         arithmetic=region.arithmetic,
         roundings=region.roundings,
         jumps=region.jumps,
@@ -166,5 +214,5 @@ def _report(
         layer,
         offset_steps=moved.measure_offset(step),
         channel_steps=moved.measure_channels(step),
-        rounding_steps=moved.expect_rounding(step, 0.0 if weights is None else weights.noise * sums.size),
+        rounding_steps=moved.expect_rounding(step, facts.noise * sums.size),
     )

@@ -27,11 +27,12 @@ def judge_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
 def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
     """Returns the first layer that stands out, None if none does.
 
-    A layer stands out if its own result is not finite, or if one weight is far from where it was rounded, or if a
-    channel of its own result lies farther from the float values, rounded to its grid, than `FAR_CHANNEL`, or all of it
-    farther than `FAR_OFFSET`: rounding and clipping are then no excuse. Where Q nodes inside the layer could not be
-    told apart, each is granted as much again. An overflow of half precision does not count where the float model's
-    values lie beyond it and the end of the model does not suffer: a tanh or a softmax makes the same of infinity.
+    A layer stands out if its operator is not the float model's, or if its own result is not finite, or if one weight is
+    far from where it was rounded, or if a channel of its own result lies farther from the float values, rounded to its
+    grid, than `FAR_CHANNEL`, or all of it farther than `FAR_OFFSET`: rounding and clipping are then no excuse. Where Q
+    nodes inside the layer could not be told apart, each is granted as much again. An overflow of half precision does
+    not count where the float model's values lie beyond it and the end of the model does not suffer: a tanh or a softmax
+    makes the same of infinity.
     """
     end = layers[-1].sqnr_db if layers else None
     suffers = end is None or end < _LEAST_END_DB
@@ -40,16 +41,21 @@ def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
 
 def _describe(layer: LayerReport) -> str:
     """Returns in words how a layer stands out, "" if it does not."""
-    if layer.own_sqnr_db is None:
-        return "its result is not finite, although what it was given is"
-    if (layer.weight_steps or 0.0) > FAR_STEPS:
-        return "one of its weights lies far from the float weight, where all others agree"
-    if layer.arithmetic is None or layer.jumps or layer.channel_steps is None or layer.offset_steps is None:
-        return ""
+    known = layer.altered or _describe_values(layer)
+    if known or layer.arithmetic is None or layer.jumps or layer.channel_steps is None or layer.offset_steps is None:
+        return known
     granted, (worst, middle) = 1 + layer.roundings, layer.channel_steps
     of_channel, of_all = layer.rounding_steps or (0.0, 0.0)
     if worst > granted * FAR_CHANNEL[layer.arithmetic] + _SIGMAS * of_channel:
         return f"given the same values, a channel of its result is {worst:.1f} steps off (the middle one {middle:.2f})"
     if layer.offset_steps > granted * FAR_OFFSET[layer.arithmetic] + of_all:
         return f"given the same values, its result is {layer.offset_steps:.2f} steps off on the whole"
+    return ""
+
+
+def _describe_values(layer: LayerReport) -> str:
+    if layer.own_sqnr_db is None:
+        return "its result is not finite, although what it was given is"
+    if (layer.weight_steps or 0.0) > FAR_STEPS:
+        return "one of its weights lies far from the float weight, where all others agree"
     return ""

@@ -53,10 +53,8 @@ def measure_weights(
     floats, stored = Initializers(a), Initializers(b)
     facts: dict[str, WeightFacts] = {}
     for item in matched:
-        first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
-        while first is not None and second is not None and first.op_type != second.op_type:
-            first = floats.find_node(first.input[0]) if len(first.input) == 1 else None
-        pairs = () if first is None or second is None else zip(second.input, first.input, strict=False)
+        pair = pair_nodes(floats, stored, item)
+        pairs = () if pair is None else zip(pair[1].input, pair[0].input, strict=False)
         found = [_compare(stored, mine, floats, theirs) for mine, theirs in pairs]
         facts[item.tensor] = WeightFacts(
             steps=max((steps for steps in found if steps is not None), default=None),
@@ -65,12 +63,25 @@ def measure_weights(
     return facts
 
 
+def pair_nodes(
+    floats: "Initializers", stored: "Initializers", item: MatchedTensor
+) -> tuple[onnx.NodeProto, onnx.NodeProto] | None:
+    """Returns the nodes of both models that compute a tensor, looking back to one operator; None where there is none.
+
+    A Conv whose Relu was folded gives the tensor that the Relu gave.
+    """
+    first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
+    while first is not None and second is not None and first.op_type != second.op_type:
+        first = floats.find_node(first.input[0]) if len(first.input) == 1 else None
+    return None if first is None or second is None else (first, second)
+
+
 class Initializers:
     """The initializers of a model, read one by one, from external files where they lie there."""
 
     def __init__(self, model: Model) -> None:
         self.graph = read_proto(model, weights=False).graph
-        self.tensors: Mapping[str, onnx.TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.tensors: Mapping[str, onnx.TensorProto] = _list_constants(self.graph)
         self.rounded = {node.output[0]: node for node in self.graph.node if node.op_type == DEQUANTIZE}
         self._producers = {name: node for node in self.graph.node for name in node.output if name}
         self._folder = model.path.parent
@@ -81,6 +92,14 @@ class Initializers:
         while node is not None and node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"}:
             node = self._producers.get(node.input[0])
         return node
+
+    def find_source(self, name: str) -> str:
+        """Returns the name that a value had before Q, DQ and casts."""
+        node = self._producers.get(name)
+        while node is not None and node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"}:
+            name = node.input[0]
+            node = self._producers.get(name)
+        return name
 
     def measure_noise(self, result: str) -> float:
         """Returns what rounding its weights adds to the result of a node, for inputs of one."""
@@ -115,6 +134,13 @@ class Initializers:
         if external_data_helper.uses_external_data(tensor):
             external_data_helper.load_external_data_for_tensor(tensor, str(self._folder))
         return numpy_helper.to_array(tensor)
+
+
+def _list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Returns the initializers of a graph and what its Constant nodes hold, by name."""
+    constants = {node.output[0]: attribute.t for node in graph.node if node.op_type == "Constant"
+                 for attribute in node.attribute if attribute.name == "value"}  # fmt: skip
+    return constants | {tensor.name: tensor for tensor in graph.initializer}
 
 
 def _compare(stored: Initializers, mine: str, floats: Initializers, theirs: str) -> float | None:
