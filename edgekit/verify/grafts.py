@@ -37,13 +37,14 @@ class _Graft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two nodes that compute one tensor, the models they stand in, and what A's nodes read, by the names in B."""
+    """Two nodes that compute one tensor, the models they stand in, B's tensors in A, and the inputs of both."""
 
     nodes: tuple[onnx.NodeProto, onnx.NodeProto]
     floats: Initializers
     stored: Initializers
     opsets: tuple[Mapping[str, int], Mapping[str, int]]
     twins: Mapping[str, MatchedTensor]
+    inputs: frozenset[str]
 
 
 def find_altered(a: Model, b: Model, matched: Sequence[MatchedTensor], sample: Tensors) -> dict[str, str]:
@@ -56,13 +57,15 @@ def find_altered(a: Model, b: Model, matched: Sequence[MatchedTensor], sample: T
     ones do not count, because a quantizer corrects them, nor do masks, and those of tensors that were scaled.
     """
     floats, stored = Initializers(a), Initializers(b)
-    twins = {item.raw_b: item for item in matched}
+    twins, opsets = {item.raw_b: item for item in matched}, (a.opsets, b.opsets)
+    inputs = {spec.name for spec in a.inputs} & {spec.name for spec in b.inputs}
     grafts: dict[str, _Graft] = {}
     for item in matched:
         nodes = pair_nodes(floats, stored, item)
         if nodes is not None:
-            pair = _Pair(nodes=nodes, floats=floats, stored=stored, opsets=(a.opsets, b.opsets), twins=twins)
-            graft = _plan(pair)
+            graft = _plan(
+                _Pair(nodes=nodes, floats=floats, stored=stored, opsets=opsets, twins=twins, inputs=frozenset(inputs))
+            )
             grafts |= {} if graft is None else {item.tensor: graft}
     if not grafts:
         return {}
@@ -169,9 +172,8 @@ def _read_input(pair: _Pair, place: int) -> tuple[str | None, Array | None, str]
             return f"edgekit.grafted:{place}", value, f"its constant '{own}' is not the float model's"
         return own, pair.floats.read(own) if wanted == own else None, ""
     twin = pair.twins.get(source)
-    if twin is None or twin.tensor == wanted:
-        return (None if twin is None else own), None, ""
-    return twin.in_a, None, f"it reads '{twin.in_a}', in the float model '{own}'"
+    tensor, read = (source, source) if source in pair.inputs else (twin.tensor, twin.in_a) if twin else ("", None)
+    return (own, None, "") if tensor == wanted else (read, None, f"it reads '{read}', in the float model '{own}'")
 
 
 def _read_changed(pair: _Pair, wanted: str, found: str) -> Array | None:

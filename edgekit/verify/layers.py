@@ -13,6 +13,8 @@ from edgekit.samples import Samples
 from edgekit.scaling import read_scaling, scale_channels
 from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
+from edgekit.verify.biases import find_unfit
+from edgekit.verify.bodies import Inner, find_inner
 from edgekit.verify.grafts import find_altered
 from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, measure_steps
 from edgekit.verify.match import MatchedTensor, match_tensors
@@ -20,7 +22,7 @@ from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.overflows import HALF_MAX, find_reach, find_size, settle_infinities
 from edgekit.verify.regions import ROUNDING, Arithmetic, Region, find_regions
 from edgekit.verify.trace import FED_PREFIX, adapt_sample, open_fed, open_traced
-from edgekit.verify.weights import WeightFacts, measure_weights
+from edgekit.verify.weights import Initializers, WeightFacts, measure_weights
 
 
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,8 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     values lie beyond half precision there, where that is what B computes in. `name` and `op` are those of B's node,
     `tensor` is the name in A.
     `rounding_steps` is what rounding weights and result may be expected to cost a channel of it, and all of it.
-    `altered` says in words how the operator is not A's, whatever its result; "" where nothing is known against it.
+    `altered` says in words how the operator is not A's, whatever its result, and `unfit` which scale of B does not fit
+    the others; "" where nothing is known against it.
     """
 
     name: str
@@ -57,6 +60,7 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     rounding_steps: tuple[float, float] | None = None
     non_finite: int = 0
     altered: str = ""
+    unfit: str = ""
 
 
 class _Sums(msgspec.Struct):
@@ -101,17 +105,28 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         feed = {FED_PREFIX + item.tensor: _cast(wanted[item.in_a], found[item.in_b]) for item in matched}
         own = fed.run({**adapt_sample(sample, b), **feed})
         _add_results(sums, matched, regions, grids, (wanted, found, own))
+    inner = find_inner(a, b, every)
     if not sums and not altered:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    weights = measure_weights(a, b, matched, regions)
-    return tuple(
+    weights, unfit = measure_weights(a, b, matched, regions), find_unfit(Initializers(b))
+    layers = (
         msgspec.structs.replace(
             _report(item, sums.get(item.tensor, _Sums()), regions.get(item.tensor, Region()), grids, weights),
             altered=altered.get(item.tensor, ""),
+            unfit=unfit.get(item.raw_b) or unfit.get(item.layer, ""),
         )
         for item in every
-        if item.tensor in sums or item.tensor in altered
+        if item.tensor in sums or item.tensor in altered or item.tensor in inner
     )
+    return tuple(_look_inside(layer, inner.get(layer.tensor)) for layer in layers)
+
+
+def _look_inside(layer: LayerReport, inner: Inner | None) -> LayerReport:
+    """Returns the layer, or where one of its bodies holds a node that is not A's that node in its place."""
+    if inner is None:
+        return layer
+    words = f"{inner.words} (inside '{layer.name}')"
+    return msgspec.structs.replace(layer, name=inner.name, op=inner.op, altered=words)
 
 
 def _add_results(

@@ -116,8 +116,8 @@ def _look_behind(name: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> 
 
 
 def _real_node(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> onnx.NodeProto:
-    """Returns the node that computes a value, looking back through DQ and Q."""
-    while node.op_type in {QUANTIZE, DEQUANTIZE} and node.input[0] in producers:
+    """Returns the node that computes a value, looking back through DQ, Q and casts."""
+    while node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"} and node.input[0] in producers:
         node = producers[node.input[0]]
     return node
 

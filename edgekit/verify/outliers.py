@@ -20,7 +20,7 @@ def judge_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
     if bad is None:
         return ()
     kinds = "weights, scales and attributes" if bad.op != "Input" else "scale and zero point"
-    words = f"layer '{bad.name}' ({bad.op}) does not compute what the float model does: {_describe(bad)}"
+    words = f"layer '{bad.name}' ({bad.op}) does not compute what the float model does: {_describe(bad) or bad.unfit}"
     return (f"{words}; compare its {kinds} with the float model's, or build again",)
 
 
@@ -32,11 +32,12 @@ def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
     grid, than `FAR_CHANNEL`, or all of it farther than `FAR_OFFSET`: rounding and clipping are then no excuse. Where Q
     nodes inside the layer could not be told apart, each is granted as much again. An overflow of half precision does
     not count where the float model's values lie beyond it and the end of the model does not suffer: a tanh or a softmax
-    makes the same of infinity.
+    makes the same of infinity. Where none does, it is one with a scale that does not fit the biases behind it.
     """
     end = layers[-1].sqnr_db if layers else None
     suffers = end is None or end < _LEAST_END_DB
-    return next((layer for layer in layers if _describe(layer) and (suffers or not layer.overflows)), None)
+    found = (layer for layer in layers if _describe(layer) and (suffers or not layer.overflows))
+    return next(found, None) or next((layer for layer in layers if layer.unfit), None)
 
 
 def _describe(layer: LayerReport) -> str:
@@ -57,5 +58,5 @@ def _describe_values(layer: LayerReport) -> str:
     if layer.own_sqnr_db is None:
         return "its result is not finite, although what it was given is"
     if (layer.weight_steps or 0.0) > FAR_STEPS:
-        return "one of its weights lies far from the float weight, where all others agree"
+        return "its weights are not the float model's, beyond what rounding explains"
     return ""

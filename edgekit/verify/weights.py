@@ -1,6 +1,7 @@
 """Comparing the weights of a model with those of the float model that it was made from."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -23,6 +24,11 @@ _ALONE = 3.0
 _MOST_ROWS = 0.9
 _LEAST_WEIGHTS = 32
 _FAR_PLACES = 2.0
+_TOLD_STEPS = 3.0
+_TURNS = 6
+_LEAST_SHIFTED = 8
+_LEAST_SHIFT = 0.75
+_SCATTER = 0.6
 _MOST_STEPS = 1e9
 
 
@@ -48,7 +54,8 @@ def measure_weights(
     purpose do not count; nor do channels of which most weights differ, and tensors of which more than a few are far
     off, because a quantizer equalizes and prunes: what is wrong with those shows in the layer's output. A step of a
     float weight is a twelfth of `FAR_STEPS` for each unit in its last place beyond two, so that a weight that is not
-    its float weight rounded lies far. One tensor is in memory at a time.
+    its float weight rounded lies far; so do weights that are all off by one number of steps. One tensor is in memory at
+    a time.
     """
     floats, stored = Initializers(a), Initializers(b)
     facts: dict[str, WeightFacts] = {}
@@ -81,7 +88,7 @@ class Initializers:
 
     def __init__(self, model: Model) -> None:
         self.graph = read_proto(model, weights=False).graph
-        self.tensors: Mapping[str, onnx.TensorProto] = _list_constants(self.graph)
+        self.tensors: Mapping[str, onnx.TensorProto] = list_constants(self.graph)
         self.rounded = {node.output[0]: node for node in self.graph.node if node.op_type == DEQUANTIZE}
         self._producers = {name: node for node in self.graph.node for name in node.output if name}
         self._folder = model.path.parent
@@ -136,7 +143,7 @@ class Initializers:
         return numpy_helper.to_array(tensor)
 
 
-def _list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Returns the initializers of a graph and what its Constant nodes hold, by name."""
     constants = {node.output[0]: attribute.t for node in graph.node if node.op_type == "Constant"
                  for attribute in node.attribute if attribute.name == "value"}  # fmt: skip
@@ -181,29 +188,61 @@ def _measure_steps(quantized: Initializers, node: onnx.NodeProto, wanted: Array)
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
     limits = np.iinfo(values.dtype)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        followed = _follow_scaling((values.astype(np.float64) - zero) * scale, wanted.astype(np.float64))
-        is_scaled, wanted = not np.array_equal(followed, wanted), followed
+        wanted = _follow_scaling((values.astype(np.float64) - zero) * scale, wanted.astype(np.float64), scale)
         meant = np.nan_to_num(np.clip(wanted / scale + zero, limits.min, limits.max))
-    steps = np.atleast_1d(np.abs(values.astype(np.float64) - meant))
-    channels = np.moveaxis(steps, axis if scale.size > 1 else 0, 0)
-    rows = channels.reshape(len(channels), -1)
-    kept = rows[np.median(rows, axis=1) <= 1.0]
+    signed = np.atleast_1d(values.astype(np.float64) - meant)
+    if _is_shifted(signed) and values.dtype.itemsize == 1:
+        return 2.0 * FAR_STEPS
+    channels = np.moveaxis(np.abs(signed), axis if scale.size > 1 else 0, 0)
+    kept = channels[_agree(channels)]
+    if kept.size and kept.ndim > 1:
+        columns = np.moveaxis(kept, 1, 0)
+        kept = columns[_agree(columns)]
     if not kept.size:
         return 0.0
     largest = np.sort(kept, axis=None)[-_ISOLATED - 1 :]
-    most_agree = not is_scaled and len(kept) >= _MOST_ROWS * len(rows)
+    most_agree = bool(np.mean(_agree(channels)) >= _MOST_ROWS)
     is_alone = most_agree and kept.size > _ISOLATED and largest[-1] > _ALONE * largest[0]
     return float(largest[-1]) if is_alone else min(float(largest[-1]), FAR_STEPS)
 
 
-def _follow_scaling(found: Array, wanted: Array) -> Array:
-    """Returns float weights with the rows and columns scaled by powers of two as those that were stored are."""
-    for axis in range(min(2, wanted.ndim)):
-        others = tuple(place for place in range(wanted.ndim) if place != axis)
-        sizes = [np.median(np.abs(side), axis=others, keepdims=True) for side in (found, wanted)]
-        if sizes[0].size > 1 and min(side.min() for side in sizes) > 0.0:
-            wanted = wanted * np.exp2(np.rint(np.log2(sizes[0] / sizes[1])))
-    return wanted
+def _agree(steps: Array) -> Array:
+    """Returns, along the first axis, where most weights are rounded: where they are not, nobody knows what was meant.
+
+    A channel that nothing comes through may be scaled to nothing.
+    """
+    return np.asarray(np.median(steps.reshape(len(steps), -1), axis=1) <= 1.0)
+
+
+def _is_shifted(signed: Array) -> bool:
+    """Returns True if nearly all weights lie off by one number of steps: a zero point is wrong, rounding scatters."""
+    shift = float(np.median(signed))
+    together = float(np.mean(np.abs(signed - shift) <= _SCATTER))
+    return signed.size >= _LEAST_SHIFTED and abs(shift) >= _LEAST_SHIFT and together >= _MOST_ROWS
+
+
+def _follow_scaling(found: Array, wanted: Array, step: Array) -> Array:
+    """Returns float weights with the rows and columns scaled by powers of two as those that were stored are.
+
+    The logarithms of the ratios are a row's power plus a column's: medians are taken out in turn (median polish, Tukey
+    1977). A weight of a few steps says nothing of its power.
+    """
+    if wanted.ndim < 2:
+        return wanted
+    told = (np.abs(found) > _TOLD_STEPS * step) & (wanted != 0.0)
+    ratios = np.log2(np.abs(found / np.where(told, wanted, 1.0)), out=np.full(found.shape, np.nan), where=told)
+    powers = np.zeros([1] * wanted.ndim)
+    for turn in range(_TURNS):
+        others = tuple(place for place in range(wanted.ndim) if place != turn % 2)
+        powers = powers + np.rint(np.nan_to_num(_find_medians(ratios - powers, others)))
+    return np.asarray(wanted * np.exp2(powers), dtype=np.float64)
+
+
+def _find_medians(values: Array, axes: tuple[int, ...]) -> Array:
+    """Returns the medians along some axes of what is a number, NaN where nothing is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return np.asarray(np.nanmedian(values, axis=axes, keepdims=True))
 
 
 def _is_spread(scale: Array, axis: int, values: Array) -> bool:

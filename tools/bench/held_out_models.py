@@ -155,11 +155,78 @@ def make_detector(path: Path) -> Model:
     return net.save(path, {"x": [1, 3, 48, 48]}, {"boxes": [1, 108, 4], "scores": [1, 108, 4]})
 
 
+def make_mlp(path: Path) -> Model:
+    """Saves a perceptron over normalised features: LeakyRelu, Elu and PRelu between linear layers, 20 classes."""
+    net = _Net(15)
+    mean, spread = (net.constant(net.rng.uniform(0.5, 1.5, 40).astype(np.float32)) for _ in range(2))
+    last = net.add("Div", [net.add("Sub", ["x", mean]), spread])
+    last = net.add("LeakyRelu", [net.linear(last, 40, 64)], alpha=0.1)
+    last = net.add("Elu", [net.layer_norm(net.linear(last, 64, 64), 64)])
+    slope = net.constant(net.rng.uniform(0.05, 0.4, 48).astype(np.float32))
+    last = net.add("PRelu", [net.linear(last, 64, 48), slope])
+    net.add("Softmax", [net.add("Gemm", [last, net.weigh((20, 48), 48), net.bias(20)], transB=1)], "y", axis=-1)
+    return net.save(path, {"x": [1, 40]}, {"y": [1, 20]})
+
+
+def make_gated(path: Path) -> Model:
+    """Saves a convolution over time, two GRU layers and a linear one at each step, 12 classes a step."""
+    net, hidden = _Net(16), 24
+    weight = net.weigh((20, 10, 5), 50)
+    last = net.add("Conv", ["x", weight, net.bias(20)], pads=[2, 2], kernel_shape=[5])
+    last, width = net.add("Transpose", [net.add("Relu", [last])], perm=[2, 0, 1]), 20
+    for before in (0, 1):
+        inputs = [last, net.weigh((1, 3 * hidden, width), width), net.weigh((1, 3 * hidden, hidden), hidden)]
+        inputs.append(net.constant(net.rng.normal(scale=0.2, size=(1, 6 * hidden)).astype(np.float32)))
+        state = net.add("GRU", inputs, hidden_size=hidden, linear_before_reset=before)
+        last, width = net.add("Squeeze", [state, net.constant(np.array([1], np.int64))]), hidden
+    net.add("LogSoftmax", [net.linear(last, hidden, 12)], "y", axis=-1)
+    return net.save(path, {"x": [1, 10, 24]}, {"y": [24, 1, 12]})
+
+
+def make_unet(path: Path) -> Model:
+    """Saves a U-Net: two levels down by pooling and up by a transposed convolution and a Resize, 5 classes a pixel."""
+    net, ways, last, width = _Net(17), list[tuple[str, int]](), "x", 1
+    for out in (12, 24):
+        last = net.add("Relu", [net.norm(net.conv(last, width, out), out)])
+        ways.append((last, out))
+        last, width = net.add("MaxPool", [last], kernel_shape=[2, 2], strides=[2, 2]), out
+    last = net.add("Relu", [net.conv(last, 24, 32)])
+    up = net.add("ConvTranspose", [last, net.weigh((32, 24, 2, 2), 32), net.bias(24)], kernel_shape=[2, 2],
+                 strides=[2, 2])  # fmt: skip
+    last = net.add("Relu", [net.conv(net.add("Concat", [up, ways[1][0]], axis=1), 48, 24)])
+    scales = net.constant(np.array([1, 1, 2, 2], np.float32))
+    up = net.add("Resize", [last, "", scales], mode="linear", coordinate_transformation_mode="half_pixel")
+    last = net.add("Relu", [net.conv(net.add("Concat", [up, ways[0][0]], axis=1), 36, 12)])
+    net.add("Softmax", [net.conv(last, 12, 5, 1)], "y", axis=1)
+    return net.save(path, {"x": [1, 1, 32, 32]}, {"y": [1, 5, 32, 32]})
+
+
+def make_grouped(path: Path) -> Model:
+    """Saves grouped convolutions with Clip, Sub and a padded AveragePool, and two heads: 10 classes and 4 numbers."""
+    net, width = _Net(18), 24
+    last = net.add("Sub", ["x", net.constant(net.rng.normal(scale=0.3, size=(1, 3, 1, 1)).astype(np.float32))])
+    zero, six = (net.constant(np.array(value, np.float32)) for value in (0, 6))
+    last = net.add("Clip", [net.conv(last, 3, width, stride=2), zero, six])
+    for _ in range(2):
+        inner = net.add("Clip", [net.norm(net.conv(last, width, width, groups=4), width), zero, six])
+        last = net.add("Add", [last, net.norm(net.conv(inner, width, width, 1), width)])
+    last = net.add("AveragePool", [last], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    last = net.add("LeakyRelu", [net.conv(last, width, 32)], alpha=0.1)
+    flat = net.add("Flatten", [net.add("GlobalAveragePool", [last])])
+    for name, size in (("classes", 10), ("box", 4)):
+        net.add("Gemm", [flat, net.weigh((size, 32), 32), net.bias(size)], name, transB=1)
+    return net.save(path, {"x": [1, 3, 32, 32]}, {"classes": [1, 10], "box": [1, 4]})
+
+
 MODELS: dict[str, Callable[[Path], Model]] = {
     "residual": make_residual,
     "transformer": make_transformer,
     "recurrent": make_recurrent,
     "detector": make_detector,
+    "mlp": make_mlp,
+    "gated": make_gated,
+    "unet": make_unet,
+    "grouped": make_grouped,
 }
 
 

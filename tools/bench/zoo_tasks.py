@@ -85,7 +85,7 @@ def as_samples(inputs: dict[str, Array], model: Model, start: int) -> Samples:
 
     def read() -> Iterator[Tensors]:
         for index in indices:
-            row = {name: np.ascontiguousarray(value[index]) for name, value in inputs.items()}
+            row: dict[str, Array] = {name: np.asarray(value[index], order="C") for name, value in inputs.items()}
             # Some of the zoo's arithmetic ends in double precision.
             row = {name: value.astype(np.float32) if value.dtype.char == "d" else value for name, value in row.items()}
             yield fit_sample(row, model.inputs, f"sample {index}")
