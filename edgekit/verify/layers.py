@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
 import onnx
 
-from edgekit._ort import CpuSession
 from edgekit.errors import ModelError
 from edgekit.model import Model, read_proto
 from edgekit.samples import Samples
@@ -15,13 +13,14 @@ from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
 from edgekit.verify.biases import find_unfit
 from edgekit.verify.bodies import Inner, find_inner
+from edgekit.verify.feeding import Feeder, open_feeder
 from edgekit.verify.grafts import find_altered
 from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, measure_steps
 from edgekit.verify.match import MatchedTensor, match_tensors
 from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.overflows import HALF_MAX, find_reach, find_size, settle_infinities
 from edgekit.verify.regions import ROUNDING, Arithmetic, Region, find_regions
-from edgekit.verify.trace import FED_PREFIX, adapt_sample, open_fed, open_traced
+from edgekit.verify.trace import adapt_sample, open_traced
 from edgekit.verify.weights import Initializers, WeightFacts, measure_weights
 
 
@@ -90,21 +89,20 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         open_traced(a, [tensor.in_a for tensor in matched]),
         open_traced(b, [tensor.in_b for tensor in matched]),
     )
-    fed: CpuSession | None = None
+    feeder: Feeder | None = None
     sums: dict[str, _Sums] = {}
     grids, regions, altered = find_grids(b), dict[str, Region](), dict[str, str]()
     for sample in samples:
         wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
         scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
         wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
-        if fed is None:
+        if feeder is None:
             matched = _keep_comparable(every, wanted, found)
             altered = find_altered(a, b, every, sample) | _find_resized(every, matched, graphs, (wanted, found))
             regions = find_regions(*graphs, matched)
-            fed = open_fed(b, matched, {tensor.tensor: found[tensor.in_b].dtype for tensor in matched})
-        feed = {FED_PREFIX + item.tensor: _cast(wanted[item.in_a], found[item.in_b]) for item in matched}
-        own = fed.run({**adapt_sample(sample, b), **feed})
-        _add_results(sums, matched, regions, grids, (wanted, found, own))
+            feeder = open_feeder((a, b), matched, (wanted, found), regions, (grids, scaling))
+        reference, own = feeder.run(sample, wanted, found)
+        _add_results(sums, matched, regions, grids, (wanted, found, reference, own))
     inner = find_inner(a, b, every)
     if not sums and not altered:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
@@ -134,10 +132,10 @@ def _add_results(
     matched: Sequence[MatchedTensor],
     regions: Mapping[str, Region],
     grids: Mapping[str, Grid | None],
-    values: tuple[Tensors, Tensors, Tensors],
+    values: tuple[Tensors, Tensors, Tensors, Tensors],
 ) -> None:
-    """Adds what one sample says of every layer: the values of A, those of B, and B's own where it is fed with A's."""
-    wanted, found, own = values
+    """Adds what one sample says of every layer: the values of A, those of B, and what each makes of what it is fed."""
+    wanted, found, reference, own = values
     reaches = {item.tensor: find_reach(wanted[item.in_a]) for item in matched}
     sizes = {item.tensor: find_size(wanted[item.in_a]) for item in matched}
     for item in matched:
@@ -145,24 +143,19 @@ def _add_results(
         known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
         known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
         twins = [own[name] for name in sorted(item.twins_in_b)]
-        _add_sample(known, wanted[item.in_a], found[item.in_b], twins, grids.get(item.raw_b))
+        piled = metrics.measure_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
+        known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
+        _add_own(known, reference[item.in_a], twins, grids.get(item.raw_b))
 
 
-def _add_sample(known: _Sums, wanted: Array, found: Array, own: Sequence[Array], grid: Grid | None) -> None:
-    """Adds what one sample says of a layer; of its own results, where several nodes round it, the worst counts."""
-    piled = metrics.measure_errors(*settle_infinities(wanted, found))
-    known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
+def _add_own(known: _Sums, wanted: Array, own: Sequence[Array], grid: Grid | None) -> None:
+    """Adds a layer's own results of one sample; where several nodes round it, the worst counts."""
     pairs = [settle_infinities(wanted, value) for value in own]
     measured = [metrics.measure_errors(*pair) for pair in pairs]
     worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
     known.own = measured[worst] if known.own is None else metrics.add_errors(known.own, measured[worst])
     if not measured[worst].non_finite:
         known.steps = add_steps(known.steps, measure_steps(grid, *pairs[worst]))
-
-
-def _cast(wanted: Array, found: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return wanted.astype(found.dtype)
 
 
 def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
