@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
 from edgekit.cli.main import NO, YES
@@ -15,9 +16,11 @@ from edgekit.errors import UsageError
 from edgekit.images import load_preprocess
 from edgekit.model import load_model
 from edgekit.recipe import load_metric
-from edgekit.samples import limit_samples, load_samples
-from edgekit.target import load_target
-from edgekit.verify.models import add_task, compare_models, compare_on_device
+from edgekit.report.charts import draw_outputs
+from edgekit.report.html import render_comparison
+from edgekit.samples import Samples, limit_samples, load_samples
+from edgekit.target import TaskLimit, load_target
+from edgekit.verify.models import ModelComparison, add_task, compare_models, compare_on_device
 
 
 @click.command(short_help="Say how far one model lies from another, and in which layer it begins.")
@@ -34,6 +37,7 @@ from edgekit.verify.models import add_task, compare_models, compare_on_device
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
 @DROP
 @options.CUSTOM_OPS
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as a page too.")
 @options.JSON
 @options.verbosity
 def command(
@@ -50,6 +54,7 @@ def command(
     labels: Path | None,
     max_metric_drop: float | None,
     custom_ops: tuple[Path, ...],
+    html: Path | None,
     as_json: bool,
     volume: int,
 ) -> int:
@@ -57,7 +62,7 @@ def command(
 
     \b
     Example:
-      edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20
+      edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20 --html compare.html
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
 
     Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; the metric fell too far; or with
@@ -65,7 +70,7 @@ def command(
     """
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
-    if target is not None and device is None:
+    if target and device is None:
         raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
     first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
@@ -76,11 +81,21 @@ def command(
         if device is None:
             report = compare_models(first, second, chosen, layers=layers)
         else:
-            opened = load_target(target or "nnapi")
-            report = compare_on_device(first, second, chosen, find_device(device, opened), opened, layers=layers)
+            opens = load_target(target or "nnapi")
+            report = compare_on_device(first, second, chosen, find_device(device, opens), opens, layers=layers)
         if metric is not None and labels is not None:
-            task = load_metric(metric)
-            task = task if max_metric_drop is None else msgspec.structs.replace(task, max_drop=max_metric_drop)
+            task = _load_task(metric, max_metric_drop)
             report = add_task(report, first, second, chosen, task, labels=(labels, given))
+    if html is not None:
+        write_file(html, _render(report, chosen, min_sqnr))
     show_json(report) if as_json else show_comparison(report)
     return YES if report.reaches(min_sqnr) else NO
+
+
+def _load_task(metric: str, max_drop: float | None) -> TaskLimit:
+    task = load_metric(metric)
+    return task if max_drop is None else msgspec.structs.replace(task, max_drop=max_drop)
+
+
+def _render(report: ModelComparison, samples: Samples, min_sqnr: float | None) -> bytes:
+    return render_comparison(report, draw_outputs(samples, report), min_sqnr_db=min_sqnr).encode()

@@ -1,7 +1,7 @@
 """What a page draws: the waterfall of the loss, the layers, and pictures of samples. Places only, no judgement."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 
 import msgspec
@@ -12,6 +12,7 @@ from edgekit.samples import Samples, select_samples
 from edgekit.tensors import Array
 from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport
+from edgekit.verify.models import ModelComparison
 from edgekit.verify.outliers import find_first_bad
 from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
 
@@ -110,6 +111,20 @@ def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
     for run in report.runs:
         for sample, caption in _list_worst(inputs.count, run):
             captions.setdefault(sample, []).append(caption)
+    return draw_samples(inputs, captions)
+
+
+def draw_outputs(inputs: Samples, report: ModelComparison) -> tuple[Picture, ...]:
+    """Returns the worst sample of each output of a comparison as a picture, where an input is an image."""
+    captions: dict[int, list[str]] = {}
+    for output in report.outputs:
+        if output.worst_sample is not None:
+            captions.setdefault(output.worst_sample, []).append(output.name)
+    return draw_samples(inputs, captions)
+
+
+def draw_samples(inputs: Samples, captions: Mapping[int, Sequence[str]]) -> tuple[Picture, ...]:
+    """Returns some samples as pictures with what is to be said of each, where an input is an image."""
     chosen = sorted(list(captions)[:_MOST_PICTURES])
     pictures: list[Picture] = []
     for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):

@@ -15,9 +15,11 @@ from edgekit.report.text import (
     describe_evidence,
     describe_remarks,
     describe_size,
+    list_comparison_remarks,
     list_located,
     list_verify_remarks,
 )
+from edgekit.verify.models import ModelComparison, output_reaches
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.scores import describe_difference, format_score
 
@@ -47,6 +49,24 @@ def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str
     remarks = list(list_verify_remarks(report))
     kinds = list(Evidence)
     return make_page("verify", _FILTERS, report=report, remarks=remarks, pictures=pictures, evidence_kinds=kinds)
+
+
+def render_comparison(
+    report: ModelComparison, pictures: Sequence[Picture] = (), *, min_sqnr_db: float | None = None
+) -> str:
+    """Returns a comparison of two models as an HTML page, judged by `min_sqnr_db` as the command judges it."""
+    reaches = {output.name: output_reaches(output, min_sqnr_db) for output in report.outputs}
+    remarks = list(list_comparison_remarks(report))
+    return make_page(
+        "compare",
+        _FILTERS,
+        report=report,
+        reaches=reaches,
+        passed=report.reaches(min_sqnr_db),
+        min_sqnr_db=min_sqnr_db,
+        remarks=remarks,
+        pictures=pictures,
+    )
 
 
 def render_quantization(report: QuantizeReport) -> str:

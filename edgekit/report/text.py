@@ -19,6 +19,7 @@ from edgekit.target import Target, TaskLimit
 from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport
 from edgekit.verify.models import ModelComparison
+from edgekit.verify.outliers import judge_layers
 from edgekit.verify.report import RunReport, VerifyReport
 from edgekit.verify.scores import TaskReport, describe_difference, format_score, judge_task
 
@@ -191,6 +192,15 @@ def table_outputs(report: ModelComparison) -> Table:
             remark,
         )
     return table
+
+
+def list_comparison_remarks(report: ModelComparison) -> Iterator[str]:
+    """Yields what was taken for what, the metric, what stands out among the layers, and why a device failed."""
+    yield from (f"taken for '{mine}' by its place: '{theirs}'" for theirs, mine in report.renamed.items())
+    yield from list_task(report.task, report.task_limit)
+    yield from judge_layers(report.layers)
+    if report.failure is not None:
+        yield f"the device failed: {report.failure}"
 
 
 def table_layers(layers: Sequence[LayerReport]) -> Table:

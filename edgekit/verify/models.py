@@ -62,11 +62,14 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
         """Returns True if the outputs are comparable, finite and not below this ratio; metric and layers good."""
         if self.failure is not None or self.first_bad_layer is not None or judge_task(self.task, self.task_limit):
             return False
-        least = -math.inf if min_sqnr_db is None else min_sqnr_db
-        return bool(self.outputs) and not any(
-            output.mismatch or output.non_finite or (output.sqnr_db is not None and output.sqnr_db < least)
-            for output in self.outputs
-        )
+        return bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
+
+
+def output_reaches(output: OutputReport, min_sqnr_db: float | None) -> bool:
+    """Returns True if an output can be compared, is finite and not below this ratio."""
+    least = -math.inf if min_sqnr_db is None else min_sqnr_db
+    is_below = output.sqnr_db is not None and output.sqnr_db < least
+    return not (output.mismatch or output.non_finite or is_below)
 
 
 def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:

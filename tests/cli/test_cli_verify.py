@@ -224,9 +224,10 @@ def test_compare_takes_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*asked, "--metric", "top1"]) == 2
 
 
-def test_compare_runs_the_second_model_on_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_runs_the_second_model_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["compare", str(MODEL), str(MODEL), "--data", str(EVALUATION), "--samples", "2", "--on", "host", "--layers"]
-    assert run_command([*asked, "--json"]) == 0
+    assert run_command([*asked, "--json", "--html", str(tmp_path / "c.html")]) == 0
+    assert "Layer by layer on host" in (tmp_path / "c.html").read_text()
     report = json.loads(capsys.readouterr().out)
     assert (report["device"], report["failure"], report["located"]["layer"]) == ("host", None, None)
     assert report["outputs"][0]["sqnr_db"] > 60

@@ -17,11 +17,12 @@ from test_report_render import HOSTILE
 from test_report_render import _report as _build
 
 from edgekit.report.charts import Picture, draw_image, draw_worst, place_bars
-from edgekit.report.html import render_build, render_verify
+from edgekit.report.html import render_build, render_comparison, render_verify
 from edgekit.samples import Samples
 from edgekit.verify.attribute import share_loss
 from edgekit.verify.facts import Located
 from edgekit.verify.layers import LayerReport
+from edgekit.verify.models import ModelComparison
 from edgekit.verify.report import AttributionStep, VerifyReport
 
 STEPS = share_loss(
@@ -101,6 +102,20 @@ def test_the_chart_names_the_layer_under_the_pointer(browser: webdriver.Chrome, 
     webdriver.ActionChains(browser).move_to_element(dot).perform()
     assert browser.find_element(By.CSS_SELECTOR, ".chart .note").text == "conv7 (Conv): 53.0 dB so far, 10.0 dB own"
     assert len(browser.find_elements(By.CSS_SELECTOR, ".chart circle")) == len(LAYERS)
+
+
+def test_a_comparison_of_models_is_a_page_too(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    good, bad = GOOD.outputs[0], msgspec.structs.replace(GOOD.outputs[0], name=HOSTILE, sqnr_db=9.0)
+    report = ModelComparison(a="float", b=HOSTILE, samples=8, outputs=(good, bad), layers=LAYERS, device="arm64")
+    page = render_comparison(report, min_sqnr_db=15.0)
+    assert _open(browser, page, tmp_path / "c.html") == []
+    assert HOSTILE not in page
+    assert browser.find_element(By.CSS_SELECTOR, "header .fail").text == "fail"
+    assert _column(browser, "result") == ["pass", "fail"]
+    browser.find_element(By.ID, "failing").click()
+    assert _column(browser, "output") == [HOSTILE]
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".chart circle.bad")) == 1
+    assert "conv7" in browser.find_element(By.CSS_SELECTOR, "ul").text
 
 
 def test_names_of_models_run_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
