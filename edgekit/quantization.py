@@ -151,6 +151,7 @@ def _describe_calibration(calibration: Calibration) -> CalibrationReport:
         values=values,
         is_exact=calibration.is_exact,
         tail_errors={name: round(error, 7) for name, error in errors.items() if name in calibration.ranges},
+        sample_error=round(calibration.sample_error, 4),
         known=calibration.known,
         notes=calibration.notes,
     )

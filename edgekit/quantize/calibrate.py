@@ -40,7 +40,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact (but
     for scores that a mask hides before a Softmax: of these only what counts is in the range),
     "moving-average" too, the others come from histograms of at most `picked` values a tensor and each of the `measured`
-    samples; `is_exact` says that these are all there are.
+    samples; `is_exact` says that these are all there are. `sample_error` says by how much a share of a tensor's values,
+    read from its histogram, may differ from that over all samples because not each was measured, with 95 % certainty,
+    for the tensor where that is most; 0 where each was.
     `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
     wrong with a cache.
     `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
@@ -53,6 +55,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     measured: int
     picked: int
     is_exact: bool
+    sample_error: float
     known: int
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
@@ -100,6 +103,7 @@ def calibrate_model(
         measured=len(task.indices),
         picked=task.picked,
         is_exact=found.is_exact,
+        sample_error=found.tally.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=found.notes,
         ranges=_all_ranges(graph, found.aliases, found.tally, methods),

@@ -64,7 +64,7 @@ class Tally:
         for name, array in arrays.items():
             kind, _, index = name.partition(".")
             if kind == "histogram" and index.isdecimal() and int(index) < len(self._growers):
-                fits = array.dtype == np.int64 and self._growers[int(index)].restore(array)
+                fits = self._growers[int(index)].restore(array)
             else:
                 fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
                 fits = fits and not np.isnan(array).any()
@@ -104,6 +104,10 @@ class Tally:
         """Returns the histogram of each tensor that values were picked from."""
         self._flush()
         return {name: grower.freeze() for (name, _), grower in zip(self._observation.picks, self._growers, strict=True)}
+
+    def sample_error(self, measured: int, samples: int) -> float:
+        """Returns how far a share read from a histogram may be from that over all samples, for the worst tensor."""
+        return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
 
     def moments(self) -> dict[str, Moment]:
         """Returns the moments of each layer's input by the layer's node."""

@@ -24,6 +24,10 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         more = ", channels evened out" if tried.equalized else ""
         more += f", {len(tried.relieved)} out of 8 bits" if tried.relieved else ""
         yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
+    seen = report.calibration
+    if seen.sample_error and seen.tail_errors:
+        share = f"{100 * seen.sample_error:.2g} % of a tensor's values"
+        yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
     yield from (f"warning: {warning}" for warning in (*report.data_warnings, *report.calibration.notes))
 
 

@@ -112,8 +112,9 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Histograms hold at most `values` of a tensor; where `is_exact`, every one of every sample. `tail_errors` says by how
     much the share of the measured samples' values that a range method cuts off at an end may differ from what is
-    wanted, with 95 % certainty. `known` samples were not run, because a cache knew them. `notes` says what was wrong
-    with a cache.
+    wanted, with 95 % certainty. `sample_error` says by how much any share read from a histogram may differ from that
+    over all samples because only some were measured, with the same certainty, for the worst tensor. `known` samples
+    were not run, because a cache knew them. `notes` says what was wrong with a cache.
     """
 
     samples: int
@@ -121,6 +122,7 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     values: int
     is_exact: bool
     tail_errors: dict[str, float]
+    sample_error: float
     known: int
     notes: tuple[str, ...]
 

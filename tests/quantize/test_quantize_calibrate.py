@@ -191,3 +191,5 @@ def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tm
     assert calibration.is_exact
     many = calibrate_model(net, random_samples(net, count=MEASURED_SAMPLES + 1), work=tmp_path / "many", fitting=False)
     assert not many.is_exact
+    assert calibration.sample_error == 0
+    assert 0 < many.sample_error < 0.2

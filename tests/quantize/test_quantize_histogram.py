@@ -1,9 +1,11 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from edgekit.quantize.histogram import HistogramGrower
+from edgekit.quantize.histogram import PARTS, HistogramGrower
+from edgekit.samples import spread_indices
 
 floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
 
@@ -13,7 +15,7 @@ def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndar
     forward, backward = HistogramGrower(), HistogramGrower()
     for grower, parts in ((forward, (one, two)), (backward, (two, one))):
         for part in parts:
-            grower.add(part)
+            grower.add(part[None])
     left, right = forward.freeze(), backward.freeze()
     assert left.total == one.size + two.size
     assert np.array_equal(left.centers, right.centers)
@@ -23,7 +25,7 @@ def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndar
 @given(floats)
 def test_centers_lie_near_the_values(values: np.ndarray) -> None:
     grower = HistogramGrower()
-    grower.add(values)
+    grower.add(values[None])
     centers = grower.freeze().centers
     nearest = np.abs(values[:, None] - centers[None]).min(axis=1)
     assert (nearest <= max(float(np.abs(values).max()) / 1024, 2.0**-126)).all()
@@ -31,6 +33,55 @@ def test_centers_lie_near_the_values(values: np.ndarray) -> None:
 
 def test_zeros_have_a_bin_of_their_own() -> None:
     grower = HistogramGrower()
-    grower.add(np.array([0, 0, 0, 1, -1], np.float32))
+    grower.add(np.array([[0, 0, 0, 1, -1]], np.float32))
     frozen = grower.freeze()
     assert frozen.counts[frozen.centers == 0].tolist() == [3]
+
+
+def every_sample(kind: str, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(200, 256)).astype(np.float32)
+    scales, shifts, few = (
+        np.exp(0.4 * rng.normal(size=(200, 1))),
+        rng.normal(size=(200, 1)),
+        rng.random((200, 1)) < 0.08,
+    )
+    kinds: dict[str, np.ndarray] = {
+        "scales": rows * scales,
+        "shifts": np.maximum(rows + shifts, 0),
+        "few differ": rows * np.where(few, 4, 1),
+        "alike": rows,
+    }
+    return kinds[kind].astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["scales", "shifts", "few differ", "alike"])
+def test_shares_hold_for_all_samples_to_within_the_error_that_is_stated(kind: str) -> None:
+    held, turns = 0, 100
+    for seed in range(turns):
+        every = every_sample(kind, seed)
+        measured = every[list(spread_indices(len(every), 64))]
+        grower = HistogramGrower()
+        for block in np.split(measured, 4):
+            grower.add(block)
+        stated = grower.freeze().sample_error(len(measured), len(every))
+        points = np.quantile(every, np.linspace(0, 1, 201))
+        shares = [np.searchsorted(np.sort(part.reshape(-1)), points) / part.size for part in (every, measured)]
+        held += float(np.abs(shares[0] - shares[1]).max()) <= stated
+        assert stated < 0.25
+    assert held >= 0.92 * turns
+
+
+def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> None:
+    whole, parts = HistogramGrower(), HistogramGrower()
+    values = np.random.default_rng(0).normal(size=(3 * PARTS + 2, 40)).astype(np.float32)
+    whole.add(values)
+    for block in (values[:5], values[5:6], values[6:]):
+        again = HistogramGrower()
+        assert again.restore(parts.state())
+        again.add(block)
+        parts = again
+    assert np.array_equal(whole.state(), parts.state())
+    assert whole.freeze().parts.sum(axis=1).tolist() == [4 * 40, 4 * 40, *[3 * 40] * (PARTS - 2)]
+    assert not parts.restore(whole.state().astype(np.int64))
+    assert whole.freeze().sample_error(26, 26) == 0

@@ -20,7 +20,7 @@ from edgekit.tensors import Array
 
 def histogram_of(values: Array) -> Histogram:
     grower = HistogramGrower()
-    grower.add(values)
+    grower.add(values.reshape(1, -1))
     return grower.freeze()
 
 
