@@ -15,6 +15,7 @@ from edgekit.verify.weights import Initializers, list_constants, pair_nodes
 
 _PASSED = frozenset({"Cast", "Constant", "Identity", QUANTIZE, DEQUANTIZE})
 """Operators that two forms of one body may have more or fewer of."""
+_EITHER_WAY = frozenset({"Add", "Mul", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal"})
 
 _Opsets = tuple[Mapping[str, int], Mapping[str, int]]
 _Constants = tuple[Mapping[str, onnx.TensorProto], Mapping[str, onnx.TensorProto]]
@@ -57,6 +58,11 @@ def _compare_bodies(
 ) -> Iterator[Inner]:
     constants = ({**outer[0], **list_constants(first)}, {**outer[1], **list_constants(second)})
     nodes = [[node for node in order_nodes(graph) if node.op_type not in _PASSED] for graph in (first, second)]
+    known = {node.name: node.op_type for node in first.node if node.name}
+    for node in second.node:
+        if known.get(node.name, node.op_type) != node.op_type:
+            words = f"it is a {node.op_type}, in the float model a {known[node.name]}"
+            yield Inner(name=node.name, op=node.op_type, words=words)
     if [node.op_type for node in nodes[0]] != [node.op_type for node in nodes[1]]:
         return
     for mine, theirs in zip(*nodes, strict=True):
@@ -72,6 +78,8 @@ def _describe(mine: onnx.NodeProto, theirs: onnx.NodeProto, constants: _Constant
         changed = list_changed(*values)
         if changed:
             return describe_changed(changed[0], *values)
+    if mine.input != theirs.input and sorted(mine.input) == sorted(theirs.input) and mine.op_type not in _EITHER_WAY:
+        return f"it reads {list(theirs.input)}, in the float model {list(mine.input)}"
     for wanted, found in zip(mine.input, theirs.input, strict=False):
         exact, held = _read(constants[0], wanted), _read(constants[1], found)
         if exact is not None and held is not None and not is_rounded(exact, held):

@@ -1,7 +1,7 @@
 """A digest of each layer of a bundle's model as it was built, to tell later which one was changed."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import onnx
@@ -9,10 +9,10 @@ import onnx
 from edgekit.bundle.expected import LAYERS
 from edgekit.bundle.folder import GOLDEN, Bundle
 from edgekit.errors import BundleError, EdgekitError
-from edgekit.model import Model, load_model
+from edgekit.model import Model, iterate_graphs, load_model
 from edgekit.verify.match import match_tensors
 from edgekit.verify.regions import find_regions
-from edgekit.verify.weights import Initializers
+from edgekit.verify.weights import Initializers, list_constants
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ def fingerprint_layers(model: Model) -> tuple[Fingerprint, ...]:
     matched = match_tensors(stored.graph, stored.graph)
     regions = find_regions(stored.graph, stored.graph, matched)
     producers = {name: node for node in stored.graph.node for name in node.output if name}
-    return tuple(
+    return tuple(_fingerprint_bodies(stored.graph)) + tuple(
         Fingerprint(
             tensor=item.tensor,
             layer=item.layer,
@@ -92,6 +92,31 @@ def find_changed_layer(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) 
     known = {layer.tensor: layer.sha256 for layer in now}
     other = next((layer for layer in then if known.get(layer.tensor) != layer.sha256), None)
     return None if other is None else Changed(layer=other.layer, op=other.op, is_gone=other.tensor not in known)
+
+
+def _fingerprint_bodies(graph: onnx.GraphProto) -> Iterator[Fingerprint]:
+    """Yields the fingerprints of the nodes inside branches and loops, each with the constants of its body."""
+    for body in list(iterate_graphs(graph))[1:]:
+        constants = list_constants(body)
+        for node in body.node:
+            if node.op_type != "Constant" and node.output:
+                plain = onnx.NodeProto()
+                plain.CopyFrom(node)
+                del plain.attribute[:]
+                plain.attribute.extend(item for item in node.attribute if not item.HasField("g"))
+                digest = hashlib.sha256(plain.SerializeToString(deterministic=True))
+                for name in node.input:
+                    if name in constants:
+                        tensor = onnx.TensorProto()
+                        tensor.CopyFrom(constants[name])
+                        tensor.name = ""
+                        digest.update(tensor.SerializeToString(deterministic=True))
+                yield Fingerprint(
+                    tensor=f"{body.name}/{node.output[0]}",
+                    layer=node.name or node.output[0],
+                    op=node.op_type,
+                    sha256=digest.hexdigest(),
+                )
 
 
 def _digest(nodes: Sequence[onnx.NodeProto], stored: Initializers) -> str:

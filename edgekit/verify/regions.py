@@ -33,7 +33,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     `reads` are those tensors, by their name in the first model. `roundings` counts the Q nodes before the tensor's own,
     `results` names what the nodes compute. `jumps` tells of an operator whose result is no smooth function of its
-    inputs, or that computes on integers only, so that what lies between two of them cannot be fed.
+    inputs, or that computes on integers only, so that what lies between two of them cannot be fed; one that reads
+    nothing but the model's own inputs is the same in both.
     """
 
     arithmetic: Arithmetic = "float"
@@ -88,6 +89,11 @@ def _walk(
             nodes[node.output[0]] = node
             waiting.extend(source for source in node.input if source)
     ops = [node.op_type for node in nodes.values()]
+    moved = [
+        node.op_type
+        for node in nodes.values()
+        if not node.input or any(source in fed or source in nodes for source in node.input)
+    ]
     own = {producers[name].input[0] for name in names if name in producers and producers[name].op_type == DEQUANTIZE}
     return Region(
         arithmetic=_name_arithmetic(ops, {types.get(name, 0) for name in constants}, is_half=is_half),
@@ -96,7 +102,7 @@ def _walk(
             node.op_type.startswith("DynamicQuantize") or (node.op_type == QUANTIZE and node.output[0] not in own)
             for node in nodes.values()
         ),
-        jumps=not _JUMPING.isdisjoint(ops) or any(_reads_integers(node, producers) for node in nodes.values()),
+        jumps=not _JUMPING.isdisjoint(moved) or any(_reads_integers(node, producers) for node in nodes.values()),
         results=tuple(nodes),
     )
 
