@@ -24,6 +24,7 @@ _SAME_DB = 60.0
 _MOST_ELEMENTS = 1 << 16
 _MASK = 1e4
 _ROUNDED = 2.0**-9
+_ALIKE = 0.3
 _SHOWN = 60
 
 
@@ -149,8 +150,24 @@ def _plan(pair: _Pair) -> _Graft | None:
         node.input.append(name)
         constants |= {} if value is None else {name: value}
         words += [difference] if difference else []
-    wanted = tuple(mine.output)
-    return _Graft(node=node, constants=constants, wanted=wanted, words=", ".join(words)) if words else None
+    if not words or not all(_is_alike(pair, place) for place in range(len(theirs.input))):
+        return None
+    return _Graft(node=node, constants=constants, wanted=tuple(mine.output), words=", ".join(words))
+
+
+def _is_alike(pair: _Pair, place: int) -> bool:
+    """Returns False for a weight that is stored in another order in B, so that A's cannot stand for it."""
+    mine, theirs = pair.nodes
+    if place >= len(mine.input) or mine.input[place] not in pair.floats.tensors:
+        return True
+    wanted, found = pair.floats.read(mine.input[place]), pair.stored.read_weight(theirs.input[place])
+    if found is None or wanted.size < 2 or wanted.dtype.kind != "f":
+        return True
+    if wanted.shape != found.shape:
+        return max(wanted.size, found.size) <= _MOST_ELEMENTS and theirs.input[place] in pair.stored.tensors
+    flat = [value.astype(np.float64).reshape(-1) for value in (wanted, found)]
+    sizes = [float(np.sqrt(np.einsum("i,i->", side, side))) for side in flat]
+    return float(np.einsum("i,i->", *flat)) >= _ALIKE * sizes[0] * sizes[1]
 
 
 def _read_input(pair: _Pair, place: int) -> tuple[str | None, Array | None, str]:

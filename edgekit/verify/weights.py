@@ -26,7 +26,7 @@ _LEAST_WEIGHTS = 32
 _FAR_PLACES = 2.0
 _TOLD_STEPS = 3.0
 _TURNS = 6
-_LEAST_SHIFTED = 8
+_LEAST_TOLD = 8
 _LEAST_SHIFT = 0.75
 _SCATTER = 0.6
 _MOST_STEPS = 1e9
@@ -195,7 +195,7 @@ def _measure_steps(quantized: Initializers, node: onnx.NodeProto, wanted: Array)
         return 2.0 * FAR_STEPS
     channels = np.moveaxis(np.abs(signed), axis if scale.size > 1 else 0, 0)
     kept = channels[_agree(channels)]
-    if kept.size and kept.ndim > 1:
+    if kept.ndim > 1 and kept.size >= _LEAST_TOLD * kept.shape[1]:
         columns = np.moveaxis(kept, 1, 0)
         kept = columns[_agree(columns)]
     if not kept.size:
@@ -218,7 +218,7 @@ def _is_shifted(signed: Array) -> bool:
     """Returns True if nearly all weights lie off by one number of steps: a zero point is wrong, rounding scatters."""
     shift = float(np.median(signed))
     together = float(np.mean(np.abs(signed - shift) <= _SCATTER))
-    return signed.size >= _LEAST_SHIFTED and abs(shift) >= _LEAST_SHIFT and together >= _MOST_ROWS
+    return signed.size >= _LEAST_TOLD and abs(shift) >= _LEAST_SHIFT and together >= _MOST_ROWS
 
 
 def _follow_scaling(found: Array, wanted: Array, step: Array) -> Array:

@@ -168,3 +168,23 @@ def test_a_result_of_another_size_is_named(forms: dict[str, Model], tmp_path: Pa
     assert bad is not None
     assert bad.name == "pool"
     assert "(1, 24, 9), in the float model (1, 24, 5)" in bad.altered
+
+
+def test_a_weight_stored_the_other_way_round_is_no_fault(tmp_path: Path) -> None:
+    values = np.random.default_rng(5).normal(size=(10, 10)).astype(np.float32)
+    pair: list[Model] = []
+    for turned in (0, 1):
+        scale = np.asarray(np.abs(values).max() / 127, np.float32)
+        held = np.rint(values / scale).astype(np.int8)
+        weights = [numpy_helper.from_array(held.T if turned else held, "i"), numpy_helper.from_array(scale, "s")]
+        weights = weights if turned else [numpy_helper.from_array(values, "w")]
+        nodes = [helper.make_node("DequantizeLinear", ["i", "s"], ["w"])] if turned else []
+        nodes.append(helper.make_node("Gemm", ["x", "w"], ["y"], name="linear", transB=turned))
+        ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [WIDTH, 10]) for name in "xy"]
+        graph = helper.make_graph(nodes, "turned", ends[:1], ends[1:], weights)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        onnx.save(model, str(tmp_path / f"{turned}.onnx"))
+        pair.append(load_model(tmp_path / f"{turned}.onnx"))
+    rows = [{"x": sample["x"][0]} for sample in draw()]
+    samples = Samples(source="drawn", count=len(rows), read=lambda: iter(rows))
+    assert find_first_bad(compare_layers(pair[0], pair[1], samples)) is None
