@@ -1,6 +1,9 @@
 """Golden vectors: inputs, and what the user's own float model makes of them."""
 
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,13 @@ from edgekit.errors import DataError, ModelError
 from edgekit.labels import Boxes, Label
 from edgekit.model import Model
 from edgekit.samples import Samples, load_samples
-from edgekit.tensors import DTYPES, TensorSpec
+from edgekit.tensors import DTYPES, Array, Tensors, TensorSpec
 
 INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "labels.json"
 """Labels that are classes or arrays lie in the `.npy`, texts and boxes in the `.json`."""
 
 _FLATTENED = frozenset({"sequence", "map"})
+_NO_SPINNING = {"session.intra_op.allow_spinning": "0"}
 
 
 class Golden(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +53,13 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
         return WORDS if (self.folder / WORDS).is_file() else LABELS
 
 
-def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[Label] | None = None) -> Golden:
+def make_golden(
+    model: Model, samples: Samples, out: Path, *, labels: Sequence[Label] | None = None, at_once: int = 1
+) -> Golden:
     """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
 
-    The samples are read once, and memory holds one of them. The shape of an output may depend on the data.
+    The samples are read once, and memory holds a few of them. With `at_once` that many run at a time and share the
+    cores: small nets leave most of a core idle. The shape of an output may depend on the data.
 
     Raises:
         ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
@@ -70,11 +77,10 @@ def make_golden(model: Model, samples: Samples, out: Path, *, labels: Sequence[L
             f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'",
             hint="give one a sample",
         )
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     with writing_rows(out / INPUTS) as inputs, writing_rows(out / OUTPUTS, ragged=True) as outputs:
-        for sample in samples:
+        for sample, result in _run_all(model, samples, at_once):
             inputs.append(sample)
-            outputs.append(session.run(sample))
+            outputs.append(result)
     if labels is not None:
         _write_labels(out, labels)
     return Golden(
@@ -140,6 +146,24 @@ def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Sample
     if samples.count != golden.samples:
         raise DataError(f"'{path}' holds {samples.count} samples, not {golden.samples}", hint="build the bundle again")
     return samples
+
+
+def _run_all(model: Model, samples: Samples, at_once: int) -> Iterator[tuple[Tensors, Tensors]]:
+    """Yields each sample with what the model makes of it, in order; libraries of operators may bear one at a time."""
+    at_once = 1 if model.custom_ops else at_once
+    settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+    if at_once > 1:
+        threads = max(1, (os.cpu_count() or 1) // at_once)
+        settings = msgspec.structs.replace(settings, threads=threads, config=_NO_SPINNING)
+    session = CpuSession(model.path, settings)
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        running = deque[tuple[Tensors, Future[dict[str, Array]]]]()
+        for sample in samples:
+            running.append((sample, pool.submit(session.run, sample)))
+            if len(running) > at_once:
+                first, result = running.popleft()
+                yield first, result.result()
+        yield from ((first, result.result()) for first, result in running)
 
 
 def _read_array(path: Path) -> Sequence[Label]:

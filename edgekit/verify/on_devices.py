@@ -24,6 +24,8 @@ from edgekit.verify.tasks import find_metric
 from edgekit.verify.verify import read_known, verify_bundle, write_report
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"
+_AT_ONCE = 2
+"""How many samples the float model runs at a time: more would need more memory, and machines of two cores are usual."""
 
 
 def verify_on(
@@ -89,7 +91,7 @@ def verify_with(
     with work_folder() as work:
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
-        golden = make_golden(source, chosen, work, labels=known)
+        golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
 
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(digest_file, golden.folder / INPUTS)

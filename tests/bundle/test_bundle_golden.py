@@ -30,6 +30,13 @@ def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in first.files] == [file.read_bytes() for file in second.files]
 
 
+def test_samples_that_run_at_a_time_keep_their_order(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "m.onnx")
+    one = make_golden(model, make_samples(40), tmp_path / "one")
+    two = make_golden(model, make_samples(40), tmp_path / "two", at_once=2)
+    assert [path.read_bytes() for path in one.files] == [path.read_bytes() for path in two.files]
+
+
 def test_numpy_reads_what_was_written(tmp_path: Path) -> None:
     golden = make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(4), tmp_path)
     with np.load(golden.folder / "inputs.npz") as archive:
