@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import onnx
 
 from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError, suggest_name
@@ -173,14 +174,15 @@ def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration, floor_db
     ratios = {method: _judge_ranges(graph, _choose(plan, calibration, method, "nearest")) for method in methods}
     best = max(ratios, key=lambda method: ratios[method])
     if best != "minmax":
-        yield from _judge_method(graph, _choose(plan, calibration, "minmax", "nearest"), ("nearest",))
+        yield from _judge_roundings(graph, _choose(plan, calibration, "minmax", "nearest"), ("nearest",))
     chosen = _choose(plan, calibration, best, "nearest")
+    placed = place_plan(graph, chosen, "the candidate")
     quick = _QUICK if read_layers(graph) else _QUICK[:1]
-    tried = list(_judge_method(graph, chosen, quick))
+    tried = list(_judge_roundings(graph, chosen, quick, placed))
     yield from tried
     reached = max(entry.sqnr_db for entry in tried)
     if len(quick) > 1 and floor_db <= reached and (reached < ratios[best] - _NOTABLE_DB or reached < _FAITHFUL_DB):
-        yield from _judge_method(graph, chosen, ("gptq", "refit"))
+        yield from _judge_roundings(graph, chosen, ("gptq", "refit"), placed)
 
 
 def _judge_ranges(graph: Graph, plan: QuantPlan) -> float:
@@ -189,8 +191,11 @@ def _judge_ranges(graph: Graph, plan: QuantPlan) -> float:
     return judge_candidate(placed, judge_points(graph), Path(plan.statistics), keep_float_weights=True)
 
 
-def _judge_method(graph: Graph, plan: QuantPlan, roundings: tuple[Rounding, ...]) -> Iterator[Candidate]:
-    placed = place_plan(graph, plan, "the candidate")
+def _judge_roundings(
+    graph: Graph, plan: QuantPlan, roundings: tuple[Rounding, ...], placed: onnx.ModelProto | None = None
+) -> Iterator[Candidate]:
+    """Yields the candidates of a plan, which `placed` holds if it was placed before: that takes half a second."""
+    placed = placed or place_plan(graph, plan, "the candidate")
     for rounding in roundings:
         chosen = msgspec.structs.replace(plan, rounding=rounding)
         ratio = judge_candidate(round_weights(placed, graph, chosen), judge_points(graph), Path(plan.statistics))
@@ -250,7 +255,7 @@ def _relieve(
         relieved = relieve_tensors(graph, plan, names, calibration, widens=widens)
         if not quantizes_any(graph, relieved):
             break
-        ratio = next(_judge_method(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
+        ratio = next(_judge_roundings(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
         tried.append(msgspec.structs.replace(start, relieved=names, sqnr_db=ratio))
         if ratio >= reached + relief.least_gain_db:
             best, reached, idle = relieved, ratio, 0
