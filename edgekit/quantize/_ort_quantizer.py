@@ -19,6 +19,7 @@ from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_met
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
+from edgekit.model import find_reads
 from edgekit.tensors import Array
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
@@ -79,6 +80,7 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
         copy.CopyFrom(proto)
         del copy.metadata_props[:]
         options, op_types = _options(copy, request)
+        options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
         add_infer_metadata(copy)
         quantizer: Any = QDQQuantizer(
             copy,
@@ -93,9 +95,42 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
             options,
         )
         quantized: onnx.ModelProto = quantizer.quantize_model()
+        _quantize_weights(quantized.graph)
         del quantized.metadata_props[:]
         quantized.metadata_props.extend(proto.metadata_props)
         return quantized
+
+
+def _quantize_weights(graph: onnx.GraphProto) -> None:
+    """Rounds the float weights that Q nodes read and takes these out: ORT itself would loop over channels in Python."""
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    rounding = {
+        node.output[0]: node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in stored
+    }
+    for node in graph.node:
+        made = rounding.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if made is None:
+            continue
+        quantized = f"{made.input[0]}_quantized"
+        if quantized not in stored:
+            axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
+            weight, scale, zero = (numpy_helper.to_array(stored[each]) for each in made.input)
+            stored[quantized] = numpy_helper.from_array(_round_weight(weight, scale, zero, axis), quantized)
+        node.input[0] = quantized
+    kept = [node for node in graph.node if node.output[0] not in rounding]
+    del graph.node[:]
+    graph.node.extend(kept)
+    read = find_reads(graph)
+    del graph.initializer[:]
+    graph.initializer.extend(tensor for name, tensor in stored.items() if name in read)
+
+
+def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:
+    """Returns integers as QuantizeLinear makes them (quant_utils.py, quantize_nparray)."""
+    limits = np.iinfo(zero.dtype)
+    shape = [-1 if index == axis else 1 for index in range(weight.ndim)] if scale.ndim else ()
+    counts = np.rint(weight / scale.reshape(shape)) + zero.reshape(shape).astype(np.float32)
+    return np.asarray(np.clip(counts, limits.min, limits.max).astype(zero.dtype))
 
 
 def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: str) -> onnx.ModelProto:
