@@ -235,12 +235,17 @@ def _from_function(source: str) -> Samples:
         sys.path.insert(0, "")
     try:
         function = cast("Callable[[], Iterable[Mapping[str, Array]]]", getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing runs the user's own code
         raise DataError(f"cannot load '{source}': {error}", hint="module:function, importable from here") from error
 
     def read() -> Iterator[Tensors]:
-        for sample in function():
-            yield {key: np.asarray(value) for key, value in sample.items()}
+        try:
+            for sample in function():
+                yield {key: np.asarray(value) for key, value in sample.items()}
+        except Exception as error:  # so does reading
+            words = " ".join(str(error).split())[:300]
+            hint = "it must give dicts of arrays by input name"
+            raise DataError(f"'{source}' raises {type(error).__name__}: {words}", hint=hint) from error
 
     return Samples(source=source, count=_UNCOUNTED, read=read)
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -119,6 +119,11 @@ class TaskLimit(_Strict, frozen=True, kw_only=True):
     gate: Literal["bound", "estimate"] = "bound"
 
 
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Ratio = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class Thresholds(_Strict, frozen=True, kw_only=True):
     """What a run must reach to pass, over all samples, output by output.
 
@@ -138,18 +143,18 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     the provider takes; a prediction is then not enough.
     """
 
-    min_cosine: float
-    min_top1_agreement: float
-    min_sqnr_db: float
-    granted_samples: int = 0
-    max_cpu_nodes: int | None = None
-    min_taken_macs: float = 0.0
+    min_cosine: Annotated[float, msgspec.Meta(ge=-1, le=1)]
+    min_top1_agreement: _Share
+    min_sqnr_db: Annotated[float, msgspec.Meta(ge=-200, le=200)]
+    granted_samples: _Count = 0
+    max_cpu_nodes: _Count | None = None
+    min_taken_macs: _Share = 0.0
     gate: Literal["estimate", "bound"] = "estimate"
-    max_latency_ratio: float | None = None
-    max_memory_ratio: float | None = None
-    max_size_bytes: int | None = None
-    max_size_share: float | None = None
-    max_lost_share: float = 0.05
+    max_latency_ratio: _Ratio | None = None
+    max_memory_ratio: _Ratio | None = None
+    max_size_bytes: _Count | None = None
+    max_size_share: _Ratio | None = None
+    max_lost_share: _Share = 0.05
     needs_placement: bool = False
     task: TaskLimit | None = None
 

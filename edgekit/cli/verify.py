@@ -104,7 +104,7 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     question, limits, places = _pick(_Question, asked), _pick(Limits, asked), _pick(_Places, asked)
     _check_options(question, limits)
     if files_only:
-        return _check_files(question, as_json=as_json)
+        return _check_files(question, places, as_json=as_json)
     _check_places(question, places)
     with showing_progress(volume) as progress:
         report, pictures = _answer(question, limits, progress, draws=places.html is not None)
@@ -185,8 +185,12 @@ def _answer(
         return report, () if inputs is None else draw_worst(inputs, report)
 
 
-def _check_files(question: _Question, *, as_json: bool) -> int:
+def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
     """Says that the bundle is whole; one that is not raises an error."""
+    reports = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
+    others = {"--on": question.names or None, "--on-file": question.on_file, "--data": question.data}
+    judged = {"--layers": question.layers or None, "--baseline": question.baseline, "--history": question.history}
+    _refuse({**others, **judged, **reports}, "--files-only runs nothing")
     if question.bundle is None:
         raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
     with opened_any(question.bundle, key=question.key) as found:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgekit.errors import EdgekitError
+from edgekit.errors import DataError, EdgekitError
 from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors, ranks_classes
 from edgekit.verify.report import Accuracy
@@ -25,6 +25,19 @@ def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) ->
         reference=_share_right(reference, name, labels),
         got=_share_right(got, name, labels),
     )
+
+
+def refuse_impossible(reference: Samples, labels: Sequence[int]) -> None:
+    """Returns if each label is a class of the first output that ranks classes, or no output does.
+
+    Raises:
+        DataError: a label is below 0, or there are not that many classes.
+    """
+    first = next(iter(reference), dict[str, Array]())
+    size = next((value.size for value in first.values() if ranks_classes(value)), None)
+    wrong = None if size is None else next((label for label in labels if not 0 <= label < size), None)
+    if wrong is not None:
+        raise DataError(f"label {wrong} is no class of an output of {size}", hint="classes count from 0")
 
 
 def _share_right(samples: Samples, name: str, labels: Sequence[int]) -> float:

@@ -15,6 +15,8 @@ from edgekit.verify.outputs import OutputReport
 from edgekit.verify.report import Cost, RunReport, VerifyReport
 
 _SCHEMA_VERSION = 1
+_MOST_RUNS = (1 << 63) - 1
+"""What SQLite can count to."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS runs (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -95,7 +97,8 @@ def read_run(path: Path, number: int) -> PastRun:
     _require(path)
     with _open(path) as connection:
         row = connection.execute(
-            "SELECT id, time, bundle, target, passed, report FROM runs WHERE id = ?", (number,)
+            "SELECT id, time, bundle, target, passed, report FROM runs WHERE id = ?",
+            (max(-1, min(number, _MOST_RUNS)),),
         ).fetchone()
     if row is None:
         raise UsageError(f"'{path}' has no run {number}", hint=f"edgekit runs list --history {path}")

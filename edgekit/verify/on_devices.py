@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden import INPUTS, make_golden, read_inputs
+from edgekit.bundle.golden import INPUTS, make_golden, read_classes, read_inputs, read_outputs
 from edgekit.data_check import refusing_bad
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
@@ -18,6 +18,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
 from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.target import Target, TaskLimit
+from edgekit.verify.accuracy import refuse_impossible
 from edgekit.verify.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.tasks import find_metric
@@ -93,6 +94,7 @@ def verify_with(
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
 
+        refuse_impossible(read_outputs(golden), read_classes(golden) or ())
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(digest_file, golden.folder / INPUTS)
             report = verify_bundle(

@@ -1,8 +1,18 @@
 """How far one output lies from the float reference, and the judgement on it."""
 
+from typing import Annotated
+
 import msgspec
 
 from edgekit.target import Thresholds
+from edgekit.verify.metrics import DB_LIMIT
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Correlation = Annotated[float, msgspec.Meta(ge=-1, le=1)]
+Decibels = Annotated[float, msgspec.Meta(ge=-DB_LIMIT, le=DB_LIMIT)]
+"""What a figure can be: a report that is read with another one was not written by edgekit."""
 
 
 class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,28 +30,28 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    samples: int
-    elements: int | None = None
-    max_abs: float | None = None
-    mean_abs: float | None = None
-    rmse: float | None = None
-    relative_error: float | None = None
-    cosine: float | None = None
-    sqnr_db: float | None = None
-    sqnr_interval_db: tuple[float, float] | None = None
-    psnr_db: float | None = None
-    top1_agreement: float | None = None
-    top1_interval: tuple[float, float] | None = None
-    top5_agreement: float | None = None
-    rank_correlation: float | None = None
-    kl_divergence: float | None = None
-    exact_match: float | None = None
-    iou: float | None = None
-    shape_agreement: float | None = None
-    non_finite: int = 0
-    reference_non_finite: int = 0
-    worst_sample: int | None = None
-    worst_position: int | None = None
+    samples: Count
+    elements: Count | None = None
+    max_abs: Size | None = None
+    mean_abs: Size | None = None
+    rmse: Size | None = None
+    relative_error: Size | None = None
+    cosine: Correlation | None = None
+    sqnr_db: Decibels | None = None
+    sqnr_interval_db: tuple[Decibels, Decibels] | None = None
+    psnr_db: Decibels | None = None
+    top1_agreement: Share | None = None
+    top1_interval: tuple[Share, Share] | None = None
+    top5_agreement: Share | None = None
+    rank_correlation: Correlation | None = None
+    kl_divergence: Size | None = None
+    exact_match: Share | None = None
+    iou: Share | None = None
+    shape_agreement: Share | None = None
+    non_finite: Count = 0
+    reference_non_finite: Count = 0
+    worst_sample: Count | None = None
+    worst_position: Count | None = None
     mismatch: str | None = None
     suspect: str | None = None
 
@@ -71,12 +81,19 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         ("exact match", output.exact_match, None, thresholds.min_top1_agreement, ""),
     ):
         if value is not None and not value >= least - 1e-12:
-            judged.append(f"{name} has {label} {value:.4g}{unit}, below {least:g}{unit}")
+            judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
         elif value is not None and is_bound and interval is not None and not interval[0] >= least - 1e-12:
-            could = f"with {output.samples} samples it could be {interval[0]:.4g}{unit}, below {least:g}{unit}"
+            worst = format_near(interval[0], least)
+            could = f"with {output.samples} samples it could be {worst}{unit}, below {least:.12g}{unit}"
             judged.append(f"{name} has {label} {value:.4g}{unit}, and {could}")
     if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
         judged.append(f"{name} was not measured")
     if judged and output.suspect:
         judged.append(f"{name} {output.suspect}")
     return tuple(judged)
+
+
+def format_near(value: float, limit: float) -> str:
+    """Returns a figure with four digits, or as many more as it takes to see on which side of its limit it lies."""
+    forms = (f"{value:.{digits}g}" for digits in range(4, 18))
+    return next(form for form in forms if (float(form) < limit) == (value < limit))

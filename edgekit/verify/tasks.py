@@ -56,7 +56,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
         function = _import_function(limit.name)
         return TaskMetric(
             labels="any",
-            read=lambda outputs, label, _limit: _as_fraction(function(outputs, label)),
+            read=lambda outputs, label, limit: _as_fraction(_call(limit.name, function, outputs, label)),
             prepare=prepare_ratio,
             unit="value",
             higher_is_better=limit.higher_is_better,
@@ -121,6 +121,17 @@ def read_record(limit: TaskLimit, outputs: Tensors, label: Label) -> Any:
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise DataError(f"output '{name}' has values that are not finite", hint="mend the model")
     return find_metric(limit).read(outputs, label, limit)
+
+
+def _call(name: str, function: Callable[..., Any], outputs: Tensors, label: Label) -> Any:
+    try:
+        return function(outputs, label)
+    except Exception as error:  # it is the user's own code, which may raise anything
+        words = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"metric '{name}' raises {type(error).__name__}: {words}",
+            hint="it is called with outputs by name and a label",
+        ) from error
 
 
 def _mismatch(limit: TaskLimit, mine: Sequence[Any], why: str) -> TaskReport:
@@ -321,7 +332,7 @@ def _import_function(name: str) -> Callable[[Tensors, Label], Any]:
         sys.path.insert(0, "")
     try:
         found: Callable[[Tensors, Label], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing runs the user's own code
         raise UsageError(
             f"cannot load metric '{name}': {error}", hint="module:function, importable from here"
         ) from error
