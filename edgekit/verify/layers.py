@@ -97,6 +97,8 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
         wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
         if feeder is None:
+            # A sequence or a map came back as its parts, under other names.
+            every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
             matched = _keep_comparable(every, wanted, found)
             altered = find_altered(a, b, every, sample) | _find_resized(every, matched, graphs, (wanted, found))
             regions = find_regions(*graphs, matched)

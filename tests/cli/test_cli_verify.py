@@ -204,8 +204,9 @@ def test_the_history_is_kept_listed_shown_and_compared(
     assert "digits_mobilenet-nnapi: pass" in capsys.readouterr().out
     assert run_command(["runs", "diff", "1", "2", *history]) == 0
     assert "nothing became worse" in capsys.readouterr().out
-    assert run_command(["runs", "show", "3", *history]) == 2
-    assert "has no run 3" in capsys.readouterr().err
+    for missing in ("3", "9" * 30):
+        assert run_command(["runs", "show", missing, *history]) == 2
+        assert f"has no run {missing}" in capsys.readouterr().err
 
 
 def test_a_ratio_needs_a_reference_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,3 +280,65 @@ def test_a_history_without_such_a_bundle_says_so(
     _verify([str(bundle), "--on", "emulated", "--history", str(history)], capsys)
     assert run_command(["runs", "list", "--history", str(history), "--bundle", "other"]) == 0
     assert capsys.readouterr().out == "no verification of 'other' is recorded\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cosine", 5.0), ("samples", -5), ("non_finite", -1), ("top1_agreement", 7.0), ("sqnr_db", 1e308), ("iou", "1")],
+)
+def test_figures_that_cannot_be_are_not_judged(
+    bundle: Path, tmp_path: Path, name: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _verify([str(bundle), "--on", "emulated"], capsys)
+    report["runs"][0]["outputs"][0][name] = value
+    (tmp_path / "v.json").write_text(json.dumps(report))
+    said = _refuse(["--recheck", str(tmp_path / "v.json")], capsys)
+    assert f"'{tmp_path / 'v.json'}' is malformed: " in said
+    assert f"`$.runs[0].outputs[0].{name}`" in said
+
+
+_OWN = """
+import numpy as np
+
+def samples():
+    yield {"image": 5}
+    raise ValueError("no\\nmore")
+
+def metric(outputs, label):
+    return 1 / 0
+"""
+
+
+def test_functions_of_the_user_that_raise_are_told_of_in_one_line(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_functions.py").write_text(_OWN)
+    (tmp_path / "own_broken.py").write_text("def f(:")
+    reference = ["--on", "host", "--reference", str(MODEL)]
+    labelled = [*WITH_DATA, "--on", "host", "--labels", str(LABELS)]
+    assert "'own_functions:samples'" in _refuse([str(bundle), *reference, "--data", "own_functions:samples"], capsys)
+    assert "cannot load 'own_broken:f'" in _refuse([str(bundle), *reference, "--data", "own_broken:f"], capsys)
+    said = _refuse([str(bundle), *labelled, "--metric", "own_functions:metric"], capsys)
+    assert "metric 'own_functions:metric' raises ZeroDivisionError: division by zero" in said
+    assert "cannot load metric 'own_broken:f'" in _refuse([str(bundle), *labelled, "--metric", "own_broken:f"], capsys)
+
+
+def test_a_label_that_is_no_class_is_refused(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "l.npy", np.full_like(np.load(LABELS), -1))
+    arguments = [*WITH_DATA, "--on", "host", "--labels", str(tmp_path / "l.npy")]
+    assert "label -1 is no class of an output of 10" in _refuse([str(bundle), *arguments], capsys)
+
+
+def test_without_a_run_there_are_no_reports(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--on", "host"], ["--html", str(tmp_path / "v.html")], ["--layers"]):
+        assert "means nothing here (--files-only runs nothing)" in _refuse(
+            [str(bundle), "--files-only", *option], capsys
+        )
+
+
+def test_a_figure_is_told_from_its_limit(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _verify([str(bundle), "--on", "emulated", "--min-cosine", "0.99999999"], capsys, code=1)
+    (line,) = report["runs"][0]["failures"]
+    assert ", below 0.99999999" in line
+    assert "cosine 1," not in line

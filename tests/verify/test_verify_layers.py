@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from tiny_models import parse_model
 from verify_models import LAYERS, break_layer, make_images, quantize, save_network
 
 from edgekit.errors import ModelError, UsageError
@@ -133,3 +134,14 @@ def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -
 def test_the_comparison_is_plain_data(models: tuple[Model, Model]) -> None:
     comparison = compare_models(*models, make_images(1), layers=True)
     assert msgspec.json.decode(msgspec.json.encode(comparison), type=type(comparison)) == comparison
+
+
+def test_sequences_beside_the_layers_are_no_layers(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y, seq(float[1,8]) s)'
+        "{ y = Relu(x) s = SequenceConstruct(y, y) }"
+    )
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    rows = [{"x": np.ones((1, 8), np.float32)}]
+    layers = compare_layers(model, model, Samples(source="s", count=1, read=lambda: iter(rows)))
+    assert [layer.tensor for layer in layers] == ["y"]
