@@ -26,7 +26,7 @@ def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
 
     A cut never parts a node from the Q and DQ behind it, because the node would then compute in float.
     """
-    nodes = list_computing(graph)
+    nodes = _order_groups(graph)
     last_read = {name: place for place, node in enumerate(nodes) for name in iterate_reads(node)}
     given = {value.name for value in graph.output}
     rounded = {name for node in nodes if node.op_type == QUANTIZE for name in (node.input[0], node.output[0])}
@@ -49,7 +49,7 @@ def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
     """
     proto = read_proto(model)
     graph = proto.graph
-    kept = list_computing(graph)[: cut.nodes]
+    kept = _order_groups(graph)[: cut.nodes]
     kept = [*_find_constants(graph, kept), *kept]
     needed = {name for node in kept for name in iterate_reads(node)} | set(cut.outputs)
     initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
@@ -58,6 +58,25 @@ def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
     part = onnx.GraphProto(name=graph.name, node=kept, initializer=initializers, input=graph.input, output=outputs)
     graph.CopyFrom(part)
     return save_proto(proto, path)
+
+
+def _order_groups(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Returns the computing nodes in order, the Q and DQ right behind what they round: then branches can be parted."""
+    nodes = list_computing(graph)
+    computed = {name for node in nodes for name in node.output}
+    rounding: dict[str, list[onnx.NodeProto]] = {}
+    for node in nodes:
+        if node.op_type in {QUANTIZE, DEQUANTIZE} and computed.isdisjoint(node.input[1:]):
+            rounding.setdefault(node.input[0], []).append(node)
+    ordered: dict[str, onnx.NodeProto] = {}
+    for node in nodes:
+        waiting = [node]
+        while waiting:
+            one = waiting.pop(0)
+            if one.output[0] not in ordered:
+                ordered[one.output[0]] = one
+                waiting.extend(reader for name in one.output for reader in rounding.get(name, []))
+    return list(ordered.values())
 
 
 def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:

@@ -20,7 +20,8 @@ def judge_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
     if bad is None:
         return ()
     kinds = "weights, scales and attributes" if bad.op != "Input" else "scale and zero point"
-    words = f"layer '{bad.name}' ({bad.op}) does not compute what the float model does: {_describe(bad) or bad.unfit}"
+    reason = _describe(bad) or bad.unfit
+    words = f"layer '{bad.name}' ({bad.op}) does not compute what the float model does: {reason}"
     return (f"{words}; compare its {kinds} with the float model's, or build again",)
 
 
@@ -31,13 +32,15 @@ def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
     far from where it was rounded, or if a channel of its own result lies farther from the float values, rounded to its
     grid, than `FAR_CHANNEL`, or all of it farther than `FAR_OFFSET`: rounding and clipping are then no excuse. Where Q
     nodes inside the layer could not be told apart, each is granted as much again. An overflow of half precision does
-    not count where the float model's values lie beyond it and the end of the model does not suffer: a tanh or a softmax
-    makes the same of infinity. Where none does, it is one with a scale that does not fit the biases behind it.
+    not count where the float model's values lie beyond it and the end of the model does not suffer, because a tanh or a
+    softmax makes the same of infinity, or where another layer stands out. Where none does, it is one with a scale that
+    does not fit the biases behind it.
     """
     end = layers[-1].sqnr_db if layers else None
     suffers = end is None or end < _LEAST_END_DB
-    found = (layer for layer in layers if _describe(layer) and (suffers or not layer.overflows))
-    return next(found, None) or next((layer for layer in layers if layer.unfit), None)
+    bad = [layer for layer in layers if _describe(layer)]
+    found = [layer for layer in bad if not layer.overflows] or (bad if suffers else [])
+    return next(iter(found), None) or next((layer for layer in layers if layer.unfit), None)
 
 
 def _describe(layer: LayerReport) -> str:

@@ -75,11 +75,12 @@ def pair_nodes(
 ) -> tuple[onnx.NodeProto, onnx.NodeProto] | None:
     """Returns the nodes of both models that compute a tensor, looking back to one operator; None where there is none.
 
-    A Conv whose Relu was folded gives the tensor that the Relu gave.
+    A Conv whose Relu or Clip was folded gives the tensor that this gave.
     """
     first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
     while first is not None and second is not None and first.op_type != second.op_type:
-        first = floats.find_node(first.input[0]) if len(first.input) == 1 else None
+        is_folded = len(first.input) == 1 or first.op_type == "Clip"
+        first = floats.find_node(first.input[0]) if is_folded else None
     return None if first is None or second is None else (first, second)
 
 
