@@ -82,13 +82,16 @@ def scene_boxes(part: int) -> tuple[Array, tuple[Any, ...]]:
     return scenes.images, scenes.boxes
 
 
-def make_detector() -> Net:
-    """Returns an anchor-free detector with SiLU, a neck of Concats, and boxes and scores in one output, as YOLOX."""
-    net = Net("silu_detector", 12, seed=2)
+def make_detector(name: str, *, spread: float) -> Net:
+    """Returns an anchor-free detector with SiLU, a neck of Concats, and boxes and scores in one output, as YOLOX.
+
+    `spread` says how unequal its channels start, and mostly stay.
+    """
+    net = Net(name, 12, seed=2)
     net.inputs["image"] = (3, 64, 64)
 
     def block(x: str, sizes: tuple[int, int], kernel: int = 3, stride: int = 1) -> str:
-        y = net.norm(net.conv(x, sizes, kernel, stride=stride, bias=False), sizes[1], 0.8)
+        y = net.norm(net.conv(x, sizes, kernel, stride=stride, bias=False), sizes[1], spread)
         return net.add("Mul", [y, net.add("Sigmoid", [y])])
 
     def cross(x: str, size: int) -> str:
@@ -258,9 +261,9 @@ def scene_masks(part: int) -> tuple[Array, Array]:
     return scenes.images, scenes.masks
 
 
-def make_segmentation(decades: float) -> Net:
+def make_segmentation(name: str, *, decades: float, steps: int) -> Net:
     """Returns an encoder and decoder with PReLU, dilated convolutions and unequal channels, as ENet."""
-    net = Net("prelu_segmentation", 11, seed=4)
+    net = Net(name, 11, seed=4)
     net.inputs["image"] = (3, 64, 64)
 
     def block(
@@ -291,7 +294,7 @@ def make_segmentation(decades: float) -> Net:
     x = _rename(net, net.conv(block(double(x), (16, 16)), (16, 1 + KINDS), 1), "scores")
     net.outputs[x] = (1 + KINDS, 64, 64)
     images, masks = scene_masks(TRAIN)
-    train_net(net, {"image": images, "mask": masks}, mask_loss, steps=800, batch=16)
+    train_net(net, {"image": images, "mask": masks}, mask_loss, steps=steps, batch=16)
     spread_channels(net, decades, 6, {})
     return net
 
@@ -359,9 +362,20 @@ FAMILIES: dict[str, Family] = {
         make=lambda: make_depthwise("depthwise_relu6", 11, bounded=True, decades=1.5), data=scene_classes,
         task="class", constant_nodes=True,
     ),
-    "silu_detector": Family(make=make_detector, data=scene_boxes, task="boxes"),
+    "silu_detector": Family(
+        make=lambda: make_detector("silu_detector", spread=0.8), data=scene_boxes, task="boxes",
+    ),
+    "silu_detector_uneven": Family(
+        make=lambda: make_detector("silu_detector_uneven", spread=1.8), data=scene_boxes, task="boxes",
+    ),
     "audio_transformer": Family(make=make_audio, data=tone_classes, task="class", batch="N"),
-    "prelu_segmentation": Family(make=lambda: make_segmentation(1.5), data=scene_masks, task="mask"),
+    "prelu_segmentation": Family(
+        make=lambda: make_segmentation("prelu_segmentation", decades=1.5, steps=800), data=scene_masks, task="mask",
+    ),
+    "prelu_segmentation_uneven": Family(
+        make=lambda: make_segmentation("prelu_segmentation_uneven", decades=2.5, steps=1600), data=scene_masks,
+        task="mask",
+    ),
     "superres_residual": Family(
         make=lambda: make_superres("superres_residual", 17, residual=True, decades=2.0), data=photographs, task="image",
     ),
