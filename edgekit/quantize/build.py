@@ -71,8 +71,9 @@ def _limit(plan: QuantPlan) -> int:
 def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
     ranges, grids = plan.ranges, plan.grids
     if plan.shared_ops:
-        shared = shared_tensors(graph, plan.shared_ops)
-        ranges = share_ranges(graph, ranges, plan.shared_ops)
+        floats = {node.name for node in plan.float_nodes}
+        shared = shared_tensors(graph, plan.shared_ops, floats)
+        ranges = share_ranges(graph, ranges, plan.shared_ops, floats)
         freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _FREE}
         grids = {name: grid for name, grid in grids.items() if name not in freed}
     return QdqRequest(

@@ -33,6 +33,9 @@ GOOD_DB = 30.0
 _METHODS_16 = ("minmax",)
 _NOTABLE_DB = 0.3
 _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
+_LEARNED: tuple[Rounding, ...] = ("bias", "gptq", "refit")
+_FEW_RELIEVED = 8
+"""More tensors out of 8 bits hardly change which method is best for the others."""
 _HOPELESS_DB = 1.0
 """Quickly rounded weights that are worse than this with evened channels are not rounded with more care."""
 _FAITHFUL_DB = 40.0
@@ -223,7 +226,33 @@ def relieve_step(
     if count > 2 * len(order):
         return None
     relieved = relieve_tensors(graph, plan, tuple(order[:count]), calibration, widens="int16" in target.precisions)
-    return relieved if quantizes_any(graph, relieved) else None
+    if not quantizes_any(graph, relieved):
+        return None
+    memory = Path(plan.statistics) / f"chosen-{digest_bytes(msgspec.json.encode(plan))[:16]}.json"
+    if count > _FEW_RELIEVED and memory.is_file():
+        again = msgspec.json.decode(memory.read_bytes(), type=tuple[str, Rounding])
+        return _choose(relieved, calibration, *again)
+    relieved = _choose_again(graph, relieved, calibration)
+    write_file(memory, msgspec.json.encode((relieved.method, relieved.rounding)))
+    return relieved
+
+
+def _choose_again(graph: Graph, plan: QuantPlan, calibration: Calibration) -> QuantPlan:
+    """Returns a relieved plan with the range method and the rounding that are best for it.
+
+    Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
+    """
+    if plan.precision != "int8" or any(method not in calibration.ranges for method in {*AUTO_METHODS, plan.method}):
+        return plan
+    ratios = {
+        name: _judge_ranges(graph, _choose(_unsigned(plan), calibration, name, "nearest")) for name in AUTO_METHODS
+    }
+    best = max(ratios, key=lambda method: ratios[method])
+    if ratios[best] <= ratios.get(plan.method, math.inf) + _NOTABLE_DB:
+        best = plan.method
+    chosen = _choose(_unsigned(plan), calibration, best, plan.rounding)
+    lead = max(_judge_roundings(graph, chosen, _LEARNED), key=lambda candidate: candidate.sqnr_db)
+    return _choose(plan, calibration, best, lead.rounding)
 
 
 def _rank_once(graph: Graph, plan: QuantPlan) -> list[str]:
@@ -255,8 +284,10 @@ def _relieve(
         relieved = relieve_tensors(graph, plan, names, calibration, widens=widens)
         if not quantizes_any(graph, relieved):
             break
-        ratio = next(_judge_roundings(graph, _unsigned(relieved), (plan.rounding,))).sqnr_db
-        tried.append(msgspec.structs.replace(start, relieved=names, sqnr_db=ratio))
+        relieved = _choose_again(graph, relieved, calibration)
+        found = next(_judge_roundings(graph, _unsigned(relieved), (relieved.rounding,)))
+        ratio = found.sqnr_db
+        tried.append(msgspec.structs.replace(found, relieved=names))
         if ratio >= reached + relief.least_gain_db:
             best, reached, idle = relieved, ratio, 0
         else:

@@ -10,13 +10,15 @@ from edgekit.quantize.ranges import TensorRange
 _PASSING = frozenset({"AveragePool", "Resize"})
 
 
-def share_ranges(graph: Graph, spans: Mapping[str, TensorRange], ops: Collection[str]) -> dict[str, TensorRange]:
-    """Returns the ranges with one range for the inputs and output of each node of these operators.
+def share_ranges(
+    graph: Graph, spans: Mapping[str, TensorRange], ops: Collection[str], floats: Collection[str] = ()
+) -> dict[str, TensorRange]:
+    """Returns the ranges with one range for the inputs and output of each node of these operators but `floats`.
 
     It spans those of all of them, and of what only moves values before and after them; a tensor that two such nodes
     read joins theirs.
     """
-    groups = _join(graph, ops)
+    groups = _join(graph, ops, floats)
     members: dict[str, list[TensorRange]] = {}
     for name, span in spans.items():
         leader = groups.get(_find_source(graph, name))
@@ -30,9 +32,9 @@ def share_ranges(graph: Graph, spans: Mapping[str, TensorRange], ops: Collection
     return found
 
 
-def shared_tensors(graph: Graph, ops: Collection[str]) -> frozenset[str]:
+def shared_tensors(graph: Graph, ops: Collection[str], floats: Collection[str] = ()) -> frozenset[str]:
     """Returns the tensors whose range is that of a group, by the name of what gives them their range."""
-    return frozenset(_join(graph, ops))
+    return frozenset(_join(graph, ops, floats))
 
 
 def _find_source(graph: Graph, name: str) -> str:
@@ -44,7 +46,7 @@ def _find_source(graph: Graph, name: str) -> str:
         name = graph.producers[name].input[0]
 
 
-def _join(graph: Graph, ops: Collection[str]) -> dict[str, str]:
+def _join(graph: Graph, ops: Collection[str], floats: Collection[str]) -> dict[str, str]:
     """Returns the leader of the group of each tensor that such a node reads or makes."""
     leaders: dict[str, str] = {}
 
@@ -54,7 +56,7 @@ def _join(graph: Graph, ops: Collection[str]) -> dict[str, str]:
         return name
 
     for node in graph.proto.graph.node:
-        if node.op_type not in ops:
+        if node.op_type not in ops or node.name in floats:
             continue
         names = [name for name in (*node.output[:1], *node.input) if graph.is_float(name)]
         roots = [find(_find_source(graph, name)) for name in names if name not in graph.initializers]

@@ -13,6 +13,9 @@ from collapsing_models import DETECTOR, SEGMENTATION, SEPARABLE, SPECTRUM, SUBPI
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.ranges import TensorRange
+from edgekit.quantize.shared import share_ranges, shared_tensors
 from edgekit.samples import Samples
 from edgekit.target import load_target
 from edgekit.tensors import Array, Tensors
@@ -81,3 +84,13 @@ def test_a_family_that_collapses_comes_back(family: Family, tmp_path: Path) -> N
         ratios[name] = worst_db(expected, run(saved.path, new), family.cut)
     assert ratios.pop("stock") < family.stock_below
     assert min(ratios.values()) >= family.at_least
+
+
+def test_a_concat_that_stays_float_joins_no_ranges(tmp_path: Path) -> None:
+    model = make_collapsing(DETECTOR, tmp_path)
+    graph = read_graph(model)
+    (node,) = (node for node in graph.proto.graph.node if node.op_type == "Concat")
+    spans = {"large": TensorRange(low=-300, high=300), "scores": TensorRange(low=0, high=1)}
+    assert share_ranges(graph, spans, ("Concat",))["scores"].high == 300
+    assert share_ranges(graph, spans, ("Concat",), {node.name}) == spans
+    assert shared_tensors(graph, ("Concat",), {node.name}) == frozenset()
