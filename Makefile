@@ -28,7 +28,7 @@ bench: .venv/dev.stamp .venv/train.stamp  ## speed and memory on real models, as
 	$(BIN)/python tools/bench/collapse/run_collapse.py
 	$(BIN)/python tools/bench/calibrate_ratio.py
 	$(BIN)/python tools/bench/file_sizes.py
-	$(BIN)/python tools/bench/seeded_faults.py
+	$(BIN)/python tools/bench/seeded_faults.py --layers 1 --kinds promised
 	$(BIN)/python tools/bench/verify_overhead.py
 	$(BIN)/python tools/bench/convert_speed.py
 	$(BIN)/python tools/bench/convert_large.py
