@@ -232,10 +232,14 @@ def _follow_scaling(found: Array, wanted: Array, step: Array) -> Array:
         return wanted
     told = (np.abs(found) > _TOLD_STEPS * step) & (wanted != 0.0)
     ratios = np.log2(np.abs(found / np.where(told, wanted, 1.0)), out=np.full(found.shape, np.nan), where=told)
-    powers = np.zeros([1] * wanted.ndim)
+    powers, settled = np.zeros([1] * wanted.ndim), 0
     for turn in range(_TURNS):
         others = tuple(place for place in range(wanted.ndim) if place != turn % 2)
-        powers = powers + np.rint(np.nan_to_num(_find_medians(ratios - powers, others)))
+        found_now = np.rint(np.nan_to_num(_find_medians(ratios - powers, others)))
+        settled = 0 if found_now.any() else settled + 1
+        powers = powers + found_now
+        if settled > 1:
+            break
     return np.asarray(wanted * np.exp2(powers), dtype=np.float64)
 
 
