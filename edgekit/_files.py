@@ -50,6 +50,22 @@ def write_file(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def require_place(path: Path) -> None:
+    """Returns if a file can be written there as far as can be told before: hours of work should not end in an error.
+
+    Raises:
+        OutputError: it is a folder, or lies in one that cannot be written.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    reason = "it is a folder" if path.is_dir() else ""
+    if not folder.is_dir():
+        reason = f"'{folder}' is no folder"
+    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        reason = "this place is read-only"
+    if reason:
+        raise OutputError(f"cannot write '{path}': {reason}", hint="choose a place you may write, with space")
+
+
 def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
     """Writes a file that does not exist yet, chunk by chunk, making its folders; `mode` is subject to the umask.
 

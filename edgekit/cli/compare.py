@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from edgekit._files import write_file
+from edgekit._files import require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
 from edgekit.cli.main import NO, YES
@@ -70,8 +70,7 @@ def command(
     """
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
-    if target and device is None:
-        raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
+    _check_places(target, device, html)
     first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = refusing_bad(limit_samples(given, samples))
@@ -90,6 +89,13 @@ def command(
         write_file(html, _render(report, chosen, min_sqnr))
     show_json(report) if as_json else show_comparison(report)
     return YES if report.reaches(min_sqnr) else NO
+
+
+def _check_places(target: str | None, device: str | None, html: Path | None) -> None:
+    if target and device is None:
+        raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
+    if html is not None:
+        require_place(html)
 
 
 def _load_task(metric: str, max_drop: float | None) -> TaskLimit:

@@ -2,7 +2,9 @@
 
 import difflib
 import importlib
+import signal
 import sys
+from types import FrameType
 
 import click
 
@@ -73,8 +75,13 @@ def group() -> None:
 
 
 def main() -> None:
-    """Runs the command line and ends the process with the exit code."""
+    """Runs the command line and ends the process with the exit code; what would end it at once interrupts it."""
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run_command(sys.argv[1:]))
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def run_command(arguments: list[str]) -> int:

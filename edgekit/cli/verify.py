@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from edgekit._files import write_file
+from edgekit._files import require_place, write_file
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.opening import opened_any, opened_bundle
 from edgekit.cli import options
@@ -161,12 +161,14 @@ def _refuse(given: Mapping[str, object], reason: str) -> None:
 
 
 def _check_places(question: _Question, places: _Places) -> None:
-    """Refuses a report inside the bundle: a bundle with a file that its manifest does not list cannot be opened."""
+    """Refuses a report where none can be written, or in the bundle: with a file too many that cannot be opened."""
     chosen = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
     for option, place in {**chosen, "--history": question.history}.items():
         bundle = question.bundle
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
             raise UsageError(f"{option} '{place}' lies in the bundle", hint="write it beside the bundle")
+        if place is not None:
+            require_place(place)
 
 
 def _answer(

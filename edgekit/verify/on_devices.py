@@ -11,7 +11,7 @@ from edgekit.bundle.golden import INPUTS, make_golden, read_classes, read_inputs
 from edgekit.data_check import refusing_bad
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.errors import UsageError
+from edgekit.errors import OutputError, UsageError
 from edgekit.labels import read_task_labels
 from edgekit.model import load_model
 from edgekit.progress import Progress, say_nothing
@@ -39,7 +39,8 @@ def verify_on(
 ) -> VerifyReport:
     """Verifies a bundle on chosen devices, or those of its target, and writes `verify.json` into it if one ran.
 
-    What the build knew of the loss stays in it: the models that it was measured with are gone.
+    What the build knew of the loss stays in it: the models that it was measured with are gone. Where the bundle cannot
+    be written, a note of the report says so.
 
     Raises:
         UsageError: there is no such device, or it runs another provider.
@@ -50,9 +51,7 @@ def verify_on(
     report = msgspec.structs.replace(
         keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
     )
-    if report.runs:
-        write_report(bundle, report)
-    return report
+    return _keep_report(bundle, report) if report.runs else report
 
 
 def verify_with(
@@ -122,6 +121,17 @@ def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[D
     """
     planned = [planned.device for planned in bundle.manifest.verification]
     return choose_devices(choice, lambda _: target, default=planned)
+
+
+def _keep_report(bundle: Bundle, report: VerifyReport) -> VerifyReport:
+    """Writes the report into the bundle; where that cannot be its verdict holds too, and a note is added."""
+    try:
+        write_report(bundle, report)
+    except OutputError as error:
+        return msgspec.structs.replace(
+            report, notes=(*report.notes, f"the bundle has no new verify.json: {error.message}")
+        )
+    return report
 
 
 def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:
