@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from edgekit._files import replacing_file, safe_join, staged_folder, write_file
+from edgekit._files import replacing_file, require_place, safe_join, staged_folder, write_file
 from edgekit.errors import BundleError, OutputError
 
 
@@ -40,3 +40,12 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "root" / "link").symlink_to(tmp_path)
     with pytest.raises(BundleError):
         safe_join(tmp_path / "root", name)
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    require_place(tmp_path / "file")
+    require_place(tmp_path / "new" / "folder" / "r.html")
+    for place, reason in ((tmp_path, "it is a folder"), (tmp_path / "file" / "r.html", "file' is no folder")):
+        with pytest.raises(OutputError, match=reason):
+            require_place(place)

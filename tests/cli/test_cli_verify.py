@@ -1,7 +1,10 @@
 """`edgekit verify`: other samples, other limits, and the reports it writes."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -11,6 +14,7 @@ import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from tiny_models import parse_model
 
+import edgekit
 from edgekit.bundle.folder import open_bundle
 from edgekit.cli.main import run_command
 
@@ -342,3 +346,37 @@ def test_a_figure_is_told_from_its_limit(bundle: Path, capsys: pytest.CaptureFix
     (line,) = report["runs"][0]["failures"]
     assert ", below 0.99999999" in line
     assert "cosine 1," not in line
+
+
+def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bundle / "verify.json").mkdir()
+    report = _verify([str(bundle), "--on", "host"], capsys)
+    assert report["passed"]
+    (note,) = report["notes"]
+    assert note.startswith(f"the bundle has no new verify.json: cannot write '{bundle / 'verify.json'}'")
+
+
+def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow_samples.py").write_text(
+        "import time\nimport numpy as np\n\ndef samples():\n    print('reading', flush=True)\n"
+        "    yield {'image': np.zeros((1, 1, 8, 8), np.float32)}\n    time.sleep(60)\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    arguments = ["verify", str(bundle), "--on", "host", "--reference", str(MODEL), "--data", "slow_samples:samples"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edgekit", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(edgekit.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    process.terminate()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.endswith("edgekit: interrupted; nothing half-written is left\n")
+    assert list((tmp_path / "tmp").iterdir()) == []
