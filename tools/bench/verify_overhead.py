@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import onnxruntime as ort
+import onnxruntime
 from zoo_tasks import read_inputs
 
 from edgekit._files import work_folder
@@ -40,6 +41,7 @@ from edgekit.samples import load_samples
 from edgekit.target import load_target
 from edgekit.verify.on_devices import verify_with
 
+ort: Any = onnxruntime
 KINDS = ("bare", "apart", "verify")
 
 
