@@ -132,8 +132,7 @@ def _detail(images: Array) -> float:
 def _enlarge(values: Array, axis: int) -> Array:
     """Returns values _FINE times as many along an axis, on straight lines between the middles of the old ones."""
     count = values.shape[axis]
-    middles: Array = (np.arange(count * _FINE) + 0.5) / _FINE - 0.5
-    places = np.clip(middles, 0, count - 1)
+    places = np.array([min(max((index + 0.5) / _FINE - 0.5, 0.0), count - 1.0) for index in range(count * _FINE)])
     below = np.minimum(places.astype(np.int64), max(0, count - 2))
     shape = [1] * values.ndim
     shape[axis] = -1
