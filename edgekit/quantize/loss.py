@@ -14,7 +14,9 @@ LEAST_PSNR_DB, _MOST_PSNR_DB = 36.0, 48.0
 """How near the images of a float model are taken to come to the truth: a good one loses more by the same noise."""
 
 _ROUNDS = 200
-_PRIOR_LOSS, _PRIOR_SPREAD = 0.5, 0.5
+_PRIOR_LOSS, _PRIOR_SPREAD = 0.5, 1.0
+_LEAST_DOUBT = 0.4
+"""The least variance of what a change costs: a net may be sure, and wrong, of just what changes."""
 _UNKNOWN_LOSS = 0.5
 _RARE = 1e-3
 _DB_LIMIT = 200.0
@@ -50,7 +52,7 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
     if before == after:
         return np.zeros(3)
     old, new = (float(chance) for chance in read_probabilities(expected, reading)[[before, after], 0])
-    return np.array([old - new, old + new - (old - new) ** 2, 1.0])
+    return np.array([old - new, max(old + new - (old - new) ** 2, _LEAST_DOUBT), 1.0])
 
 
 def _judge_classes(records: Sequence[Array]) -> Loss:
