@@ -25,7 +25,7 @@ from edgekit.verify.accuracy import measure_accuracy
 from edgekit.verify.alterations import COMPARED_FORMS, Alteration, find_alterations
 from edgekit.verify.compare import compare_outputs
 from edgekit.verify.device_layers import look_at_layers
-from edgekit.verify.liars import find_half_values, find_replay
+from edgekit.verify.liars import find_half_values, find_replay, find_sameness
 from edgekit.verify.outputs import OutputReport, judge_output
 from edgekit.verify.placement import find_gap
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
@@ -198,7 +198,7 @@ def _look_for_lies(
     """Returns the report of a run with what it did otherwise than it seems; `rows` are those of the golden samples."""
     if run.failure is not None:
         return report
-    notes = list(report.notes)
+    notes = [*report.notes, *find_sameness(reference)]
     if report.samples < asked:
         notes.append(f"it stopped after {report.samples} of {asked} samples: only these were compared")
     if bundle.manifest.precision != "fp16":

@@ -20,7 +20,7 @@ from edgekit.samples import Samples
 from edgekit.tensors import Tensors
 from edgekit.verify.buckets import fill_buckets
 from edgekit.verify.compare import compare_outputs
-from edgekit.verify.liars import find_half_values, find_order
+from edgekit.verify.liars import find_half_values, find_order, find_sameness
 from edgekit.verify.report import RunReport
 from edgekit.verify.verify import verify_bundle
 
@@ -178,3 +178,10 @@ def test_values_on_an_integer_grid_are_no_half_precision() -> None:
 
     assert not note([np.rint(row * 256).clip(0, 255).astype(np.float32) / 256 for row in wanted])
     assert note([row.astype(np.float16).astype(np.float32) for row in wanted])
+
+
+def test_samples_that_all_give_the_same_are_told() -> None:
+    row = np.ones((1, 4), np.float32)
+    assert "for all 9 samples" in find_sameness(rows_of([row] * 9))[0]
+    assert not find_sameness(rows_of([*[row] * 8, row + 1]))
+    assert not find_sameness(rows_of([row]))
