@@ -13,7 +13,9 @@ hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, de
 hypothesis.settings.register_profile("fuzz", max_examples=5000, deadline=None)
 hypothesis.settings.load_profile("quick")
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us with & has children ignore it
+# A shell that starts us with &, or nohup, would have all that we start ignore what is sent to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 CANNOT_RUN_IN_CI = ("needs a Mac", "needs ../shared/zoo", "needs a user who is not root")
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from edgekit.model import Model, read_proto
+from edgekit.model import Model, order_nodes, read_proto
 from edgekit.tensors import Array
 from edgekit.verify.order import DEQUANTIZE, QUANTIZE
 
@@ -18,6 +18,8 @@ _STEPS = 255.0
 
 _MOST_NOISE = 1.0
 """Where channels differ much in size, what is expected by the largest of them is far too much."""
+
+_MOVERS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 _Floats = npt.NDArray[np.float64]
 
@@ -135,6 +137,15 @@ def find_grids(model: Model) -> dict[str, Grid | None]:
     grids = {node.output[0]: rounded[node.input[0]] for node in graph.node if node.op_type == DEQUANTIZE
              and node.input[0] in rounded}  # fmt: skip
     return grids | {node.input[0]: rounded[node.output[0]] for node in graph.node if node.op_type == QUANTIZE}
+
+
+def follow_moves(grids: Mapping[str, Grid | None], graph: onnx.GraphProto) -> dict[str, Grid | None]:
+    """Returns the grids with those of the tensors whose values are only moved before they are rounded."""
+    found = dict(grids)
+    for node in reversed(order_nodes(graph)):
+        if node.op_type in _MOVERS and node.output[0] in found:
+            found.setdefault(node.input[0], found[node.output[0]])
+    return found
 
 
 def read_grid(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> Grid | None:

@@ -15,7 +15,7 @@ from edgekit.verify.biases import find_unfit
 from edgekit.verify.bodies import Inner, find_inner
 from edgekit.verify.feeding import Feeder, open_feeder
 from edgekit.verify.grafts import find_altered
-from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, measure_steps
+from edgekit.verify.grids import Grid, StepErrors, add_steps, find_grids, follow_moves, measure_steps
 from edgekit.verify.match import MatchedTensor, match_tensors
 from edgekit.verify.metrics import SampleErrors
 from edgekit.verify.overflows import HALF_MAX, find_reach, find_size, settle_infinities
@@ -102,7 +102,7 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
             matched = _keep_comparable(every, wanted, found)
             altered = find_altered(a, b, every, sample) | _find_resized(every, matched, graphs, (wanted, found))
             regions = find_regions(*graphs, matched)
-            feeder = open_feeder((a, b), matched, (wanted, found), regions, (grids, scaling))
+            feeder = open_feeder((a, b), matched, (wanted, found), regions, (follow_moves(grids, graphs[1]), scaling))
         reference, own = feeder.run(sample, wanted, found)
         _add_results(sums, matched, regions, grids, (wanted, found, reference, own))
     inner = find_inner(a, b, every)

@@ -131,6 +131,23 @@ def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -
     assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 55 for layer in comparison.layers)
 
 
+def test_rounding_behind_a_reshape_that_the_other_model_lacks_is_no_fault(tmp_path: Path) -> None:
+    head = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,24] x) => (float[1,4,24] y)'
+    plain = f"{head} <float c = {{9}}> {{ m = Mul(x, c)  y = Softmax<axis = -1>(m) }}"
+    moved = (
+        f"{head} <float c = {{9}}, float s = {{0.5}}, uint8 z = {{128}}, int64[3] n = {{1, 4, 24}}> {{ m = Mul(x, c)"
+        "  f = Flatten<axis = 2>(m)  q = QuantizeLinear(f, s, z)  d = DequantizeLinear(q, s, z)  t = Softmax(ACT)"
+        "  y = Reshape(t, n) }"
+    )
+    rows = np.random.default_rng(2).normal(size=(4, 1, 4, 24)).astype(np.float32)
+    samples = Samples(source="x", count=4, read=lambda: ({"x": row} for row in rows))
+    plain_model = load_model(parse_model(plain, tmp_path / "a.onnx"))
+    for act, is_clean in (("d", True), ("z2", False)):
+        text = moved.replace("t = Softmax(ACT)", f"z2 = Neg(d)  t = Softmax({act})")
+        layers = compare_layers(plain_model, load_model(parse_model(text, tmp_path / f"{act}.onnx")), samples)
+        assert (find_first_bad(layers) is None) is is_clean
+
+
 def test_the_comparison_is_plain_data(models: tuple[Model, Model]) -> None:
     comparison = compare_models(*models, make_images(1), layers=True)
     assert msgspec.json.decode(msgspec.json.encode(comparison), type=type(comparison)) == comparison
