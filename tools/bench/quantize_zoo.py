@@ -3,9 +3,10 @@
     python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--no-ort] [--state DIR]
 
 What scores a model never calibrates it. `edgekit` is the automatic mode, `--max-drop 0.5`, without labels; `ORT` the
-best of all of ONNX Runtime's settings, picked by the very score that is printed, which favours it. Two verdicts a
-row: `drop` is "ok" where at most half a point is lost (images: 0.15 dB) or the interval of 95 % of the difference
-reaches that; `ORT` is "ok" where edgekit is not worse than the best setting, or not beyond the sampling error.
+best of all of ONNX Runtime's settings, picked by the very score that is printed, which favours it: so the interval of
+95 % of that difference is one that holds for all settings at once. Two verdicts a row: `drop` is "ok" where at most
+half a point is lost (images: 0.15 dB) or the interval of the difference reaches that; `ORT` is "ok" where edgekit is
+not worse than the best setting, or not beyond the sampling error.
 `--state` keeps what ONNX Runtime's settings score, by digests of model and data and its version, so that a run goes on
 and a later one only repeats edgekit's part. Without targets (`--targets ""`) only that is filled. Returns 1 where a
 verdict is no.
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
@@ -37,9 +39,12 @@ from edgekit.target import load_target, target_names
 from edgekit.tensors import Tensors
 from edgekit.verify.scores import TaskReport
 from edgekit.verify.tasks import find_metric, measure_task
+from edgekit.wilson import Z95
 
 MAX_DROP = 0.5
-_Stock = tuple[str, list[Tensors]]
+_Stock = tuple[str, list[Tensors], int]
+"""The best setting, its outputs, and among how many it was picked."""
+
 _DB_OF_POINT = 0.3
 """What a point is worth where the score is in decibels."""
 
@@ -115,7 +120,7 @@ def score(task: ZooTask, rows: list[Tensors]) -> float:
 
 
 def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state: StockState) -> _Stock | None:
-    """Returns the name and the outputs of ONNX Runtime's best setting by the score of the task."""
+    """Returns ONNX Runtime's best setting by the score of the task, None if all fail."""
     with contextlib.redirect_stdout(sys.stderr):
         for setting in quantize_stock(model, samples, work, state.known):
             if setting.path is None:
@@ -125,7 +130,8 @@ def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state
             value = score(task, rows)
             print(f"  {task.name}: ort {setting.name} ({setting.samples} samples): {value:.4f}", file=sys.stderr)
             state.keep(setting.name, value, rows)
-    return state.best()
+    best = state.best()
+    return None if best is None else (*best, state.scored)
 
 
 def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool, state: Path | None = None) -> Iterator[Row]:
@@ -169,7 +175,7 @@ def _bench_target(
         difference=_points(found, found.difference),
         interval=_interval(found),
         over_ort=None if over is None else _points(over, over.difference),
-        over_ort_interval=None if over is None else _interval(over),
+        over_ort_interval=None if over is None or stock is None else _interval(over, among=stock[2]),
         size_share=report.size_after / report.size_before,
         seconds=report.seconds,
         expected_drop=report.predicted.drop_estimate,
@@ -196,9 +202,12 @@ def _points(report: TaskReport, value: float | None) -> float:
     return (value or 0.0) * factor
 
 
-def _interval(report: TaskReport) -> tuple[float, float]:
-    low, high = report.interval or (report.difference or 0.0, report.difference or 0.0)
-    return _points(report, low), _points(report, high)
+def _interval(report: TaskReport, *, among: int = 1) -> tuple[float, float]:
+    """Returns the interval of a difference, which holds for so many differences at once (Bonferroni)."""
+    middle = report.difference or 0.0
+    low, high = report.interval or (middle, middle)
+    wider = NormalDist().inv_cdf(1 - 0.025 / among) / Z95
+    return _points(report, middle + wider * (low - middle)), _points(report, middle + wider * (high - middle))
 
 
 def describe(row: Row) -> str:

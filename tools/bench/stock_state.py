@@ -30,6 +30,11 @@ class StockState:
         """Names of settings that were scored, or that failed."""
         return frozenset(self._held)
 
+    @property
+    def scored(self) -> int:
+        """How many settings have a score."""
+        return len(self._numbers())
+
     def fail(self, name: str, why: str) -> None:
         """Keeps that a setting gave no model."""
         self._write(name, why)
