@@ -30,7 +30,7 @@ SLOWEST_BYTES_PER_S = 256 << 10
 _SERIAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _STATES = (
     (
-        "unauthorized",
+        "authoriz",  # "unauthorized", or "still authorizing" just before
         "it has not been told to trust this computer: confirm the dialog on its screen",
         "{adb} get-state",
     ),
