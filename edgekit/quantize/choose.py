@@ -232,18 +232,17 @@ def relieve_step(
     if count > _FEW_RELIEVED and memory.is_file():
         again = msgspec.json.decode(memory.read_bytes(), type=tuple[str, Rounding])
         return _choose(relieved, calibration, *again)
-    relieved = _choose_again(graph, relieved, calibration)
+    if plan.precision == "int8" and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
+        relieved, _ = _choose_again(graph, relieved, calibration)
     write_file(memory, msgspec.json.encode((relieved.method, relieved.rounding)))
     return relieved
 
 
-def _choose_again(graph: Graph, plan: QuantPlan, calibration: Calibration) -> QuantPlan:
-    """Returns a relieved plan with the range method and the rounding that are best for it.
+def _choose_again(graph: Graph, plan: QuantPlan, calibration: Calibration) -> tuple[QuantPlan, Candidate]:
+    """Returns a relieved plan with the range method and the rounding that are best for it, and how it was judged.
 
     Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
     """
-    if plan.precision != "int8" or any(method not in calibration.ranges for method in {*AUTO_METHODS, plan.method}):
-        return plan
     ratios = {
         name: _judge_ranges(graph, _choose(_unsigned(plan), calibration, name, "nearest")) for name in AUTO_METHODS
     }
@@ -252,7 +251,7 @@ def _choose_again(graph: Graph, plan: QuantPlan, calibration: Calibration) -> Qu
         best = plan.method
     chosen = _choose(_unsigned(plan), calibration, best, plan.rounding)
     lead = max(_judge_roundings(graph, chosen, _LEARNED), key=lambda candidate: candidate.sqnr_db)
-    return _choose(plan, calibration, best, lead.rounding)
+    return _choose(plan, calibration, best, lead.rounding), lead
 
 
 def _rank_once(graph: Graph, plan: QuantPlan) -> list[str]:
@@ -284,8 +283,7 @@ def _relieve(
         relieved = relieve_tensors(graph, plan, names, calibration, widens=widens)
         if not quantizes_any(graph, relieved):
             break
-        relieved = _choose_again(graph, relieved, calibration)
-        found = next(_judge_roundings(graph, _unsigned(relieved), (relieved.rounding,)))
+        relieved, found = _choose_again(graph, relieved, calibration)
         ratio = found.sqnr_db
         tried.append(msgspec.structs.replace(found, relieved=names))
         if ratio >= reached + relief.least_gain_db:
