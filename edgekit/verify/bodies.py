@@ -6,7 +6,7 @@ import msgspec
 import onnx
 from onnx import numpy_helper
 
-from edgekit.model import Model, order_nodes
+from edgekit.model import order_nodes
 from edgekit.tensors import Array
 from edgekit.verify.grafts import describe_changed, fill_attributes, is_rounded, is_same_version, list_changed
 from edgekit.verify.match import MatchedTensor
@@ -29,18 +29,18 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
     words: str
 
 
-def find_inner(a: Model, b: Model, matched: Sequence[MatchedTensor]) -> dict[str, Inner]:
+def find_inner(floats: Initializers, stored: Initializers, matched: Sequence[MatchedTensor]) -> dict[str, Inner]:
     """Returns, by the tensor of a control-flow node, the first node in its bodies that is not model A's.
 
     Bodies are compared where they hold the same operators in the same order: attributes, with defaults filled in, and
     constants, beyond rounding to half precision.
     """
-    floats, stored = Initializers(a), Initializers(b)
+    opsets = floats.model.opsets, stored.model.opsets
     found: dict[str, Inner] = {}
     for item in matched:
         pair = pair_nodes(floats, stored, item)
         if pair is not None and any(attribute.HasField("g") for attribute in pair[0].attribute):
-            inner = next(_compare_nodes(*pair, (floats.tensors, stored.tensors), (a.opsets, b.opsets)), None)
+            inner = next(_compare_nodes(*pair, (floats.tensors, stored.tensors), opsets), None)
             found |= {} if inner is None else {item.tensor: inner}
     return found
 

@@ -10,7 +10,6 @@ from onnx import helper, numpy_helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.model import Model, read_proto
 from edgekit.scaling import SUFFIX
 from edgekit.tensors import Array, Tensors
 from edgekit.verify import metrics
@@ -48,7 +47,9 @@ class _Pair(msgspec.Struct, frozen=True, kw_only=True):
     inputs: frozenset[str]
 
 
-def find_altered(a: Model, b: Model, matched: Sequence[MatchedTensor], sample: Tensors) -> dict[str, str]:
+def find_altered(
+    floats: Initializers, stored: Initializers, matched: Sequence[MatchedTensor], sample: Tensors
+) -> dict[str, str]:
     """Returns, by tensor, how the operator behind it differs from model A's, in words.
 
     Two nodes of one operator and version are compared by their attributes, defaults filled in, by what they read, and
@@ -57,7 +58,7 @@ def find_altered(a: Model, b: Model, matched: Sequence[MatchedTensor], sample: T
     and an epsilon is one, however small beside the steps of a grid. Float constants of nodes that also read quantized
     ones do not count, because a quantizer corrects them, nor do masks, and those of tensors that were scaled.
     """
-    floats, stored = Initializers(a), Initializers(b)
+    a, b = floats.model, stored.model
     twins, opsets = {item.raw_b: item for item in matched}, (a.opsets, b.opsets)
     inputs = {spec.name for spec in a.inputs} & {spec.name for spec in b.inputs}
     grafts: dict[str, _Graft] = {}
@@ -74,8 +75,7 @@ def find_altered(a: Model, b: Model, matched: Sequence[MatchedTensor], sample: T
     names = {name for graft in grafts.values() for name in (*graft.node.input, *graft.wanted) if name}
     constants = {name for graft in grafts.values() for name in graft.constants}
     known = {**given, **open_traced(a, sorted(names - constants)).run(given)}
-    proto = read_proto(a, weights=False)
-    return {tensor: graft.words for tensor, graft in grafts.items() if _changes(graft, proto, known)}
+    return {tensor: graft.words for tensor, graft in grafts.items() if _changes(graft, floats.proto, known)}
 
 
 def fill_attributes(node: onnx.NodeProto, opsets: Mapping[str, int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import ModelError
-from edgekit.model import Model, read_proto
+from edgekit.model import Model
 from edgekit.samples import Samples
 from edgekit.scaling import read_scaling, scale_channels
 from edgekit.tensors import Array, Tensors
@@ -82,8 +82,8 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         ModelError: no float tensor of `b` bears the name of one of `a`.
         UsageError: the samples do not fit a model.
     """
-    protos = read_proto(a, weights=False), read_proto(b, weights=False)
-    graphs, scaling = (protos[0].graph, protos[1].graph), read_scaling(protos[1])
+    floats, stored = Initializers(a), Initializers(b)
+    graphs, scaling = (floats.graph, stored.graph), read_scaling(stored.proto)
     every = matched = match_tensors(*graphs)
     traced_a, traced_b = (
         open_traced(a, [tensor.in_a for tensor in matched]),
@@ -100,15 +100,17 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
             # A sequence or a map came back as its parts, under other names.
             every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
             matched = _keep_comparable(every, wanted, found)
-            altered = find_altered(a, b, every, sample) | _find_resized(every, matched, graphs, (wanted, found))
+            altered = find_altered(floats, stored, every, sample) | _find_resized(
+                every, matched, graphs, (wanted, found)
+            )
             regions = find_regions(*graphs, matched)
             feeder = open_feeder((a, b), matched, (wanted, found), regions, (follow_moves(grids, graphs[1]), scaling))
         reference, own = feeder.run(sample, wanted, found)
         _add_results(sums, matched, regions, grids, (wanted, found, reference, own))
-    inner = find_inner(a, b, every)
+    inner = find_inner(floats, stored, every)
     if not sums and not altered:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    weights, unfit = measure_weights(a, b, matched, regions), find_unfit(Initializers(b))
+    weights, unfit = measure_weights(floats, stored, matched, regions), find_unfit(stored)
     layers = (
         msgspec.structs.replace(
             _report(item, sums.get(item.tensor, _Sums()), regions.get(item.tensor, Region()), grids, weights),

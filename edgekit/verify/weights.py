@@ -45,50 +45,12 @@ class WeightFacts(msgspec.Struct, frozen=True, kw_only=True):
     noise: float = 0.0
 
 
-def measure_weights(
-    a: Model, b: Model, matched: Sequence[MatchedTensor], regions: Mapping[str, Region]
-) -> dict[str, WeightFacts]:
-    """Returns, for each layer of `b`, how its weights lie to those of `a`, by tensor.
-
-    Rounding to the nearest gives half a step at most, refitted weights lie a few steps off. Weights that are clipped on
-    purpose do not count; nor do channels of which most weights differ, and tensors of which more than a few are far
-    off, because a quantizer equalizes and prunes: what is wrong with those shows in the layer's output. A step of a
-    float weight is a twelfth of `FAR_STEPS` for each unit in its last place beyond two, so that a weight that is not
-    its float weight rounded lies far; so do weights that are all off by one number of steps. One tensor is in memory at
-    a time.
-    """
-    floats, stored = Initializers(a), Initializers(b)
-    facts: dict[str, WeightFacts] = {}
-    for item in matched:
-        pair = pair_nodes(floats, stored, item)
-        pairs = () if pair is None else zip(pair[1].input, pair[0].input, strict=False)
-        found = [_compare(stored, mine, floats, theirs) for mine, theirs in pairs]
-        facts[item.tensor] = WeightFacts(
-            steps=max((steps for steps in found if steps is not None), default=None),
-            noise=math.hypot(*(stored.measure_noise(name) for name in regions[item.tensor].results)),
-        )
-    return facts
-
-
-def pair_nodes(
-    floats: "Initializers", stored: "Initializers", item: MatchedTensor
-) -> tuple[onnx.NodeProto, onnx.NodeProto] | None:
-    """Returns the nodes of both models that compute a tensor, looking back to one operator; None where there is none.
-
-    A Conv whose Relu or Clip was folded gives the tensor that this gave.
-    """
-    first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
-    while first is not None and second is not None and first.op_type != second.op_type:
-        is_folded = len(first.input) == 1 or first.op_type == "Clip"
-        first = floats.find_node(first.input[0]) if is_folded else None
-    return None if first is None or second is None else (first, second)
-
-
 class Initializers:
     """The initializers of a model, read one by one, from external files where they lie there."""
 
     def __init__(self, model: Model) -> None:
-        self.graph = read_proto(model, weights=False).graph
+        self.model, self.proto = model, read_proto(model, weights=False)
+        self.graph = self.proto.graph
         self.tensors: Mapping[str, onnx.TensorProto] = list_constants(self.graph)
         self.rounded = {node.output[0]: node for node in self.graph.node if node.op_type == DEQUANTIZE}
         self._producers = {name: node for node in self.graph.node for name in node.output if name}
@@ -142,6 +104,44 @@ class Initializers:
         if external_data_helper.uses_external_data(tensor):
             external_data_helper.load_external_data_for_tensor(tensor, str(self._folder))
         return numpy_helper.to_array(tensor)
+
+
+def measure_weights(
+    floats: Initializers, stored: Initializers, matched: Sequence[MatchedTensor], regions: Mapping[str, Region]
+) -> dict[str, WeightFacts]:
+    """Returns, for each layer of a model, how its weights lie to those of the float model, by tensor.
+
+    Rounding to the nearest gives half a step at most, refitted weights lie a few steps off. Weights that are clipped on
+    purpose do not count; nor do channels of which most weights differ, and tensors of which more than a few are far
+    off, because a quantizer equalizes and prunes: what is wrong with those shows in the layer's output. A step of a
+    float weight is a twelfth of `FAR_STEPS` for each unit in its last place beyond two, so that a weight that is not
+    its float weight rounded lies far; so do weights that are all off by one number of steps. One tensor is in memory at
+    a time.
+    """
+    facts: dict[str, WeightFacts] = {}
+    for item in matched:
+        pair = pair_nodes(floats, stored, item)
+        pairs = () if pair is None else zip(pair[1].input, pair[0].input, strict=False)
+        found = [_compare(stored, mine, floats, theirs) for mine, theirs in pairs]
+        facts[item.tensor] = WeightFacts(
+            steps=max((steps for steps in found if steps is not None), default=None),
+            noise=math.hypot(*(stored.measure_noise(name) for name in regions[item.tensor].results)),
+        )
+    return facts
+
+
+def pair_nodes(
+    floats: "Initializers", stored: "Initializers", item: MatchedTensor
+) -> tuple[onnx.NodeProto, onnx.NodeProto] | None:
+    """Returns the nodes of both models that compute a tensor, looking back to one operator; None where there is none.
+
+    A Conv whose Relu or Clip was folded gives the tensor that this gave.
+    """
+    first, second = floats.find_node(item.tensor), stored.find_node(item.raw_b)
+    while first is not None and second is not None and first.op_type != second.op_type:
+        is_folded = len(first.input) == 1 or first.op_type == "Clip"
+        first = floats.find_node(first.input[0]) if is_folded else None
+    return None if first is None or second is None else (first, second)
 
 
 def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from verify_models import break_layer, make_images, quantize
 
-from edgekit.model import Model, load_model, read_proto
+from edgekit.model import Model, load_model
 from edgekit.tensors import Array
 from edgekit.verify.biases import find_unfit
 from edgekit.verify.layers import compare_layers
@@ -41,9 +41,10 @@ def scaled(models: tuple[Model, Model], tmp_path_factory: pytest.TempPathFactory
 
 def measure(a: Model, b: Model) -> dict[str, float]:
     """Returns the steps of the worst weight by layer."""
-    graphs = read_proto(a).graph, read_proto(b).graph
+    floats, stored = Initializers(a), Initializers(b)
+    graphs = floats.graph, stored.graph
     matched = match_tensors(*graphs)
-    facts = measure_weights(a, b, matched, find_regions(*graphs, matched))
+    facts = measure_weights(floats, stored, matched, find_regions(*graphs, matched))
     return {item.layer: facts[item.tensor].steps or 0.0 for item in matched}
 
 
