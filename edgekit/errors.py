@@ -71,3 +71,8 @@ def suggest_name(word: str, valid: Iterable[str]) -> str:
     if near:
         return f"did you mean '{near[0]}'?"
     return f"valid: {', '.join(names)}" if names else "there is nothing to choose from"
+
+
+def quote_error(error: Exception) -> str:
+    """Returns what others' code says of its error, in a line of at most 300 letters: it may quote a stranger."""
+    return " ".join(str(error).split())[:300]

@@ -128,6 +128,14 @@ def write_proto(proto: onnx.ModelProto, path: Path) -> None:
     )
 
 
+def read_contents(tensor: onnx.TensorProto) -> bytes:
+    """Returns the bytes of a tensor without its name: the same for two that hold the same."""
+    unnamed = onnx.TensorProto()
+    unnamed.CopyFrom(tensor)
+    unnamed.name = ""
+    return unnamed.SerializeToString(deterministic=True)
+
+
 def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields a graph and, depth first, the bodies of its control-flow nodes."""
     yield graph

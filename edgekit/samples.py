@@ -14,7 +14,7 @@ import onnx
 import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
-from edgekit.errors import DataError, suggest_name
+from edgekit.errors import DataError, quote_error, suggest_name
 from edgekit.images import SUFFIXES, Preprocess, read_image
 from edgekit.npz import count_rows, read_rows
 from edgekit.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
@@ -243,9 +243,8 @@ def _from_function(source: str) -> Samples:
             for sample in function():
                 yield {key: np.asarray(value) for key, value in sample.items()}
         except Exception as error:  # so does reading
-            words = " ".join(str(error).split())[:300]
             hint = "it must give dicts of arrays by input name"
-            raise DataError(f"'{source}' raises {type(error).__name__}: {words}", hint=hint) from error
+            raise DataError(f"'{source}' raises {type(error).__name__}: {quote_error(error)}", hint=hint) from error
 
     return Samples(source=source, count=_UNCOUNTED, read=read)
 

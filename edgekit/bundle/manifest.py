@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from edgekit.bundle.migrate import migrate_manifest
-from edgekit.errors import BundleError
+from edgekit.errors import BundleError, quote_error
 from edgekit.images import Preprocess
 from edgekit.recipe import Licence
 from edgekit.target import Form, Platform, Precision, Thresholds, Verification
@@ -204,7 +204,7 @@ def decode_plain(data: bytes, source: str) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise BundleError(f"'{source}' is malformed: {_one_line(error)}", hint="build the bundle again") from error
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
 
 
 def check_canonical(raw: Any, data: bytes, source: str) -> None:
@@ -228,9 +228,4 @@ def convert_strictly(raw: Any, kind: type[_Value], source: str) -> _Value:
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise BundleError(f"'{source}' is malformed: {_one_line(error)}", hint="build the bundle again") from error
-
-
-def _one_line(error: Exception) -> str:
-    """Returns what a decoder says, which may quote a key of a stranger: short, and without line breaks."""
-    return " ".join(str(error).split())[:300]
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error

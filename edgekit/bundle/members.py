@@ -13,7 +13,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from edgekit.bundle.names import find_fault
-from edgekit.errors import BundleError
+from edgekit.errors import BundleError, quote_error
 
 _CHUNK_BYTES = 1 << 20
 _MAX_DIRECTORY_BYTES = 8 << 20
@@ -46,8 +46,7 @@ def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
     try:
         yield from items
     except _UNREADABLE as error:
-        words = " ".join(str(error).split())[:300]
-        raise BundleError(f"'{path}' is damaged: {words}", hint="fetch it again") from error
+        raise BundleError(f"'{path}' is damaged: {quote_error(error)}", hint="fetch it again") from error
 
 
 def _read_zip(file: IO[bytes]) -> Iterator[Member]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import shape_inference, version_converter
 
-from edgekit.errors import ModelError, UsageError
+from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.model import MAX_IR_VERSION, MAX_OPSET, iterate_graphs
 from edgekit.prepare.lower import find_newer_ops, lower_imports
 from edgekit.prepare.weights import put_weights, weights_aside
@@ -61,7 +61,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
         try:
             converted = version_converter.convert_version(proto, opset)
         except _FAILURES as error:
-            reason = f"it uses {', '.join(newer)}" if newer else " ".join(str(error).split())[:300]
+            reason = f"it uses {', '.join(newer)}" if newer else quote_error(error)
             raise ModelError(
                 f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
             ) from error

@@ -7,7 +7,7 @@ from itertools import count
 import onnx
 from onnx import defs, helper
 
-from edgekit.model import drop_unread, iterate_graphs
+from edgekit.model import drop_unread, iterate_graphs, read_contents
 
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _LETTERS = string.ascii_letters
@@ -76,7 +76,7 @@ def _share_constants(graph: onnx.GraphProto) -> None:
         for place in places:
             constant = stored.get(node.input[place])
             if constant is not None:
-                node.input[place] = kept.setdefault((place, _contents(constant)), constant.name)
+                node.input[place] = kept.setdefault((place, read_contents(constant)), constant.name)
     drop_unread(graph)
     zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
     for tensor in graph.initializer:
@@ -84,13 +84,6 @@ def _share_constants(graph: onnx.GraphProto) -> None:
             size = len(tensor.raw_data) // 4
             tensor.ClearField("raw_data")
             tensor.int32_data.extend([0] * size)  # a byte each, not four
-
-
-def _contents(tensor: onnx.TensorProto) -> bytes:
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
-    copy.ClearField("name")
-    return copy.SerializeToString(deterministic=True)
 
 
 def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ import onnx
 from edgekit.bundle.expected import LAYERS
 from edgekit.bundle.folder import GOLDEN, Bundle
 from edgekit.errors import BundleError, EdgekitError
-from edgekit.model import Model, iterate_graphs, load_model
+from edgekit.model import Model, iterate_graphs, load_model, read_contents
 from edgekit.verify.match import match_tensors
 from edgekit.verify.regions import find_regions
 from edgekit.verify.weights import Initializers, list_constants
@@ -107,10 +107,7 @@ def _fingerprint_bodies(graph: onnx.GraphProto) -> Iterator[Fingerprint]:
                 digest = hashlib.sha256(plain.SerializeToString(deterministic=True))
                 for name in node.input:
                     if name in constants:
-                        tensor = onnx.TensorProto()
-                        tensor.CopyFrom(constants[name])
-                        tensor.name = ""
-                        digest.update(tensor.SerializeToString(deterministic=True))
+                        digest.update(read_contents(constants[name]))
                 yield Fingerprint(
                     tensor=f"{body.name}/{node.output[0]}",
                     layer=node.name or node.output[0],

@@ -92,7 +92,6 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
-
         refuse_impossible(read_outputs(golden), read_classes(golden) or ())
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(digest_file, golden.folder / INPUTS)

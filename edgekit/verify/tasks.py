@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, suggest_name
+from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, suggest_name
 from edgekit.labels import Label, LabelKind
 from edgekit.samples import Samples
 from edgekit.target import TaskLimit
@@ -127,9 +127,8 @@ def _call(name: str, function: Callable[..., Any], outputs: Tensors, label: Labe
     try:
         return function(outputs, label)
     except Exception as error:  # it is the user's own code, which may raise anything
-        words = " ".join(str(error).split())[:300]
         raise DataError(
-            f"metric '{name}' raises {type(error).__name__}: {words}",
+            f"metric '{name}' raises {type(error).__name__}: {quote_error(error)}",
             hint="it is called with outputs by name and a label",
         ) from error
 
