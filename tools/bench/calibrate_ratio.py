@@ -11,7 +11,6 @@ before each sample (then the peak is that of both).
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -57,6 +56,12 @@ def clock() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
+def peak_memory() -> float:
+    """Returns the most memory that this process had, in MB; what `getrusage` says begins with its parent's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 def infer(model: Model, samples: Samples, spent: list[float]) -> Iterator[Tensors]:
     """Yields samples after a plain run each; adds to `spent` how many there were, wall and CPU seconds."""
     session = CpuSession(model.path, SessionSettings())
@@ -77,7 +82,7 @@ def measure(path: str, method: str, count: int, *, interleaved: bool) -> dict[st
     with tempfile.TemporaryDirectory() as work:
         calibrate_model(model, given, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named)
     seconds = [end - begin - own for begin, end, own in zip(start, clock(), spent[1:], strict=True)]
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_mb = peak_memory()
     if not interleaved:
         for _ in infer(model, samples, spent):
             pass
