@@ -10,7 +10,7 @@ import msgspec
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import Golden, make_golden, read_inputs
+from edgekit.bundle.golden import Golden, make_golden, read_classes, read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry
 from edgekit.bundle.opening import open_recorded
 from edgekit.bundle.recorded import Recorded, adopt_reference
@@ -42,6 +42,7 @@ from edgekit.samples import Samples, limit_samples, load_samples, select_samples
 from edgekit.search import Goal, search_quantization
 from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
+from edgekit.verify.accuracy import refuse_impossible
 from edgekit.verify.attribute import explain_report
 from edgekit.verify.fingerprints import fingerprint_model
 from edgekit.verify.on_devices import find_devices
@@ -180,6 +181,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     labels = None if data.labels is None else read_task_labels(data.labels, kind, held_out)
     job.progress("run the float model")
     golden = make_golden(source, refusing_bad(held_out), job.work / "golden", labels=labels)
+    refuse_impossible(read_outputs(golden), read_classes(golden) or ())
     targets = [target.name for target in job.targets]
     recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
     for bundle in recorded.values():

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
@@ -12,7 +13,7 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.checking import check_targets
 from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice
-from edgekit.errors import EdgekitError, OutputError
+from edgekit.errors import DataError, EdgekitError, OutputError
 from edgekit.model import load_model
 from edgekit.pipeline import build
 from edgekit.quantization import quantize_for
@@ -37,6 +38,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
 def test_the_demo_passes_on_four_targets(demo: BuildReport) -> None:
     assert [bundle.target for bundle in demo.bundles if bundle.passed] == list(TARGETS)
     assert demo.passed
+
+
+def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "labels.npy", np.full_like(np.load(LABELS), -1))
+    data = msgspec.structs.replace(DEMO_DATA, labels=tmp_path / "labels.npy")
+    with pytest.raises(DataError, match="label -1 is no class of an output of 10"):
+        build(MODEL, data, tmp_path / "out", Recipe(targets=("xnnpack",)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_run_says_what_it_is_worth(demo: BuildReport) -> None:
