@@ -66,6 +66,20 @@ def require_place(path: Path) -> None:
         raise OutputError(f"cannot write '{path}': {reason}", hint="choose a place you may write, with space")
 
 
+def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
+    """Returns if no file is to be written over one that is read, nor two to one place.
+
+    Raises:
+        OutputError: one is.
+    """
+    taken = {path.resolve(): "one that is read" for path in inputs}
+    for path in outputs:
+        place = path.resolve()
+        if place in taken:
+            raise OutputError(f"'{path}' would be written over {taken[place]}", hint="give it another name")
+        taken[place] = "another one that is written"
+
+
 def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
     """Writes a file that does not exist yet, chunk by chunk, making its folders; `mode` is subject to the umask.
 

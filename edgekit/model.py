@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import onnx
 
-from edgekit._files import digest_file, safe_join
+from edgekit._files import digest_file, move_file, safe_join
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.skim import skim_model
 from edgekit.tensors import TensorSpec
@@ -126,6 +126,17 @@ def write_proto(proto: onnx.ModelProto, path: Path) -> None:
         save_as_external_data=size_bytes > MAX_PROTOBUF_BYTES - (64 << 20),
         location=f"{path.name}.data",
     )
+
+
+def move_data(path: Path, out: Path) -> None:
+    """Moves what `write_proto` wrote beside `path`, if anything, to where it belongs beside `out`, of the same name.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    data = path.with_name(f"{path.name}.data")
+    if data.exists():
+        move_file(data, out.with_name(data.name))
 
 
 def read_contents(tensor: onnx.TensorProto) -> bytes:

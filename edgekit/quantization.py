@@ -7,14 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import replacing_file, work_folder
-from edgekit.data_check import check_samples, warn_if_few
-from edgekit.errors import DataError, UsageError
+from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
+from edgekit.data_check import SampleFacts, check_samples, warn_if_few
+from edgekit.errors import UsageError
 from edgekit.labels import Label, read_task_labels
-from edgekit.model import Model, load_model
+from edgekit.model import Model, load_model, move_data
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize.adopt import adopt_plan, require_origin
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.choose import plan_calibration
 from edgekit.quantize.diagnose import rank_plan
@@ -24,7 +25,7 @@ from edgekit.quantize.ranges import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_
 from edgekit.recipe import Data, PrecisionChoice, Recipe, choose_precision, load_targets
 from edgekit.report.summary import CalibrationReport, LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
-from edgekit.search import Goal, Searched, search_quantization
+from edgekit.search import Goal, Searched, State, open_state, search_quantization
 from edgekit.steps import peak_rss_bytes
 from edgekit.target import Precision, Target, TaskLimit
 from edgekit.verify.drop import TOP1, measure_drop
@@ -33,19 +34,21 @@ from edgekit.verify.tasks import find_metric
 MAX_PLAN_BYTES = 1 << 26
 
 
-class _Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared and calibrated for one target."""
+class _Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A model prepared for one target, and samples that were judged: all that is known before anything is measured."""
 
     source: Model
     prepared: Model
     samples: Samples
+    facts: SampleFacts
+    labels: Path | None
+    limit: TaskLimit
+    max_drop: float | None
     measure: Callable[[Model], Prediction]
-    measured_by: str
-    warnings: tuple[str, ...]
     fixes: tuple[Fix, ...]
-    calibration: Calibration
     target: Target
     precision: Precision
+    work: Path
 
 
 class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +64,7 @@ class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of_plan(plan: QuantPlan) -> "_Wanted":
-        return _Wanted(methods=PLAIN_METHODS, fitting=plan.rounding != "nearest")
+        return _Wanted(methods=PLAIN_METHODS, fitting=plan.rounding != "nearest" or bool(plan.factors))
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,29 +99,34 @@ def quantize_for(
     """
     start, progress, how = time.monotonic(), progress or say_nothing, options or QuantizeOptions()
     given = None if how.plan is None else read_plan(how.plan)
+    require_place(out)
     with work_folder() as work, replacing_file(out) as temporary:
+        job = _open_job(model, data, _with_precision(recipe, given), work)
+        require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
+        state = None if how.state is None else _open_state(job, how.state)
+        if given is not None:
+            require_origin(given, job.prepared, job.facts.sha256, job.target)
         wanted = _Wanted.of_method(how.method) if given is None else _Wanted.of_plan(given)
         wanted = msgspec.structs.replace(wanted, fitting=wanted.fitting or how.layers)
-        ready = _make_ready(model, data, recipe, wanted, how.cache, work, progress)
+        calibration = _calibrate(job, wanted, how.cache, progress)
         searched: Searched | None = None
         if given is not None:
-            chosen = _adopt(given, ready)
-        elif recipe.max_drop is None:
-            chosen = _plan(ready, how.method)
+            chosen = adopt_plan(given, job.prepared, calibration, job.target)
+        elif job.max_drop is None:
+            chosen = _plan(job, calibration, how.method)
         else:
-            searched = _search(ready, recipe.max_drop / 100, work, how.state, progress)
+            searched = _search(job, calibration, job.max_drop / 100, state, progress)
             chosen = searched.chosen.plan
         progress("quantize")
-        quantized = quantize_model(ready.prepared, chosen, temporary)
+        quantized = quantize_model(job.prepared, chosen, temporary)
         if searched is None:
             progress("measure")
-            predicted = ready.measure(quantized.model)
-        else:
-            predicted = searched.chosen.prediction
+        predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
         if how.layers:
             progress("quantize each activation alone")
-        layers = tuple(_describe_layers(ready, chosen)) if how.layers else ()
-    report = _report(ready, chosen, quantized, predicted, searched, recipe.max_drop, out, start)
+        layers = tuple(_describe_layers(job, calibration, chosen)) if how.layers else ()
+        move_data(temporary, out)
+    report = _report(job, calibration, chosen, quantized, predicted, searched, out, start)
     return msgspec.structs.replace(report, layers=layers)
 
 
@@ -137,8 +145,8 @@ def plan_for(
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
     with work_folder() as work:
-        ready = _make_ready(model, data, recipe, _Wanted.of_method(method), cache, work, progress or say_nothing)
-        plan = _plan(ready, method)
+        job = _open_job(model, data, recipe, work)
+        plan = _plan(job, _calibrate(job, _Wanted.of_method(method), cache, progress or say_nothing), method)
     return msgspec.structs.replace(plan, statistics="")
 
 
@@ -157,10 +165,10 @@ def _describe_calibration(calibration: Calibration) -> CalibrationReport:
     )
 
 
-def _describe_layers(ready: _Ready, plan: QuantPlan) -> Iterator[LayerReport]:
-    seen = plan_calibration(ready.prepared, plan, ready.calibration).ranges["minmax"]
-    plan = msgspec.structs.replace(plan, statistics=ready.calibration.statistics)
-    ranked = {error.name: error for error in rank_plan(ready.prepared, plan)}
+def _describe_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> Iterator[LayerReport]:
+    seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
+    plan = msgspec.structs.replace(plan, statistics=calibration.statistics)
+    ranked = {error.name: error for error in rank_plan(job.prepared, plan)}
     for name in (name for name in plan.ranges if name in ranked):
         wide = plan.wide.get(name)
         planned = wide or plan.ranges[name]
@@ -191,10 +199,8 @@ def read_plan(path: Path) -> QuantPlan:
         raise UsageError(f"'{path}' is no plan: {error}", hint="make one: edgekit quantize --plan-only") from error
 
 
-def _make_ready(
-    model: Path, data: Data, recipe: Recipe, wanted: _Wanted, cache: Path | None, work: Path, progress: Progress
-) -> _Ready:
-    (target,), source = load_targets(recipe), load_model(model)
+def _open_job(model: Path, data: Data, recipe: Recipe, work: Path) -> _Job:
+    target, source = _one_target(recipe), load_model(model)
     precision = _choose_integers(target, recipe.precision)
     fixed = ready_model(source, work, recipe.dims)
     prepared = fixed.model
@@ -202,29 +208,55 @@ def _make_ready(
     samples = limit_samples(every, recipe.samples)
     limit = recipe.metric or TOP1
     labels = _read_labels(data.labels, limit, every, samples)
-    facts = check_samples(samples)
-    return _Ready(
+    return _Job(
         source=source,
         prepared=prepared,
         samples=samples,
+        facts=check_samples(samples),
+        labels=data.labels,
+        limit=limit,
+        max_drop=recipe.max_drop,
         measure=partial(predict_drop, prepared, samples=samples)
         if labels is None
         else partial(measure_drop, prepared, samples=samples, labels=labels, limit=limit),
-        measured_by="confidence" if labels is None else f"{limit}",
-        warnings=warn_if_few(facts),
         fixes=fixed.fixes,
-        calibration=calibrate_model(
-            prepared,
-            samples,
-            work=work / "calibration",
-            methods=wanted.methods,
-            fitting=wanted.fitting,
-            cache=None if cache is None else Cache(folder=cache, digests=facts.digests),
-            progress=progress,
-        ),
         target=target,
         precision=precision,
+        work=work,
     )
+
+
+def _calibrate(job: _Job, wanted: _Wanted, cache: Path | None, progress: Progress) -> Calibration:
+    return calibrate_model(
+        job.prepared,
+        job.samples,
+        work=job.work / "calibration",
+        methods=wanted.methods,
+        fitting=wanted.fitting,
+        cache=None if cache is None else Cache(folder=cache, digests=job.facts.digests),
+        progress=progress,
+    )
+
+
+def _one_target(recipe: Recipe) -> Target:
+    targets = load_targets(recipe)
+    if len(targets) != 1:
+        names = ", ".join(target.name for target in targets)
+        raise UsageError("a model is quantized for one target at a time", hint=f"name one of {names}")
+    return targets[0]
+
+
+def _with_precision(recipe: Recipe, plan: QuantPlan | None) -> Recipe:
+    """Returns the recipe with the precision of a plan that is given.
+
+    Raises:
+        UsageError: the recipe wants another one.
+    """
+    if plan is None:
+        return recipe
+    if recipe.precision not in {"auto", plan.precision}:
+        raise UsageError(f"the plan is of {plan.precision}", hint="leave --precision out, or plan again")
+    return msgspec.structs.replace(recipe, precision=plan.precision)
 
 
 def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: Samples) -> Sequence[Label] | None:
@@ -245,44 +277,39 @@ def _choose_integers(target: Target, wanted: PrecisionChoice) -> Precision:
     return choose_precision(target, wanted)
 
 
-def _adopt(plan: QuantPlan, ready: _Ready) -> QuantPlan:
-    """Returns a plan from a file with the statistics of this run."""
-    if plan.model_sha256 != ready.prepared.sha256:
-        raise DataError("the plan is not of this model", hint="plan it again: edgekit quantize --plan-only")
-    if plan.samples_sha256 != ready.calibration.samples_sha256:
-        raise DataError("the plan was made with other samples", hint="give the same --data and --samples")
-    if plan.target != ready.target.name:
-        raise UsageError(f"the plan is for target '{plan.target}'", hint=f"give --target {plan.target}")
-    return msgspec.structs.replace(plan, statistics=ready.calibration.statistics)
+def _plan(job: _Job, calibration: Calibration, method: str) -> QuantPlan:
+    return plan_quantization(job.prepared, calibration, job.target, job.precision, method=method)
 
 
-def _plan(ready: _Ready, method: str) -> QuantPlan:
-    return plan_quantization(ready.prepared, ready.calibration, ready.target, ready.precision, method=method)
+def _open_state(job: _Job, path: Path) -> State:
+    files = [] if job.labels is None else [job.labels, *sorted(job.labels.rglob("*"))]
+    digests = "".join(digest_file(file) for file in files if file.is_file())
+    labels = f"{job.limit} of {digest_bytes(digests.encode())}" if files else "none"
+    return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, labels)
 
 
-def _search(ready: _Ready, max_drop: float, work: Path, state: Path | None, progress: Progress) -> Searched:
-    goal = Goal(max_drop=max_drop, measure=ready.measure, measured_by=ready.measured_by)
+def _search(job: _Job, calibration: Calibration, max_drop: float, state: State | None, progress: Progress) -> Searched:
+    goal = Goal(max_drop=max_drop, measure=job.measure)
     return search_quantization(
-        ready.prepared, ready.calibration, ready.target, ready.precision, goal, work=work, state=state,
-        progress=progress,
+        job.prepared, calibration, job.target, job.precision, goal, work=job.work, state=state, progress=progress
     )  # fmt: skip
 
 
 def _report(
-    ready: _Ready, plan: QuantPlan, quantized: QuantizedModel, predicted: Prediction, searched: Searched | None,
-    max_drop: float | None, out: Path, start: float,
+    job: _Job, calibration: Calibration, plan: QuantPlan, quantized: QuantizedModel, predicted: Prediction,
+    searched: Searched | None, out: Path, start: float,
 ) -> QuantizeReport:  # fmt: skip
     trials = () if searched is None else searched.trials
     return QuantizeReport(
-        model=ready.source.name,
+        model=job.source.name,
         out=out,
-        target=ready.target.name,
+        target=job.target.name,
         precision=plan.precision,
-        samples=ready.samples.count,
-        data_warnings=ready.warnings,
-        calibration=_describe_calibration(ready.calibration),
-        fixes={fix.id: len(fix.nodes) for fix in ready.fixes},
-        size_before=ready.source.size_bytes,
+        samples=job.samples.count,
+        data_warnings=warn_if_few(job.facts),
+        calibration=_describe_calibration(calibration),
+        fixes={fix.id: len(fix.nodes) for fix in job.fixes},
+        size_before=job.source.size_bytes,
         size_after=quantized.size_after,
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,
@@ -298,7 +325,7 @@ def _report(
             )
             for trial in trials
         ),
-        max_drop=max_drop,
+        max_drop=job.max_drop,
         met=searched is None or searched.met,
         goal_note="" if searched is None else searched.note,
         layers=(),

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import replacing_file, write_file
+from edgekit._files import digest_bytes, open_regular, replacing_file, require_place, write_file
+from edgekit._ort import VERSION
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
@@ -25,14 +27,10 @@ MAX_STATE_BYTES = 1 << 28
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search is for: a drop of at most `max_drop` (a share), as `measure` finds it for a quantized model.
-
-    `measured_by` says in a word what that is, so that a state is not taken up with another measure.
-    """
+    """What a search is for: a drop of at most `max_drop` (a share), as `measure` finds it for a quantized model."""
 
     max_drop: float
     measure: Callable[[Model], Prediction]
-    measured_by: str = "confidence"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,11 +55,20 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a search that was interrupted had tried; `key` tells which model, samples, target and goal it was for."""
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search that was interrupted had tried, the file where it is kept, and what it was a search for."""
 
-    key: str
-    trials: tuple[Trial, ...] = ()
+    path: Path
+    key: dict[str, str]
+    trials: tuple[Trial, ...]
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file of a state holds; `sha256` is that of the trials."""
+
+    key: dict[str, str]
+    trials: tuple[Trial, ...]
+    sha256: str
 
 
 class _Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +78,7 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     goal: Goal
     work: Path
-    state: Path | None
+    state: State | None
 
 
 def search_quantization(
@@ -82,7 +89,7 @@ def search_quantization(
     goal: Goal,
     *,
     work: Path,
-    state: Path | None = None,
+    state: State | None = None,
     progress: Progress,
 ) -> Searched:
     """Returns the plan that meets a goal with the least loss of placement, and everything that was tried.
@@ -91,20 +98,20 @@ def search_quantization(
     16 where the target takes them, else for float. The search ends with the first plan that meets the goal and leaves
     the target no less work than the first plan did. If none does, `choose_trial` decides.
 
-    Each trial is written to the file `state`, from which an interrupted search goes on.
+    Each trial is written to the file of the `state`, from which an interrupted search goes on.
 
     Raises:
-        UsageError: `state` is of another search.
         ModelError: no node of the model can be quantized.
     """
     search = _Search(
         model=model, calibration=calibration, target=target, precision=precision, goal=goal, work=work, state=state
     )  # fmt: skip
-    known = {trial.step: trial for trial in _read_state(search)}
+    known = {trial.step: _with_statistics(trial, calibration) for trial in (state.trials if state else ())}
     trials: list[Trial] = []
     steps, spent = _steps(search, trials), list[float]()
     for index, (step, make) in enumerate(steps):
         left = f", at most {sum(spent) / len(spent) * (len(steps) - index):.0f} s left" if spent else ""
+        left = ", known from the state" if step in known else left
         progress(f"{search.target.name}: try {index + 1} of {len(steps)} ({step}){left}")
         began = time.monotonic()
         trial = known.get(step) or _try(search, step, make)
@@ -204,31 +211,61 @@ def _drop(trial: Trial) -> float:
     return -trial.prediction.sqnr_db if drop is None else drop
 
 
-def _key(search: _Search) -> str:
-    parts = (search.model.sha256, search.calibration.samples_sha256, search.target.name, search.precision)
-    settings = [f"{name}={value}" for name, value in sorted(search.target.settings.items())]
-    return " ".join([*parts, *settings, search.goal.measured_by])
+def open_state(
+    path: Path, model: Model, samples_sha256: str, target: Target, precision: Precision, labels: str
+) -> State:
+    """Returns what the file of a state holds for this search, nothing where there is none yet.
+
+    `labels` says by what the drop is measured.
+
+    Raises:
+        UsageError: the file holds no state, was changed, or is of another search.
+        OutputError: it cannot be written.
+    """
+    key = {
+        "model": model.sha256,
+        "samples": samples_sha256,
+        "target": target.name,
+        "precision": precision,
+        "settings": ",".join(f"{name}={value}" for name, value in sorted(target.settings.items())),
+        "labels": labels,
+        "version": f"edgekit {version('edgekit')}, onnxruntime {VERSION}",
+    }
+    require_place(path)
+    if not path.exists():
+        return State(path=path, key=key, trials=())
+    stored, hint = _read_stored(path), f"remove '{path}' or name another file"
+    other = [name for name in key if stored.key.get(name) != key[name]]
+    if other:
+        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
+    if stored.sha256 != _digest(stored.trials):
+        raise UsageError(f"'{path}' was changed after it was written", hint=hint)
+    return State(path=path, key=key, trials=stored.trials)
 
 
-def _read_state(search: _Search) -> tuple[Trial, ...]:
-    if search.state is None or not search.state.exists():
-        return ()
-    hint = f"remove '{search.state}' or name another file"
+def _read_stored(path: Path) -> _Stored:
+    hint = f"remove '{path}' or name another file"
     try:
-        with search.state.open("rb") as stream:
-            state = msgspec.json.decode(stream.read(MAX_STATE_BYTES), type=_State)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"'{search.state}' is no state of a search: {error}", hint=hint) from error
-    if state.key != _key(search):
-        raise UsageError(f"'{search.state}' is of a search for another model, samples or target", hint=hint)
-    statistics = search.calibration.statistics
-    return tuple(
-        msgspec.structs.replace(trial, plan=msgspec.structs.replace(trial.plan, statistics=statistics))
-        for trial in state.trials
-    )
+        with open_regular(path) as stream:
+            return msgspec.json.decode(stream.read(MAX_STATE_BYTES), type=_Stored)
+    except OSError as error:
+        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
+
+
+def _digest(trials: Sequence[Trial]) -> str:
+    return digest_bytes(msgspec.json.encode(trials, order="sorted"))
+
+
+def _with_statistics(trial: Trial, calibration: Calibration) -> Trial:
+    plan = msgspec.structs.replace(trial.plan, statistics=calibration.statistics)
+    return msgspec.structs.replace(trial, plan=plan)
 
 
 def _write_state(search: _Search, trials: Sequence[Trial]) -> None:
     if search.state is not None:
-        state = _State(key=_key(search), trials=tuple(trials))
-        write_file(search.state, msgspec.json.encode(state, order="sorted"))
+        plans = [msgspec.structs.replace(trial.plan, statistics="") for trial in trials]
+        kept = tuple(msgspec.structs.replace(trial, plan=plan) for trial, plan in zip(trials, plans, strict=True))
+        stored = _Stored(key=search.state.key, trials=kept, sha256=_digest(kept))
+        write_file(search.state.path, msgspec.json.encode(stored, order="sorted"))

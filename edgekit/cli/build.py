@@ -27,7 +27,7 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 @options.DIM
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16", "fp16", "fp32"]), help="Default: auto.")
 @options.SAMPLES
-@click.option("--max-drop", type=click.FloatRange(0, 100), metavar="PCT", help="Answers that may change, in percent.")
+@options.max_drop("Answers that may change, in percent.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
 @options.CACHE
 @click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")

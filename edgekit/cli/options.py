@@ -1,5 +1,6 @@
 """Options that several commands share, and what their values mean."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,18 @@ ON_FILE = click.option(
     "--on-file", type=click.Path(path_type=Path), metavar="FILE", help="The devices that a devices.toml lists."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
+def max_drop(help_text: str) -> Option[Any]:
+    """Returns the option --max-drop, a percentage."""
+    kind = click.FloatRange(0, 100)
+    return click.option("--max-drop", type=kind, callback=_refuse_nan, metavar="PCT", help=help_text)
+
+
+def _refuse_nan(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise click.BadParameter(f"{value} is no number.")
+    return value
 
 
 def verbosity(function: _F) -> _F:

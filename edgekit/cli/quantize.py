@@ -1,10 +1,11 @@
 """`edgekit quantize`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
-from edgekit._files import write_file
+from edgekit._files import require_apart, require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import METRIC
 from edgekit.cli.main import NO, YES
@@ -19,6 +20,13 @@ from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
 from edgekit.target import TaskLimit
 
+_ALONE = (
+    ("max_drop", ("method", "plan", "plan_only"), "plans by itself"),
+    ("plan", ("method", "plan_only"), "is applied as it stands"),
+    ("plan_only", ("out", "html", "labels"), "writes no model and measures none"),
+)
+"""Options, those that have no meaning beside them, and why."""
+
 
 @click.command(short_help="Make a static INT8 model for a target.")
 @options.MODEL
@@ -30,7 +38,7 @@ from edgekit.target import TaskLimit
 @options.SAMPLES
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), default="auto", help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
-@click.option("--max-drop", type=click.FloatRange(0, 100), metavar="PCT", help="Search until accuracy drops no more.")
+@options.max_drop("Search until accuracy drops no more.")
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample of DATA.")
 @METRIC
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
@@ -82,8 +90,8 @@ def command(
         metric=_read_metric(metric, labels),
     )
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
-    if max_drop is not None and (method != "auto" or plan or plan_only):
-        raise UsageError("--max-drop plans by itself", hint="leave out --method, --plan and --plan-only")
+    _refuse_idle({**click.get_current_context().params, "method": method != "auto"})
+    _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess])
     how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=html is not None)
     with showing_progress(volume) as progress:
         if plan_only:
@@ -91,6 +99,23 @@ def command(
             return YES
         report = quantize_for(model, source, _need_out(out), recipe, how, progress)
     return _show(report, html, as_json=as_json)
+
+
+def _refuse_idle(given: Mapping[str, object]) -> None:
+    """Refuses options beside another that would leave them unheard."""
+    for option, idle, why in _ALONE:
+        unheard = ", ".join(f"--{name.replace('_', '-')}" for name in idle if given[name])
+        if given[option] is not None and given[option] is not False and unheard:
+            raise UsageError(f"--{option.replace('_', '-')} {why}", hint=f"leave out {unheard}")
+    if given["state"] and given["max_drop"] is None:
+        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
+
+
+def _check_places(model: Path, written: list[Path | None], read: list[Path | None]) -> None:
+    places = [path for path in written if path is not None]
+    require_apart(places, [model, *(path for path in read if path is not None)])
+    for place in places:
+        require_place(place)
 
 
 def _read_metric(metric: str | None, labels: Path | None) -> TaskLimit | None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import onnx
 
-from edgekit._files import move_file, replacing_file
-from edgekit.model import MAX_OPSET, Model, load_model, read_proto
+from edgekit._files import replacing_file
+from edgekit.model import MAX_OPSET, Model, load_model, move_data, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
 from edgekit.prepare.hollow import hollow_weights, skim_weights
@@ -135,9 +135,7 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 def _write(proto: onnx.ModelProto, temporary: Path, out: Path) -> None:
     temporary.write_bytes(proto.SerializeToString(deterministic=True))
-    data = temporary.with_name(f"{out.name}.data")
-    if data.exists():
-        move_file(data, out.with_name(data.name))
+    move_data(temporary, out)
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:

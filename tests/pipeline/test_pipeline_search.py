@@ -1,6 +1,7 @@
 """The search for a plan that meets a goal: stops early, goes on from its state, and says no."""
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
 
-from edgekit.errors import DataError, UsageError
+from edgekit.errors import UsageError
 from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import QuantPlan
 from edgekit.quantize.predict import Prediction
@@ -69,19 +70,61 @@ def test_a_search_stops_at_the_first_plan_that_is_good_enough(small: tuple[Path,
 
 
 def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(small: tuple[Path, Data], tmp_path: Path) -> None:
-    recipe, options = msgspec.structs.replace(RECIPE, max_drop=20.0), QuantizeOptions(state=tmp_path / "state.json")
+    recipe, path = msgspec.structs.replace(RECIPE, max_drop=20.0), tmp_path / "state.json"
+    options = QuantizeOptions(state=path)
     quantize_for(*small, tmp_path / "q.onnx", recipe, options)
-    stored = json.loads((tmp_path / "state.json").read_text())
-    stored["trials"][0]["prediction"]["drop_estimate"] = 0.0123
-    (tmp_path / "state.json").write_text(json.dumps(stored))
-    report = quantize_for(*small, tmp_path / "q.onnx", recipe, options)
-    assert report.trials[0].drop_estimate == 0.0123
+    made = (tmp_path / "q.onnx").read_bytes()
+    steps: list[str] = []
+    quantize_for(*small, tmp_path / "q.onnx", recipe, options, steps.append)
+    assert "nnapi: try 1 of 7 (all), known from the state" in steps
+    assert (tmp_path / "q.onnx").read_bytes() == made
+    stored = path.read_bytes()
     other = msgspec.structs.replace(recipe, targets=("xnnpack",))
-    with pytest.raises(UsageError, match=r"state\.json' is of a search for another"):
+    with pytest.raises(UsageError, match=r"state\.json' is of a search for another target"):
         quantize_for(*small, tmp_path / "q.onnx", other, options)
-    (tmp_path / "state.json").write_text("{}")
+    path.write_text("{}")
     with pytest.raises(UsageError, match=r"state\.json' is no state of a search"):
         quantize_for(*small, tmp_path / "q.onnx", recipe, options)
+    path.write_bytes(stored)
+
+
+@pytest.mark.parametrize("how", ["drop", "version", "range", "pipe"])
+def test_a_state_that_was_changed_is_refused_before_work_starts(
+    small: tuple[Path, Data], tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "state.json"
+    recipe, options = msgspec.structs.replace(RECIPE, max_drop=20.0), QuantizeOptions(state=path)
+    quantize_for(*small, tmp_path / "q.onnx", recipe, options)
+    stored = json.loads(path.read_text())
+    if how == "drop":
+        stored["trials"][0]["prediction"]["drop_estimate"] = 0.0
+    elif how == "version":
+        stored["key"]["version"] = "edgekit 0.0.1, onnxruntime 1.31.1"
+    else:
+        stored["trials"][0]["plan"]["ranges"]["input"] = {"low": 5, "high": -5}
+    path.write_text(json.dumps(stored))
+    if how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    message = {"version": "another version", "pipe": "it is no plain file"}.get(how, "was changed")
+    steps: list[str] = []
+    with pytest.raises(UsageError, match=message):
+        quantize_for(*small, tmp_path / "q.onnx", recipe, options, steps.append)
+    assert not any("calibrate" in step for step in steps)
+
+
+def test_a_state_of_other_labels_is_refused(small: tuple[Path, Data], tmp_path: Path) -> None:
+    model, data = small
+    labels = tmp_path / "labels.txt"
+    recipe, options = Recipe(targets=("nnapi",), max_drop=50.0), QuantizeOptions(state=tmp_path / "state.json")
+    labelled = msgspec.structs.replace(data, labels=labels)
+    with np.load(data.source) as archive:
+        count = len(archive[archive.files[0]])
+    labels.write_text("0\n" * count)
+    quantize_for(model, labelled, tmp_path / "q.onnx", recipe, options)
+    labels.write_text("1\n" * count)
+    with pytest.raises(UsageError, match="another labels"):
+        quantize_for(model, labelled, tmp_path / "q.onnx", recipe, options)
 
 
 def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(
@@ -97,7 +140,7 @@ def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(
 
 def test_a_plan_of_other_samples_or_another_target_is_refused(plan: QuantPlan, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
-    with pytest.raises(DataError, match="made with other samples"):
+    with pytest.raises(UsageError, match="made with other samples"):
         fewer = msgspec.structs.replace(RECIPE, samples=16)
         quantize_for(MODEL, DATA, tmp_path / "q.onnx", fewer, QuantizeOptions(plan=tmp_path / "plan.json"))
     with pytest.raises(UsageError, match="the plan is for target 'nnapi'"):

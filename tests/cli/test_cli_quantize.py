@@ -1,0 +1,162 @@
+"""`edgekit quantize` as a stranger types it: plans edited by hand, options that do not fit, places that do not."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from tiny_models import parse_model
+
+from edgekit.cli.main import run_command
+
+Edit = Callable[[dict[str, Any]], object]
+
+MODEL = (
+    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,6] y)'
+    "{ a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  p = GlobalAveragePool(c)  f = Flatten(p)  y = Softmax(f) }"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its samples and a plan of it for NNAPI."""
+    folder = tmp_path_factory.mktemp("quantize")
+    rng = np.random.default_rng(5)
+    proto = onnx.load(str(parse_model(MODEL, folder / "m.onnx")))
+    for name, shape in {"u": (8, 3, 3, 3), "v": (6, 8, 3, 3)}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+    for index, node in enumerate(proto.graph.node):
+        node.name = f"node{index}"
+    onnx.save(proto, str(folder / "m.onnx"))
+    np.savez(folder / "d.npz", x=rng.normal(size=(12, 1, 3, 8, 8)).astype(np.float32))
+    return folder
+
+
+def quantize(folder: Path, *more: object, out: Path | None = None, data: str = "d.npz", target: str = "nnapi") -> int:
+    arguments = ["quantize", folder / "m.onnx", "--data", folder / data, "--target", target, *more]
+    arguments += [] if out is None else ["--out", out]
+    return run_command([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def plan(folder: Path) -> dict[str, Any]:
+    """The plan as a user has it in a file."""
+    path = folder / "plan.txt"
+    with pytest.MonkeyPatch.context() as patch, path.open("w") as stream:
+        patch.setattr("sys.stdout", stream)
+        assert quantize(folder, "--plan-only") == 0
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def put(field: str, value: object) -> Edit:
+    return lambda plan: plan.update({field: value})
+
+
+def add(field: str, key: str, value: object) -> Edit:
+    return lambda plan: plan[field].update({key: value})
+
+
+FLOAT_NODE = {"op": "Conv", "reason": "mine"}
+WRONG: dict[str, tuple[Edit, str]] = {
+    "unknown tensor": (add("ranges", "zz", {"low": 0, "high": 1}), "numbers for 'zz', which is no float tensor"),
+    "misspelled tensor": (add("ranges", "aa", {"low": 0, "high": 1}), "did you mean 'a'"),
+    "no range": (lambda plan: plan["ranges"].pop("c"), "lacks the range of 'c'"),
+    "turned range": (add("ranges", "c", {"low": 2, "high": 1}), "'c' the range from 2 to 1, which has no scale"),
+    "endless range": (add("ranges", "c", {"low": -3e38, "high": 3e38}), "which has no scale"),
+    "16 bits on NNAPI": (add("wide", "c", {"low": 0, "high": 1}), "'c' 16 bits, which target 'nnapi' does not take"),
+    "3 bits": (put("activation", "int3"), "is no plan: Invalid enum value 'int3'"),
+    "other sign": (put("activation", "int8"), "activation = int8, but target 'nnapi' takes uint8"),
+    "other precision": (put("precision", "fp32"), "'fp32' is no integer precision"),
+    "grid without a scale": (add("grids", "y", {"scale": 0, "zero_point": 0}), "scale 0 and the zero point 0"),
+    "grid beyond 8 bits": (add("grids", "y", {"scale": 0.1, "zero_point": 999}), "uint8 cannot have"),
+    "misspelled operator": (put("op_types", ["Conv", "Relo"]), r"quantizes 'Relo', .*did you mean 'Relu'"),
+    "unknown node": (put("float_nodes", [{"name": "node9", **FLOAT_NODE}]), "keeps node 'node9' float"),
+    "node of another kind": (put("float_nodes", [{"name": "node1", **FLOAT_NODE}]), "takes node 'node1' for Conv"),
+    "axis of no weight": (add("axes", "w", 0), "gives 'w' a scale for each index of axis 0"),
+    "other axis": (add("axes", "u", 1), "takes axis 0"),
+    "unknown method": (put("method", "mini"), "range method 'mini'"),
+    "other model": (put("model_sha256", "0" * 64), "not of this model"),
+    "other samples": (put("samples_sha256", "0" * 64), "with other samples"),
+    "other target": (put("target", "qnn"), "for target 'qnn'"),
+    "impossible factors": (put("factors", {"b": [0.0] * 8}), "cannot scale the channels of 'b'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plan_edited_by_hand_is_refused_in_one_line(
+    name: str, folder: Path, plan: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit, pattern = WRONG[name]
+    edited = json.loads(json.dumps(plan))
+    edit(edited)
+    (tmp_path / "plan.json").write_text(json.dumps(edited))
+    assert quantize(folder, "--plan", tmp_path / "plan.json", out=tmp_path / "q.onnx") == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert re.search(pattern, message), message
+    assert not (tmp_path / "q.onnx").exists()
+
+
+def test_what_a_plan_may_be_changed_in_is_taken(
+    folder: Path, plan: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = json.loads(json.dumps(plan))
+    edited["ranges"]["x"] = {"low": -2.0, "high": 2.0}
+    edited["float_nodes"].append({"name": "node0", **FLOAT_NODE})
+    (tmp_path / "plan.json").write_text(json.dumps(edited))
+    assert quantize(folder, "--plan", tmp_path / "plan.json", "--json", out=tmp_path / "q.onnx") == 0
+    assert "node0" in [node["name"] for node in json.loads(capsys.readouterr().out)["float_nodes"]]
+
+
+def test_a_plan_for_other_settings_of_the_target_is_refused(
+    folder: Path, plan: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    old = ("--set", "api_level=28", "--plan", tmp_path / "plan.json")
+    assert quantize(folder, *old, out=tmp_path / "q.onnx") == 2
+    assert "target 'nnapi'" in capsys.readouterr().err
+    assert not (tmp_path / "q.onnx").exists()
+
+
+UNFIT: dict[str, tuple[tuple[str, ...], str]] = {
+    "all targets": (("--target", "all"), "for one target at a time"),
+    "a goal that is no number": (("--max-drop", "nan"), "nan is no number"),
+    "a state without a goal": (("--state", "s.json"), "--state keeps what a search tries"),
+    "a plan and a method": (("--plan", "plan.txt", "--method", "mse"), "--plan is applied as it stands"),
+    "a plan and its printing": (("--plan-only",), "--plan-only writes no model"),
+    "a plan of other bits": (("--target", "qnn", "--plan", "plan.txt", "--precision", "int16"), "the plan is of int8"),
+    "a goal and a method": (("--max-drop", "1", "--method", "mse"), "--max-drop plans by itself"),
+    "a page over the model": (("--html", "m.onnx"), "'m.onnx' would be written over one that is read"),
+    "a state over the page": (("--max-drop", "1", "--state", "p", "--html", "p"), "over another one that is written"),
+    "a page in no folder": (("--html", "m.onnx/p.html"), "cannot write 'm.onnx/p.html'"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_options_that_do_not_fit_are_refused_before_work_starts(
+    name: str, folder: Path, plan: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan
+    monkeypatch.chdir(folder)
+    options, message = UNFIT[name]
+    assert quantize(Path(), *options, out=Path("q.onnx")) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not Path("q.onnx").exists()
+
+
+@pytest.mark.parametrize("place", ["m.onnx", "d.npz", "."])
+def test_neither_the_model_nor_the_samples_are_written_over(
+    place: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (folder / "m.onnx").read_bytes(), (folder / "d.npz").read_bytes()
+    assert quantize(folder, out=folder / place) == 2
+    assert "written over" in capsys.readouterr().err or place == "."
+    assert ((folder / "m.onnx").read_bytes(), (folder / "d.npz").read_bytes()) == before
