@@ -14,7 +14,7 @@ from edgekit.quantize.build import place_plan, plan_graph, round_weights
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.correct import Rounding
 from edgekit.quantize.diagnose import rank_activations
-from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph
+from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
 from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
@@ -40,6 +40,17 @@ _HOPELESS_DB = 1.0
 """Quickly rounded weights that are worse than this with evened channels are not rounded with more care."""
 _FAITHFUL_DB = 40.0
 """From this ratio on nothing dearer than plain rounding is tried."""
+_GATE_DB = 1.0
+"""What products before sigmoids, which cost some time on a device, must gain."""
+
+
+class _Way(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph to quantize, what calibration says of it, its plan before anything is chosen, and what was judged."""
+
+    graph: Graph
+    calibration: Calibration
+    plan: QuantPlan
+    judged: tuple[Candidate, ...]
 
 
 class _Relief(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,24 +91,37 @@ def plan_quantization(
         return _choose(plan, calibration, method, "nearest")
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
-    judged = _judge_once(graph, _unsigned(plan), calibration)
-    factors = _factors_to_try(graph, plan, judged[0], calibration)
-    if factors:
-        evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
-        other = draft_plan(model, evened, spans, target, precision)
-        other = msgspec.structs.replace(other, factors=factors)
-        again = _judge_once(evened, _unsigned(other), spans, floor_db=_quickly_rounded(judged) - _HOPELESS_DB)
-        if again[0].sqnr_db > judged[0].sqnr_db + _NOTABLE_DB:
-            graph, calibration, plan = evened, spans, other
-        judged = _best_first(*judged, *again)
-    lead = next(candidate for candidate in judged if candidate.equalized == bool(plan.factors))
-    best = _choose(plan, calibration, lead.method, lead.rounding)
+    start = _Way(
+        graph=graph, calibration=calibration, plan=plan, judged=_judge_once(graph, _unsigned(plan), calibration)
+    )
+    evened = _even_out(start, model, target, start.judged, gated=False)
+    way = evened if evened is not None and _leads(evened, start, _NOTABLE_DB) else start
+    gated = _even_out(start, model, target, way.judged, gated=True)
+    judged = _best_first(*(candidate for each in (start, evened, gated) if each for candidate in each.judged))
+    if gated is not None and _leads(gated, way, _GATE_DB):
+        way, gated = gated, None
+    best, reached, tried = _finish(way, target, method)
+    if gated is not None and tried:
+        other, its_reached, more = _finish(gated, target, method)
+        tried = (*tried, *more)
+        best = other if its_reached > reached + _GATE_DB else best
+    return msgspec.structs.replace(best, judged=_best_first(*judged, *tried))
+
+
+def _leads(way: _Way, other: _Way, gain_db: float) -> bool:
+    return way.judged[0].sqnr_db > other.judged[0].sqnr_db + gain_db
+
+
+def _finish(way: _Way, target: Target, method: str) -> tuple[QuantPlan, float, tuple[Candidate, ...]]:
+    """Returns the best plan of a way, its ratio, and what was tried to take tensors out of 8 bits."""
+    lead = way.judged[0]
+    plan = _choose(way.plan, way.calibration, lead.method, lead.rounding)
+    if plan.precision != "int8" or (method != "best" and lead.sqnr_db >= COLLAPSED_DB):
+        return plan, lead.sqnr_db, ()
     widens = "int16" in target.precisions
-    if precision == "int8" and (method == "best" or lead.sqnr_db < COLLAPSED_DB):
-        relief = _THOROUGH if widens or method == "best" else _MENDING if lead.sqnr_db < BROKEN_DB else _SPARING
-        best, tried = _relieve(graph, best, calibration, lead, widens=widens, relief=relief)
-        judged = _best_first(*judged, *tried)
-    return msgspec.structs.replace(best, judged=judged)
+    relief = _THOROUGH if widens or method == "best" else _MENDING if lead.sqnr_db < BROKEN_DB else _SPARING
+    best, tried = _relieve(way.graph, plan, way.calibration, lead, widens=widens, relief=relief)
+    return best, max(candidate.sqnr_db for candidate in (lead, *tried)), tuple(tried)
 
 
 def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
@@ -109,12 +133,20 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
 
 
-def _factors_to_try(
-    graph: Graph, plan: QuantPlan, best: Candidate, calibration: Calibration
-) -> dict[str, tuple[float, ...]]:
-    if plan.precision != "int8" or best.sqnr_db >= _FAITHFUL_DB:
-        return {}
-    return choose_factors(graph, Path(plan.statistics), plan.axes.keys(), calibration.ranges["minmax"])
+def _even_out(start: _Way, model: Model, target: Target, reached: tuple[Candidate, ...], *, gated: bool) -> _Way | None:
+    """Returns the way with channels of unequal size evened out, None where nothing can be or no more is needed."""
+    graph, plan, calibration = start.graph, start.plan, start.calibration
+    if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if gated else _FAITHFUL_DB):
+        return None
+    exact = calibration.ranges["minmax"]
+    factors = choose_factors(graph, Path(plan.statistics), plan.axes.keys(), exact, gated=gated)
+    if not factors or (gated and not has_gates(graph, factors)):
+        return None
+    evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
+    drafted = msgspec.structs.replace(draft_plan(model, evened, spans, target, plan.precision), factors=factors)
+    floor_db = _quickly_rounded(reached) - _HOPELESS_DB
+    judged = _judge_once(evened, _unsigned(drafted), spans, floor_db=floor_db)
+    return _Way(graph=evened, calibration=spans, plan=drafted, judged=judged)
 
 
 def _best_first(*judged: Candidate) -> tuple[Candidate, ...]:

@@ -6,7 +6,7 @@ et al., 2023) where a normalisation is the producer. All factors are powers of t
 to the last bit.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from edgekit.errors import UsageError
 from edgekit.model import drop_unread
 from edgekit.quantize.calibrate import Calibration
+from edgekit.quantize.gates import BACK, LEAST_RATIO, gate_reach, insert_gates
 from edgekit.quantize.graph import Graph, index_proto
 from edgekit.quantize.layers import layer_factors, read_layers
 from edgekit.quantize.ranges import TensorRange, snap_range
@@ -35,31 +36,67 @@ _MARGIN = 0.9
 
 
 def choose_factors(
-    graph: Graph, statistics: Path, per_channel: Collection[str], seen: Mapping[str, TensorRange] | None = None
+    graph: Graph,
+    statistics: Path,
+    per_channel: Collection[str],
+    seen: Mapping[str, TensorRange] | None = None,
+    *,
+    gated: bool = False,
 ) -> dict[str, tuple[float, ...]]:
     """Returns for each tensor worth it the factor of each channel that balances its range with the weights behind it.
 
     Where the weights that make it get one scale together, not one a channel as those named by `per_channel` do, they
     count like its range: a channel that never fires would otherwise be scaled up until its weights are the largest.
-    `seen` holds the extremes of tensors.
+    `seen` holds the extremes of tensors. With `gated` channels are scaled through x * sigmoid(x) too, where they are
+    unequal enough to be worth a product before the sigmoid.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
     seams = find_seams(graph)
-    constants = _Constants(graph)
     reaches = {seam.tensor: _reach(seam, spans) for seam, spans in read_spans(graph, seams, statistics, seen or {})}
+    seams = tuple(seam for seam in seams if seam.tensor in reaches)
+    kept = {step.gate for seam in seams for step in seam.steps if step.gate}
+    if gated and kept:
+        total = _even_out(graph, seams, reaches, per_channel, frozenset())
+        kept = {
+            step.gate
+            for seam in seams
+            for step in seam.steps
+            if step.gate and np.ptp(np.log2(total[seam.tensor][slice(*step.part)])) < np.log2(LEAST_RATIO)
+        }
+    total = _even_out(graph, seams, reaches, per_channel, kept)
+    return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
+
+
+def has_gates(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> bool:
+    """Returns True if factors scale channels through x * sigmoid(x)."""
+    seams = [seam for seam in find_seams(graph) if seam.tensor in factors]
+    return any(
+        step.gate and set(factors[seam.tensor][slice(*step.part)]) != {1.0} for seam in seams for step in seam.steps
+    )
+
+
+def _even_out(
+    graph: Graph,
+    seams: Sequence[Seam],
+    reaches: Mapping[str, Array],
+    per_channel: Collection[str],
+    kept: Collection[str],
+) -> dict[str, Array]:
+    """Returns the factors of the channels of each seam, which are 1 before the gates that are `kept` as they are."""
+    constants = _Constants(graph)
     total = {name: np.ones(len(reach)) for name, reach in reaches.items()}
     for _ in range(_SWEEPS):
-        for seam in (seam for seam in seams if seam.tensor in reaches):
+        for seam in seams:
             reach = reaches[seam.tensor] * total[seam.tensor]
             rows, columns = constants.row_sizes(seam, per_channel), constants.column_sizes(seam, per_channel)
             factors = _balance(reach, rows, columns, seam.ceiling)
-            for start, stop in seam.fixed:
+            for start, stop in (*seam.fixed, *(step.part for step in seam.steps if step.gate in kept)):
                 factors[start:stop] = 1.0
             constants.scale(seam, factors)
             total[seam.tensor] *= factors
-    return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
+    return total
 
 
 def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Graph:
@@ -72,6 +109,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
         return graph
     seams = {seam.tensor: seam for seam in find_seams(graph)}
     constants, renamed, powers = _Constants(graph), dict[str, str](), dict[str, str]()
+    gates: dict[str, Array] = {}
     for name, its in factors.items():
         values = np.asarray(its)
         if name not in seams or len(values) != seams[name].channels or not _are_powers(values):
@@ -80,7 +118,13 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
         renamed |= {tensor: tensor + SUFFIX for tensor in seams[name].tensors}
         powers |= dict.fromkeys((name, *seams[name].copies), write_powers(values))
         powers |= {step.tensor: write_powers(values[slice(*step.part)]) for step in seams[name].steps}
+        for step in seams[name].steps:
+            part = values[slice(*step.part)]
+            if step.gate and (part != 1).any():
+                rank = len(graph.shapes.get(step.tensor, ())) or -seams[name].place
+                gates[step.gate] = part.reshape([-1 if axis == seams[name].place else 1 for axis in range(-rank, 0)])
     proto = constants.write(renamed)
+    insert_gates(proto, gates)
     note = msgspec.json.encode(powers, order="sorted").decode()
     proto.metadata_props.add(key=NOTE, value=note)
     return index_proto(proto)
@@ -100,16 +144,28 @@ def equalize_calibration(
         return calibration
     seams = [seam for seam in find_seams(graph) if seam.tensor in factors]
     changed: dict[str, TensorRange] = {}
+    reaches: dict[str, float] = {}
     for seam, spans in read_spans(graph, seams, Path(calibration.statistics), calibration.ranges["minmax"]):
         for name, span in spans.items():
             scale = np.asarray(factors[seam.tensor])[span.part]
-            changed[name] = snap_range(TensorRange(low=(span.low * scale).min(), high=(span.high * scale).max()))
+            if (scale != 1).any():
+                changed[name] = snap_range(TensorRange(low=(span.low * scale).min(), high=(span.high * scale).max()))
         changed |= dict.fromkeys(seam.copies, changed[seam.tensor])
+        gates = {step.gate: step.tensor for step in seam.steps if step.gate and step.tensor in changed}
+        reaches |= {gates[node.name]: gate_reach(node) for node in graph.proto.graph.node if node.name in gates}
+    renamed = {name for seam in seams for name in seam.tensors}
     ranges = {
-        method: {name + SUFFIX if name in changed else name: changed.get(name, span) for name, span in its.items()}
+        method: {
+            **{name + SUFFIX if name in renamed else name: changed.get(name, span) for name, span in its.items()},
+            **{name + BACK: _cut_range(its[name], reach) for name, reach in reaches.items() if name in its},
+        }
         for method, its in calibration.ranges.items()
     }
     return msgspec.structs.replace(calibration, ranges=ranges)
+
+
+def _cut_range(span: TensorRange, reach: float) -> TensorRange:
+    return snap_range(TensorRange(low=max(span.low, -reach), high=min(span.high, reach)))
 
 
 def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -122,7 +178,7 @@ def _reach(seam: Seam, spans: Mapping[str, Span]) -> Array:
     """Returns how far each channel reaches; before a slope that is a share of the tensor there, if that is larger."""
     own = spans[seam.tensor].reach()
     share = own / max(float(own.max()), _TINY)
-    for step in (step for step in seam.steps if step.below and (step.slope != 1).any()):
+    for step in (step for step in seam.steps if step.gate or (step.below and (step.slope != 1).any())):
         before = spans[step.tensor].reach()
         part = slice(*step.part)
         share[part] = np.maximum(share[part], before / max(float(before.max()), _TINY))

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import onnx
 
+from edgekit.quantize.gates import find_gate
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.islands import float_islands
 from edgekit.quantize.judge import judge_points
@@ -40,8 +41,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor on the way back from a seam, and what undoes the node behind it: value = (value - shift) / slope.
 
     With `below` the slope is that of negative values; where it is not positive it undoes nothing. With `pooled` the
-    node picks or mixes neighbours, so extremes are only about the same. `behind` is the tensor it makes, `part` which
-    channels of the seam the tensor has.
+    node picks or mixes neighbours, so extremes are only about the same. With a `gate`, the name of a Sigmoid, the node
+    multiplies the tensor by that of itself. `behind` is the tensor it makes, `part` which channels of the seam the
+    tensor has.
     """
 
     tensor: str
@@ -51,16 +53,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     slope: Array
     below: bool = False
     pooled: bool = False
+    gate: str = ""
 
 
 class Seam(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that only layers with weights read, whose channels are made by constants: where they can be scaled.
 
-    `ceiling` is where a Clip cuts its channels off. `copies` are other shapes of it, which layers read instead. Of what
-    a Concat joins some channels may have to stay as they are, `fixed`.
+    `place` is their axis, counted from the end. `ceiling` is where a Clip cuts its channels off. `copies` are other
+    shapes of it, which layers read instead. Of what a Concat joins some channels may have to stay as they are, `fixed`.
     """
 
     tensor: str
+    place: int
     channels: int
     fixed: tuple[tuple[int, int], ...]
     edits: tuple[Edit, ...]
@@ -107,7 +111,7 @@ def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | No
     if trail is None:
         return None
     return Seam(
-        tensor=name, channels=channels, edits=trail.edits, steps=trail.steps, ceiling=trail.ceiling,
+        tensor=name, place=place, channels=channels, edits=trail.edits, steps=trail.steps, ceiling=trail.ceiling,
         readers=readers, copies=copies, fixed=trail.fixed,
     )  # fmt: skip
 
@@ -126,7 +130,7 @@ def _trace(graph: Graph, name: str, place: int, part: tuple[int, int]) -> _Trail
             inner = _trace_parts(graph, node, place, part) if ceiling is None else None
             return inner and msgspec.structs.replace(inner, edits=edits + inner.edits, steps=steps + inner.steps)
         passed = _pass(graph, node, place, part)
-        if passed is None or not _is_only_read(graph, passed[0].tensor):
+        if passed is None or not (passed[0].gate or _is_only_read(graph, passed[0].tensor)):
             return None
         steps, edits = (*steps, passed[0]), (*edits, *passed[1])
         ceiling = ceiling if passed[2] is None else passed[2]
@@ -239,10 +243,10 @@ def _pass(
     )  # fmt: skip
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _slope_of(graph, node, channels)
-        if bounds is None:
-            return None
-        slope, ceiling = bounds
-        return msgspec.structs.replace(flat, slope=slope, below=True), [], ceiling
+        return bounds and (msgspec.structs.replace(flat, slope=bounds[0], below=True), [], bounds[1])
+    gate = find_gate(graph, node)
+    if gate is not None:
+        return msgspec.structs.replace(flat, tensor=gate.input[0], gate=gate.name), [], None
     if node.op_type in _POOLING:
         shapes = [graph.shapes.get(name) or (None,) * -place for name in (node.input[0], node.output[0])]
         keeps = all(len(shape) >= -place and shape[place] == channels for shape in shapes)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from onnx import numpy_helper
 
+from edgekit.quantize.gates import undo_gate
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.layers import read_layers
 from edgekit.quantize.moments import open_moments
@@ -54,9 +55,14 @@ def read_spans(
         for step in seam.steps:
             behind = spans[step.behind]
             part = slice(step.part[0] - behind.start, step.part[1] - behind.start)
-            floor = _floor_of(graph, step, statistics, seen) if (step.slope <= 0).any() else behind.low[part]
+            is_hidden = bool(step.gate) or (step.slope <= 0).any()
+            floor = _floor_of(graph, step, statistics, seen) if is_hidden else behind.low[part]
             growth = _growth(seen, step.tensor, step.behind) if step.pooled else (1.0, 1.0)
-            low, high = _undo(step, behind.low[part], behind.high[part], floor, growth)
+            if step.gate:
+                gate = next(node for node in graph.consumers[step.tensor] if node.name == step.gate)
+                low, high = undo_gate(gate, behind.low[part], behind.high[part], floor)
+            else:
+                low, high = _undo(step, behind.low[part], behind.high[part], floor, growth)
             spans[step.tensor] = Span(start=step.part[0], low=low, high=high)
         yield seam, spans
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from collapsing_models import SEPARABLE, make_collapsing
 from onnx import numpy_helper
@@ -14,7 +15,8 @@ from edgekit.errors import UsageError
 from edgekit.model import Model, load_model, save_proto
 from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph
+from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
+from edgekit.quantize.gates import BACK
 from edgekit.quantize.graph import float_activations, read_graph
 from edgekit.quantize.seams import find_seams
 from edgekit.recipe import Data, Recipe
@@ -162,3 +164,76 @@ def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> No
     for factors in ({"y": (1.0,) * 40}, {"r": (1.0,)}, {"r": (0.3,) * 24}, {"r": (0.0,) * 24}, {"r": (1e300,) * 24}):
         with pytest.raises(UsageError, match="the plan cannot scale"):
             equalize_graph(graph, factors)
+
+
+GATED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
+  a = Conv(x, w1, b1) s = Sigmoid(a) p = Mul(a, s) b = Conv(p, w2, b2) h = HardSigmoid<alpha=0.16666667>(b)
+  q = Mul(h, b) y = Conv(q, w3, b3) }"""
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> tuple[Model, Calibration]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
+    }  # fmt: skip
+    proto = onnx.load(make_model(GATED, tmp_path / "even.onnx", shapes).path)
+    held, rng = {tensor.name: tensor for tensor in proto.graph.initializer}, np.random.default_rng(4)
+    for made, read in (("w1", "w2"), ("w2", "w3")):
+        factors = (10 ** rng.uniform(-2.5, 0, 24)).astype(np.float32)
+        for name, scale in (
+            (made, factors[:, None, None, None]),
+            (f"b{made[1]}", factors),
+            (read, 1 / factors[:, None, None]),
+        ):
+            held[name].CopyFrom(numpy_helper.from_array(4 * numpy_helper.to_array(held[name]) * scale, name))
+    model = save_proto(proto, tmp_path / "m.onnx")
+    return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+
+
+def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, Calibration], tmp_path: Path) -> None:
+    model, calibration = gated
+    graph, seen = read_graph(model), calibration.ranges["minmax"]
+    assert choose_factors(graph, Path(calibration.statistics), (), seen) == {}
+    factors = choose_factors(graph, Path(calibration.statistics), (), seen, gated=True)
+    assert set(factors) == {"p", "q"}
+    assert has_gates(graph, factors)
+    evened = equalize_graph(graph, factors)
+    save_proto(evened.proto, tmp_path / "evened.onnx")
+    for sample in random_samples(model, count=4, seed=2):
+        one, two = (
+            CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "evened.onnx")
+        )
+        assert np.array_equal(one, two)
+    again = calibrate_model(load_model(tmp_path / "evened.onnx"), random_samples(model, count=48), work=tmp_path / "w")
+    derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
+    assert set(derived) == set(float_activations(evened))
+    for name in ("p", "q"):
+        span = again.ranges["minmax"][f"{name}_equalized"]
+        assert derived[f"{name}_equalized"].high == pytest.approx(span.high, rel=0.01)
+    assert derived[f"a{BACK}"].high <= 8
+    assert derived[f"b{BACK}"].low >= -3.01
+
+
+def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
+    gated: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model, calibration = gated
+    for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
+        stock = plan_quantization(model, calibration, target, "int8", method="minmax")
+        plan = plan_quantization(model, calibration, target, "int8")
+        ruined = quantize_model(model, stock, tmp_path / "stock.onnx").model
+        saved = quantize_model(model, plan, tmp_path / "saved.onnx").model
+        assert has_gates(read_graph(model), plan.factors)
+        assert sqnr_db(model, ruined) < 8
+        assert sqnr_db(model, saved) > 26
+        assert {node.op for node in plan.float_nodes} <= {"HardSigmoid"}
+
+
+def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
+    }  # fmt: skip
+    model = make_model(GATED, tmp_path / "m.onnx", shapes)
+    calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
+    graph, seen = read_graph(model), calibration.ranges["minmax"]
+    assert not has_gates(graph, choose_factors(graph, Path(calibration.statistics), (), seen, gated=True))
