@@ -100,7 +100,7 @@ def quantize_for(
     start, progress, how = time.monotonic(), progress or say_nothing, options or QuantizeOptions()
     given = None if how.plan is None else read_plan(how.plan)
     require_place(out)
-    with work_folder() as work, replacing_file(out) as temporary:
+    with work_folder() as work:
         job = _open_job(model, data, _with_precision(recipe, given), work)
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
         state = None if how.state is None else _open_state(job, how.state)
@@ -117,15 +117,16 @@ def quantize_for(
         else:
             searched = _search(job, calibration, job.max_drop / 100, state, progress)
             chosen = searched.chosen.plan
-        progress("quantize")
-        quantized = quantize_model(job.prepared, chosen, temporary)
-        if searched is None:
-            progress("measure")
-        predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
+        with replacing_file(out) as temporary:
+            progress("quantize")
+            quantized = quantize_model(job.prepared, chosen, temporary)
+            if searched is None:
+                progress("measure")
+            predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
+            move_data(temporary, out)
         if how.layers:
             progress("quantize each activation alone")
         layers = tuple(_describe_layers(job, calibration, chosen)) if how.layers else ()
-        move_data(temporary, out)
     report = _report(job, calibration, chosen, quantized, predicted, searched, out, start)
     return msgspec.structs.replace(report, layers=layers)
 

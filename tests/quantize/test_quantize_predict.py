@@ -131,6 +131,25 @@ def test_an_embedding_and_a_raw_head_are_held_by_their_spread(shape: str, tmp_pa
     assert not far.meets(0.005)
 
 
+def test_outputs_that_are_one_number_throughout_are_held_against_zero(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,13,4,5] x) => (float[1,13,4,5] y)
+      <float b = {BIAS}> { y = Add(x, b) }"""
+    one, two = (make_model(text.replace("BIAS", bias), tmp_path / f"{bias}.onnx") for bias in ("0", "0.1"))
+    samples = make_samples([{"x": np.ones((1, 13, 4, 5), np.float32)} for _ in range(3)])
+    assert predict_drop(one, two, samples).drop_estimate == pytest.approx(0.01, rel=0.01)
+    assert predict_drop(one, one, samples).drop_estimate == 0
+
+
+def test_an_output_that_is_one_number_is_held_by_its_spread(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float y)
+      <float b = {BIAS}> { z = Add(x, b)  y = ReduceMean<keepdims=0>(z) }"""
+    one, two = (make_model(text.replace("BIAS", bias), tmp_path / f"{bias}.onnx") for bias in ("0", "0.1"))
+    rng = np.random.default_rng(0)
+    samples = make_samples([{"x": rng.normal(size=(1, 8)).astype(np.float32)} for _ in range(50)])
+    assert (predict_drop(one, two, samples).drop_estimate or 0) > 0.01
+    assert predict_drop(one, one, samples).drop_estimate == 0
+
+
 def test_of_a_table_that_decisions_are_made_of_half_the_spread_counts(tmp_path: Path) -> None:
     head, flow = (drop_of(tmp_path, shape, "Identity", 0.1, 0.01) for shape in ("float[1,20,10]", "float[1,20,4]"))
     assert (head.drop_estimate, head.drop_interval) != (None, None)
