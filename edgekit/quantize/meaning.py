@@ -20,6 +20,8 @@ _LEAST_SIDE = 8
 _BOX = 4
 _LEAST_CONFIDENCE = 0.6
 _MOST_UNEVEN = 30.0
+_LEAST_LANDMARKS = 8
+_SAME_SHAPE = 0.1
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,8 @@ def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
         return
     if ranks_classes(first):
         reading = Reading(meaning="classes", axis=int(np.argmax(first.shape)), squash=kind)
-        if _confidence(values, reading) > _least_confidence(first.size):
+        is_ranking = bool(squash) or not _is_one_shape(values)
+        if is_ranking and _confidence(values, reading) > _least_confidence(first.size):
             yield reading
         return
     for axis in range(first.ndim):
@@ -128,6 +131,18 @@ def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
 
 def _least_confidence(classes: int) -> float:
     return 1.15 / classes if classes <= 4 else 2.0 / classes
+
+
+def _is_one_shape(values: Sequence[Array]) -> bool:
+    """Returns True if vectors of many samples are nearly the same curve, as landmarks are: a face is a face.
+
+    Scores differ from sample to sample by more than classes differ by themselves.
+    """
+    rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
+    if rows.shape[1] < _LEAST_LANDMARKS or len(rows) < 2:
+        return False
+    within = float((rows - rows.mean(axis=0)).var())
+    return within < _SAME_SHAPE * float(rows.mean(axis=0).var())
 
 
 def _confidence(values: Sequence[Array], reading: Reading) -> float:

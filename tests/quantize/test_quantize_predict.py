@@ -150,6 +150,22 @@ def test_an_output_that_is_one_number_is_held_by_its_spread(tmp_path: Path) -> N
     assert predict_drop(one, one, samples).drop_estimate == 0
 
 
+def test_landmarks_are_held_by_their_spread_and_scores_of_as_many_classes_are_not(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,20] x) => (float[1,20] y)
+      { scale = Constant<value_float = SCALE>() y = Mul(x, scale) }"""
+    good, bad = (make_model(text.replace("SCALE", size), tmp_path / f"{size}.onnx") for size in ("1.0", "1.1"))
+    rng = np.random.default_rng(0)
+    face = rng.uniform(0, 60, 20)
+    landmarks, scores = (
+        make_samples([{"x": (mean + rng.normal(size=(1, 20)) * 3).astype(np.float32)} for _ in range(40)])
+        for mean in (face, 0 * face)
+    )
+    assert predict_drop(good, bad, landmarks).measure == "spread of the values (R2)"
+    assert not predict_drop(good, bad, landmarks).meets(0.005)
+    assert predict_drop(good, bad, scores).measure == "top-1 accuracy"
+    assert predict_drop(good, bad, scores).meets(0.005)
+
+
 def test_of_a_table_that_decisions_are_made_of_half_the_spread_counts(tmp_path: Path) -> None:
     head, flow = (drop_of(tmp_path, shape, "Identity", 0.1, 0.01) for shape in ("float[1,20,10]", "float[1,20,4]"))
     assert (head.drop_estimate, head.drop_interval) != (None, None)
