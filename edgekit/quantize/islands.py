@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from edgekit.quantize.graph import Graph
 
@@ -19,6 +20,37 @@ _LINEAR = frozenset(
     }
 )  # fmt: skip
 """What may lie between the inputs of a graph and the power of their spectrum; a network has other activations."""
+
+
+_INFINITE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
+"""Operators that put a constant beside values: minus infinity is there to lose against them."""
+_PASSING = _INFINITE | frozenset(
+    {
+        "Add", "Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "ReduceMax", "Reshape",
+        "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+
+
+def boundless_tensors(graph: Graph) -> frozenset[str]:
+    """Returns the float tensors that may hold infinity whatever the sample, because a constant puts it there.
+
+    A Where that hides what an ArgMax must not find is an example. They have no range, so they stay float.
+    """
+    found: set[str] = set()
+    for node in graph.proto.graph.node:
+        made = node.op_type in _INFINITE and _puts_infinity(graph, node)
+        if made or (node.op_type in _PASSING and not found.isdisjoint(node.input)):
+            found.update(name for name in node.output if graph.is_float(name))
+    return frozenset(found)
+
+
+def _puts_infinity(graph: Graph, node: onnx.NodeProto) -> bool:
+    tensors = [graph.initializers[name] for name in node.input if graph.is_float_constant(name)]
+    tensors += [attribute.t for attribute in node.attribute if attribute.name == "value"]
+    # Weights that were set aside are too large to be such a constant.
+    values = [numpy_helper.to_array(tensor) for tensor in tensors if not tensor.external_data]
+    return any(value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values)
 
 
 def float_islands(graph: Graph) -> dict[str, str]:

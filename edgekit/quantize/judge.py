@@ -15,6 +15,7 @@ from edgekit.model import MAX_PROTOBUF_BYTES, save_proto
 from edgekit.prepare.float_weights import OPTIMIZER
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.held_out import read_held_out
+from edgekit.quantize.islands import boundless_tensors
 from edgekit.tensors import Array
 
 _PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
@@ -44,9 +45,10 @@ class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
 def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
     """Returns the float tensors that stand for the outputs of a graph."""
     points: list[JudgePoint] = []
+    boundless = boundless_tensors(graph)
     for value in graph.proto.graph.output:
         point = _find_point(graph, value.name)
-        if graph.is_float(point.tensor):
+        if graph.is_float(point.tensor) and point.tensor not in boundless:
             points += _split_point(graph, point)
             points += _find_features(graph, point.tensor)
     return tuple(dict.fromkeys(points))

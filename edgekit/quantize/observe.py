@@ -9,6 +9,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.quantize.graph import Graph, float_activations, folded_activations, known_bounds
+from edgekit.quantize.islands import boundless_tensors
 from edgekit.quantize.layers import Cut, Layer, cut_vectors, read_layers
 from edgekit.quantize.masks import HIDDEN, Scores, score_tensors
 from edgekit.quantize.moments import vectors_wanted
@@ -75,7 +76,7 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     vectors of the input of each layer with weights are, as many as so many samples should give.
     """
     aliases = folded_activations(graph)
-    unsure = {*aliases, *_shaped_by_data(graph)}
+    unsure = {*aliases, *_shaped_by_data(graph), *boundless_tensors(graph)}
     names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     builder = _Builder(graph)

@@ -22,6 +22,7 @@ from edgekit.progress import Progress
 from edgekit.quantize.checkpoint import Checkpoint
 from edgekit.quantize.graph import Graph, float_activations
 from edgekit.quantize.held_out import MOST_BYTES, HeldOut
+from edgekit.quantize.islands import boundless_tensors
 from edgekit.quantize.keeper import Cache, Keeper, opened_keeper
 from edgekit.quantize.observe import HIGHS, LOWS, SCORES, Observation, observe_graph
 from edgekit.quantize.tally import Tally
@@ -244,7 +245,8 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.proto)
     del proto.graph.output[:]
-    computed = [name for name in float_activations(graph) if name in graph.producers]
+    boundless = boundless_tensors(graph)
+    computed = [name for name in float_activations(graph) if name in graph.producers and name not in boundless]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in computed)
     for name, value in _load(proto, work / "located.onnx").run(sample).items():
         maker = graph.producers[name]

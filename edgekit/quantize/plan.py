@@ -12,7 +12,7 @@ from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.correct import Rounding
 from edgekit.quantize.graph import Graph, float_activations, range_source
-from edgekit.quantize.islands import delicate_islands, float_islands
+from edgekit.quantize.islands import boundless_tensors, delicate_islands, float_islands
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, Quantization, Target
 
@@ -166,6 +166,7 @@ def _float_computing(graph: Graph) -> list[onnx.NodeProto]:
 def _float_nodes(
     graph: Graph, op_types: tuple[str, ...], delicate: dict[str, str], measured: Collection[str]
 ) -> Iterator[FloatNode]:
+    boundless = boundless_tensors(graph)
     unmeasured = {name for name in float_activations(graph) if name not in measured}
     islands = delicate | float_islands(graph)
     for node in graph.proto.graph.node:
@@ -174,6 +175,8 @@ def _float_nodes(
     for node in _float_computing(graph):
         if node.name in islands:
             yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])
+        elif boundless & {*node.input, *node.output}:
+            yield FloatNode(name=node.name, op=node.op_type, reason="its input or output holds infinity by design")
         elif unmeasured & {*node.input, *node.output}:
             reason = "its input or output is empty for some samples, and ONNX Runtime's integer kernels crash on that"
             yield FloatNode(name=node.name, op=node.op_type, reason=reason)

@@ -98,3 +98,24 @@ def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path:
         model, calibrate_model(model, random_samples(model), work=tmp_path / "work"), load_target("qnn"), "int8"
     )
     assert [node.op for node in plan.float_nodes] == ["STFT", "Mul", "ReduceSum", "MatMul", "Max", "Log"]
+
+
+def test_infinity_that_a_constant_puts_in_stays_float_and_refuses_nothing(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,4] y, int64[1,1] i, float[1,18] z)
+      <float never = {-inf}, float zero = {0}, int64[4] pads = {0, 1, 0, 1}> {
+      h = MatMul(x, w1) c = Greater(h, zero) m = Where(c, h, never) i = ArgMax<axis=1>(m) p = Pad(m, pads, never)
+      z = Max(p, zero) r = Relu(h) y = MatMul(r, w2) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 16), "w2": (16, 4)})
+    samples = random_samples(model, 24)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    for name in ("qnn", "xnnpack"):
+        plan = plan_quantization(model, calibration, load_target(name), "int8")
+        reasons = {node.op: node.reason for node in plan.float_nodes}
+        assert {"Where", "Pad", "ArgMax"} <= reasons.keys()
+        assert "infinity" in reasons["ArgMax"]
+        quantized = quantize_model(model, plan, tmp_path / f"{name}.onnx")
+        assert op_types(quantized.model).count("MatMul") + op_types(quantized.model).count("Gemm") == 2
+        assert quantized.quantized_nodes >= 2
+        for sample in samples:
+            found = CpuSession(quantized.model.path, SessionSettings()).run(sample)
+            assert all(np.isfinite(found[key]).all() for key in ("y", "z"))
