@@ -42,7 +42,13 @@ def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading
     Scores that decide nothing are values, such as an embedding, whose largest entry says little. Raw scores of a map
     are told from other tensors by the confidence that they show, and by classes that are of one size.
     """
-    return {name: reading for name in outputs[0] for reading in _read(graph, name, [row[name] for row in outputs])}
+    tables = {shape[:-1] for shape in (value.shape for value in outputs[0].values()) if len(shape) > 1 and shape[-1] > 1}
+    found = dict[str, Reading]()
+    for name, first in outputs[0].items():
+        is_column = first.size > 1 and first.shape[-1] == 1 and first.shape[:-1] in tables
+        values = [row[name] for row in outputs]
+        found.update((name, reading) for reading in _read(graph, name, values, is_column=is_column))
+    return found
 
 
 def read_probabilities(value: Array, reading: Reading) -> Array:
@@ -67,25 +73,34 @@ def read_decisions(value: Array, reading: Reading) -> Array:
     return np.asarray(np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1).argmax(axis=0))
 
 
-def _read(graph: Graph, name: str, values: Sequence[Array]) -> Iterator[Reading]:
-    """Yields the meaning of an output, nothing where its numbers or its changing shape say none."""
+def _read(graph: Graph, name: str, values: Sequence[Array], *, is_column: bool) -> Iterator[Reading]:
+    """Yields the meaning of an output, nothing where its numbers or its changing shape say none.
+
+    A column beside a table, such as one score for each of many boxes, is no choice between its rows.
+    """
     first, squash = values[0], _find_squash(graph, name)
     if any(value.shape != first.shape for value in values):
         return
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(meaning="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        yield next(_find_classes(values, squash), None) or _read_numbers(first)
+        scores = _find_places(first, squash) if is_column else _find_classes(values, squash)
+        yield next(scores, None) or _read_numbers(first)
 
 
 def _read_numbers(value: Array) -> Reading:
     sides = value.shape[2:] if len(value.shape) == 4 and value.shape[1] in IMAGE_CHANNELS else value.shape[1:3]
     channels = {value.shape[1], value.shape[-1]} if value.ndim == 4 else {0}
-    is_image = bool(channels & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
+    is_image = value.shape[:1] == (1,) and bool(channels & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
     if is_image:
         return Reading(meaning="image")
     sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
     return Reading(meaning="values", axis=min(sizes, default=(True, 1, 0))[2])
+
+
+def _find_places(value: Array, squash: str) -> Iterator[Reading]:
+    meaning: Meaning = "map" if squash == "Sigmoid" else "values"
+    yield Reading(meaning=meaning, axis=value.ndim - 1, squash=squash if meaning == "map" else "")
 
 
 def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:

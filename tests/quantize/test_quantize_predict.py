@@ -166,6 +166,22 @@ def test_landmarks_are_held_by_their_spread_and_scores_of_as_many_classes_are_no
     assert predict_drop(good, bad, scores).meets(0.005)
 
 
+@pytest.mark.parametrize(
+    ("tail", "measure"), [("Identity", "spread of the values (R2)"), ("Sigmoid", "mean overlap of classes (mIoU)")]
+)
+def test_one_score_for_each_of_many_boxes_is_no_choice_between_them(tail: str, measure: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,50,1] x, float[1,50,4] b)
+      => (float[1,50,1] y, float[1,50,4] boxes)
+      {{ off = Constant<value_float = OFF>() z = Add(x, off) y = {tail}(z) boxes = Identity(b) }}"""
+    good, bad = (make_model(text.replace("OFF", off), tmp_path / f"{off}.onnx") for off in ("0.0", "2.0"))
+    rng = np.random.default_rng(0)
+    shapes = {"x": (1, 50, 1), "b": (1, 50, 4)}
+    rows = [{key: (rng.normal(size=shape) * 4).astype(np.float32) for key, shape in shapes.items()} for _ in range(40)]
+    found = predict_drop(good, bad, make_samples(rows))
+    assert found.measure == measure
+    assert not found.meets(0.005)
+
+
 def test_of_a_table_that_decisions_are_made_of_half_the_spread_counts(tmp_path: Path) -> None:
     head, flow = (drop_of(tmp_path, shape, "Identity", 0.1, 0.01) for shape in ("float[1,20,10]", "float[1,20,4]"))
     assert (head.drop_estimate, head.drop_interval) != (None, None)
