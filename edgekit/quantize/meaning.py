@@ -42,7 +42,9 @@ def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading
     Scores that decide nothing are values, such as an embedding, whose largest entry says little. Raw scores of a map
     are told from other tensors by the confidence that they show, and by classes that are of one size.
     """
-    tables = {shape[:-1] for shape in (value.shape for value in outputs[0].values()) if len(shape) > 1 and shape[-1] > 1}
+    tables = {
+        shape[:-1] for shape in (value.shape for value in outputs[0].values()) if len(shape) > 1 and shape[-1] > 1
+    }
     found = dict[str, Reading]()
     for name, first in outputs[0].items():
         is_column = first.size > 1 and first.shape[-1] == 1 and first.shape[:-1] in tables

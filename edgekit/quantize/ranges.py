@@ -1,17 +1,19 @@
 """The range of an activation that its integers should span, chosen from its histogram."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import msgspec
 import numpy as np
+import onnx
 
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.histogram import Histogram
 from edgekit.tensors import Array
 
 _BINS = 2048
+_MOST_STEPS, _CLOSE = 3, 1e-5
 _LARGEST = float(np.finfo(np.float32).max)
 LEVELS = 255
 """Steps between the lowest and the highest of 256 integers."""
@@ -49,15 +51,21 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     histogram: Histogram
 
 
-def percentile_range(exact: TensorRange, histogram: Histogram, percent: float) -> TensorRange:
-    """Returns the range that holds `percent` of the values, the rest cut off in equal parts at both ends."""
+def percentile_range(
+    exact: TensorRange, histogram: Histogram, percent: float, reader: Reader | None = None
+) -> TensorRange:
+    """Returns the range that holds `percent` of the values, the rest cut off in equal parts at both ends.
+
+    What lies where `reader` is flat, such as HardSwish below -3, is cut off too.
+    """
     if not histogram.total:
         return exact
     cumulative = np.cumsum(histogram.counts) / histogram.total
     tail = (100 - percent) / 200
     low = histogram.centers[int(np.searchsorted(cumulative, tail))]
     high = histogram.centers[min(int(np.searchsorted(cumulative, 1 - tail)), len(cumulative) - 1)]
-    return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
+    least, most = _FLAT.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
+    return TensorRange(low=max(exact.low, float(low), least), high=min(exact.high, float(high), most))
 
 
 def tail_error(percent: float, values: int) -> float:
@@ -171,12 +179,37 @@ def read_by(graph: Graph) -> dict[str, Reader]:
         ops = sorted(node.op_type for node in nodes)
         if len(ops) == 1 and ops[0] in _READERS:
             readers[name] = _READERS[ops[0]]
-        elif len(ops) == 2 and ops[0] == "Mul" and ops[1] in _GATES:
-            gate = next(node for node in nodes if node.op_type != "Mul")
-            product = next(node for node in nodes if node.op_type == "Mul")
-            if set(product.input) == {name, gate.output[0]} and not gate.attribute:
-                readers[name] = _GATES[ops[1]]
+        elif len(ops) == 2 and "Mul" in ops:
+            readers.update((name, reader) for reader in _find_gates(graph, name, nodes))
     return readers
+
+
+def _find_gates(graph: Graph, name: str, nodes: tuple[onnx.NodeProto, ...]) -> Iterator[Reader]:
+    """Yields the function x * gate(x) that two nodes begin: one is the product, the other leads to it by itself."""
+    for product, first in (nodes, nodes[::-1]):
+        steps: list[onnx.NodeProto] = []
+        node = first
+        while product.op_type == "Mul" and node is not product and len(steps) < _MOST_STEPS:
+            steps.append(node)
+            readers = graph.consumers.get(node.output[0], ())
+            node = readers[0] if len(readers) == 1 else product
+        if steps and set(product.input) == {name, steps[-1].output[0]}:
+            ops = tuple(step.op_type for step in steps)
+            if ops == ("Sigmoid",):
+                yield _swish
+            elif _is_hard_gate(graph, ops, steps):
+                yield _hard_swish
+
+
+def _is_hard_gate(graph: Graph, ops: tuple[str, ...], steps: list[onnx.NodeProto]) -> bool:
+    """Returns True for Clip(x + 3, 0, 6), scaled or not, and for HardSigmoid with a slope of one sixth."""
+    if ops == ("HardSigmoid",):
+        alpha = next((item.f for item in steps[0].attribute if item.name == "alpha"), 0.2)
+        return abs(alpha - 1 / 6) < _CLOSE
+    if ops[:2] != ("Add", "Clip") or not set(ops[2:]) <= {"Mul", "Div"}:
+        return False
+    constants = [graph.constant(name) for step in steps[:2] for name in step.input]
+    return [float(value) for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]
 
 
 def _sigmoid(values: Array) -> Array:
@@ -187,8 +220,18 @@ def _hard_swish(values: Array) -> Array:
     return values * np.clip(values / 6 + 0.5, 0, 1)
 
 
+def _swish(values: Array) -> Array:
+    return values * _sigmoid(values)
+
+
 _READERS: dict[str, Reader] = {"Sigmoid": _sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
-_GATES: dict[str, Reader] = {"Sigmoid": lambda values: values * _sigmoid(values)}
+_FLAT: dict[Reader, tuple[float, float]] = {
+    _sigmoid: (-8.0, 8.0),
+    np.tanh: (-4.0, 4.0),
+    _hard_swish: (-3.0, math.inf),
+    _swish: (-8.0, math.inf),
+}
+"""Where a function does not change any more, or by less than a step of 8 bits: 3e-4, 7e-4, 0 and 3e-3."""
 
 PLAIN_METHODS = ("minmax", "moving-average")
 """The range methods that need no histogram."""
@@ -203,8 +246,8 @@ RANGE_METHODS: dict[str, Callable[[Seen, Reader | None], TensorRange]] = {
     "moving-average": lambda seen, _reader: seen.mean,
     "mse": lambda seen, reader: mse_range(seen.exact, seen.histogram, reader),
     "entropy": lambda seen, _reader: entropy_range(seen.exact, seen.histogram),
-    "percentile-99.99": lambda seen, _reader: percentile_range(seen.exact, seen.histogram, 99.99),
-    "percentile-99.9": lambda seen, _reader: percentile_range(seen.exact, seen.histogram, 99.9),
+    "percentile-99.99": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.99, reader),
+    "percentile-99.9": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.9, reader),
 }
 """Every range method, by the name that plans and options use. "moving-average" is the mean over the samples of each
 tensor's lowest and highest value: a moving average without decay, so that the order of the samples is of no matter."""

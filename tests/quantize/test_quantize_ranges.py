@@ -63,6 +63,33 @@ def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
     assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
 
 
+GATES = {
+    "paddle": "h = Add(a, three) c = Clip(h, zero, six) p = Mul(a, c) y = Div(p, six)",
+    "split": "h = Add(a, three) c = Clip(h, zero, six) g = Mul(c, sixth) y = Mul(a, g)",
+    "sigmoid": "g = HardSigmoid<alpha = 0.16666667, beta = 0.5>(a) y = Mul(a, g)",
+    "whole": "y = HardSwish(a)",
+}
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+      <float three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
+      {{ a = Neg(x) {gate} }}"""
+    reader = read_by(read_graph(make_model(text, tmp_path / "m.onnx")))["a"]
+    assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
+    values = np.random.default_rng(0).normal(size=100_000) * 20
+    assert percentile_range(whole(values), histogram_of(values), 99.9, reader).low == -3
+    assert percentile_range(whole(values), histogram_of(values), 99.9, reader).high > 50
+
+
+def test_a_gate_of_something_else_is_no_hard_swish(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+      <float two = {2}, float zero = {0}, float six = {6}> {
+      a = Neg(x) h = Add(a, two) c = Clip(h, zero, six) y = Mul(a, c) }"""
+    assert not read_by(read_graph(make_model(text, tmp_path / "m.onnx")))
+
+
 def test_constant_zero_tensor_keeps_its_range() -> None:
     zero = TensorRange(low=0.0, high=0.0)
     assert mse_range(zero, histogram_of(np.zeros(10))) == zero
