@@ -46,7 +46,7 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OutputError: the folder cannot be written.
     """
-    with replacing_file(path) as temporary:
+    with replacing_file(path) as temporary, writing(path):
         temporary.write_bytes(data)
 
 
@@ -88,7 +88,7 @@ def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None
     Raises:
         OutputError: the folder cannot be written, or there is such a file.
     """
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             try:
@@ -114,13 +114,13 @@ def replacing_file(path: Path) -> Generator[Path]:
     Raises:
         OutputError: the folder cannot be written.
     """
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
     try:
         temporary = folder / path.name
         yield temporary
-        with _writing(path):
+        with writing(path):
             temporary.replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -153,7 +153,7 @@ def staged_entries(path: Path) -> Generator[Path]:
         staging = holder / "entries"
         staging.mkdir()
         yield staging
-        with _writing(path):
+        with writing(path):
             path.mkdir(exist_ok=True)
         for entry in sorted(staging.iterdir()):
             _publish(entry, path / entry.name, holder)
@@ -164,7 +164,7 @@ def _holder(path: Path) -> Generator[Path]:
     if path.exists() and not path.is_dir():
         raise OutputError(f"'{path}' is a file, not a folder", hint="give another --out")
     made = _missing_parents(path)
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         holder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
     try:
@@ -181,7 +181,7 @@ def _missing_parents(path: Path) -> list[Path]:
 
 
 def _publish(entry: Path, place: Path, holder: Path) -> None:
-    with _writing(place):
+    with writing(place):
         if place.is_dir() and not place.is_symlink():
             place.replace(holder / f"replaced-{place.name}")
         entry.replace(place)
@@ -194,7 +194,7 @@ def work_folder(parent: Path | None = None) -> Generator[Path]:
     Raises:
         OutputError: `parent` cannot be written.
     """
-    with _writing(parent or Path(tempfile.gettempdir())):
+    with writing(parent or Path(tempfile.gettempdir())):
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".edgekit-" if parent else "edgekit-", dir=parent))
@@ -210,7 +210,7 @@ def move_file(source: Path, path: Path) -> None:
     Raises:
         OutputError: the folder cannot be written.
     """
-    with _writing(path):
+    with writing(path):
         source.replace(path)
 
 
@@ -230,7 +230,12 @@ def safe_join(root: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Generator[None]:
+def writing(path: Path) -> Generator[None]:
+    """Says of an error of the system in the block that `path` cannot be written.
+
+    Raises:
+        OutputError: there was one.
+    """
     try:
         yield
     except OSError as error:

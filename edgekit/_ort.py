@@ -117,6 +117,8 @@ def _hint(message: str) -> str:
         return "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"
     if "NOT_IMPLEMENTED" in message:
         return "the model uses an operator that this ONNX Runtime does not have"
+    if "serialization failed" in message:
+        return "is the disk full? it could not write what it made"
     return "check that the model runs in ONNX Runtime: edgekit inspect MODEL"
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import onnx
 
-from edgekit._files import digest_file, move_file, safe_join
+from edgekit._files import digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.skim import skim_model
 from edgekit.tensors import TensorSpec
@@ -112,20 +112,25 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
 
 
 def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
-    """Writes a protobuf like `write_proto` and returns its model."""
+    """Writes a protobuf like `write_proto` and returns its model.
+
+    Raises:
+        OutputError: `path` cannot be written.
+    """
     write_proto(proto, path)
     return load_model(path)
 
 
 def write_proto(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes a protobuf deterministically; weights go beside it where 2 GB do not hold them."""
+    """Writes a protobuf deterministically; weights go beside it where 2 GB do not hold them.
+
+    Raises:
+        OutputError: `path` cannot be written.
+    """
     size_bytes = sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    onnx.save(
-        proto,
-        str(path),
-        save_as_external_data=size_bytes > MAX_PROTOBUF_BYTES - (64 << 20),
-        location=f"{path.name}.data",
-    )
+    is_large = size_bytes > MAX_PROTOBUF_BYTES - (64 << 20)
+    with writing(path):
+        onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
 
 
 def move_data(path: Path, out: Path) -> None:

@@ -1,15 +1,19 @@
 """The command line's way in: which commands there are, how errors look, and the exit code."""
 
 import difflib
+import errno
 import importlib
 import signal
 import sys
+import tempfile
 from types import FrameType
 
 import click
 
 from edgekit.errors import EdgekitError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where intermediate files find no space."""
 YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
 
@@ -98,10 +102,19 @@ def run_command(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("edgekit: interrupted; nothing half-written is left", err=True)
         return INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        return _end(error)
+    return code if isinstance(code, int) else YES
+
+
+def _end(error: OSError) -> int:
+    if isinstance(error, BrokenPipeError):
         sys.stderr.close()
         return NO
-    return code if isinstance(code, int) else YES
+    if error.errno not in _FULL:
+        raise error
+    place = error.filename or tempfile.gettempdir()
+    return _complain(f"cannot write '{place}': {error.strerror} (free some space, or set TMPDIR to a larger place)")
 
 
 def _complain(message: str) -> int:

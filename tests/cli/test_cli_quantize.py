@@ -2,6 +2,9 @@
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,3 +163,19 @@ def test_neither_the_model_nor_the_samples_are_written_over(
     assert quantize(folder, out=folder / place) == 2
     assert "written over" in capsys.readouterr().err or place == "."
     assert ((folder / "m.onnx").read_bytes(), (folder / "d.npz").read_bytes()) == before
+
+
+@pytest.mark.parametrize("most_bytes", [1500, 4000, 12_000])
+def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, tmp_path: Path) -> None:
+    arguments = ["quantize", str(folder / "m.onnx"), "--data", str(folder / "d.npz"), "--target", "nnapi"]
+    arguments += ["--html", str(tmp_path / "p.html"), "--out", str(tmp_path / "q.onnx")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "edgekit", *arguments],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("edgekit: error: ")
+    assert "File too large" in ended.stderr or "is the disk full?" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not list(tmp_path.glob(".edgekit-*"))
