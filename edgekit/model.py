@@ -127,10 +127,14 @@ def write_proto(proto: onnx.ModelProto, path: Path) -> None:
     Raises:
         OutputError: `path` cannot be written.
     """
-    size_bytes = sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    is_large = size_bytes > MAX_PROTOBUF_BYTES - (64 << 20)
+    is_large = count_weight_bytes(proto) > MAX_PROTOBUF_BYTES - (64 << 20)
     with writing(path):
         onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
+
+
+def count_weight_bytes(proto: onnx.ModelProto) -> int:
+    """Returns how many bytes the weights in a protobuf have; counting all of it fails beyond 2 GB."""
+    return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
 
 
 def move_data(path: Path, out: Path) -> None:

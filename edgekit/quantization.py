@@ -11,7 +11,7 @@ from edgekit._files import digest_bytes, digest_file, replacing_file, require_ap
 from edgekit.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.errors import UsageError
 from edgekit.labels import Label, read_task_labels
-from edgekit.model import Model, load_model, move_data
+from edgekit.model import Model, load_model, measure_files, move_data
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
@@ -19,6 +19,7 @@ from edgekit.quantize.adopt import adopt_plan, require_origin
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.choose import plan_calibration
 from edgekit.quantize.diagnose import rank_plan
+from edgekit.quantize.graph import refuse_huge
 from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import Prediction, predict_drop
 from edgekit.quantize.ranges import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_error
@@ -201,8 +202,10 @@ def read_plan(path: Path) -> QuantPlan:
 
 
 def _open_job(model: Path, data: Data, recipe: Recipe, work: Path) -> _Job:
-    target, source = _one_target(recipe), load_model(model)
+    target = _one_target(recipe)
     precision = _choose_integers(target, recipe.precision)
+    refuse_huge(model.name, measure_files(model))
+    source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
     prepared = fixed.model
     every = load_samples(data.source, prepared.inputs, data.preprocess)

@@ -9,13 +9,15 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.model import Model, find_integer_ops, iterate_captured, read_proto
+from edgekit.model import MAX_PROTOBUF_BYTES, Model, find_integer_ops, iterate_captured, read_proto
 from edgekit.quantize.masks import bound_masks
 from edgekit.tensors import Array
 
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
+MOST_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
+"""Larger models are refused: their graphs are copied and judged as one protobuf, in five times their size."""
 _ASIDE_BYTES = 1 << 14
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
@@ -80,8 +82,9 @@ def read_graph(model: Model) -> Graph:
     """Reads the graph of a float model.
 
     Raises:
-        ModelError: the model is quantized already, or older than opset 13.
+        ModelError: the model is quantized already, older than opset 13, or too large.
     """
+    refuse_huge(model.path.name, model.size_bytes)
     proto = read_proto(model)
     _check_float(model, proto)
     _lift_constants(proto.graph)
@@ -90,6 +93,20 @@ def read_graph(model: Model) -> Graph:
     _spell_defaults(proto.graph)
     _infer_types(proto)
     return index_proto(proto)
+
+
+def refuse_huge(name: str, size_bytes: int) -> None:
+    """Refuses a model that is too large to be quantized.
+
+    Raises:
+        ModelError: it is.
+    """
+    if size_bytes > MOST_BYTES:
+        size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_BYTES))
+        raise ModelError(
+            f"'{name}' has {size}; quantizing ends at {most}, for it needs about five times as much memory",
+            hint="build it with --precision fp32",
+        )
 
 
 def set_weights_aside(graph: Graph, path: Path) -> Graph:

@@ -11,7 +11,7 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.model import MAX_PROTOBUF_BYTES, save_proto
+from edgekit.model import MAX_PROTOBUF_BYTES, count_weight_bytes, save_proto
 from edgekit.prepare.float_weights import OPTIMIZER
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.held_out import read_held_out
@@ -112,7 +112,7 @@ def ratio_db(signal: float, noise: float) -> float:
 
 def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool = False) -> CpuSession:
     """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
-    fits = proto.ByteSize() < MAX_PROTOBUF_BYTES // 2
+    fits = count_weight_bytes(proto) < MAX_PROTOBUF_BYTES // 2
     if not fits:
         save_proto(proto, path)
     source = proto.SerializeToString() if fits else path

@@ -179,3 +179,20 @@ def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, 
     assert "File too large" in ended.stderr or "is the disk full?" in ended.stderr
     assert ended.stderr.count("\n") == 1
     assert not list(tmp_path.glob(".edgekit-*"))
+
+
+def test_a_model_of_3_gb_is_refused_before_work_starts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proto = onnx.load(str(folder / "m.onnx"))
+    (weight,) = (tensor for tensor in proto.graph.initializer if tensor.name == "u")
+    weight.ClearField("raw_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="w.bin")
+    with (tmp_path / "w.bin").open("wb") as stream:
+        stream.truncate(3 << 30)
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    assert quantize(tmp_path, data=f"{folder}/d.npz", out=tmp_path / "q.onnx") == 2
+    message = capsys.readouterr().err
+    assert "has 3.2 GB; quantizing ends at 2.1 GB" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "w.bin"]
