@@ -30,7 +30,7 @@ from edgekit.prepare import ready_model
 from edgekit.prepare.fix import Fix
 from edgekit.prepare.float_weights import keep_float_weights
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, quantize_model
 from edgekit.quantize.halve import halve_model
 from edgekit.quantize.keeper import Cache
 from edgekit.quantize.predict import predict_drop
@@ -39,7 +39,7 @@ from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
-from edgekit.search import Goal, search_quantization
+from edgekit.search import Goal, plan_sparingly, search_quantization
 from edgekit.steps import list_versions, peak_rss_bytes
 from edgekit.target import Precision, Target
 from edgekit.verify.accuracy import refuse_impossible
@@ -314,9 +314,11 @@ def _quantize(inputs: _Inputs, target: Target, precision: Precision, job: _Job, 
     if not isinstance(inputs.calibration, Calibration):
         raise inputs.calibration or DataError("there is no calibration", hint="give --data")
     model, known, out = inputs.prepared, inputs.calibration, job.work / target.name / "quantized.onnx"
+    measure = partial(predict_drop, model, samples=inputs.samples)
     if job.recipe.max_drop is None:
-        return quantize_model(model, plan_quantization(model, known, target, precision), out)
-    goal = Goal(max_drop=job.recipe.max_drop / 100, measure=partial(predict_drop, model, samples=inputs.samples))
+        plan, _ = plan_sparingly(model, known, target, precision, measure, work=out.parent, progress=job.progress)
+        return quantize_model(model, plan, out)
+    goal = Goal(max_drop=job.recipe.max_drop / 100, measure=measure)
     searched = search_quantization(model, known, target, precision, goal, work=out.parent, progress=job.progress)
     if not searched.met:
         notes.append(f"no plan is expected to drop at most {job.recipe.max_drop:g} points; this is the best")

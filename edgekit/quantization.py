@@ -26,7 +26,7 @@ from edgekit.quantize.ranges import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_
 from edgekit.recipe import Data, PrecisionChoice, Recipe, choose_precision, load_targets
 from edgekit.report.summary import CalibrationReport, LayerReport, QuantizeReport, TrialReport
 from edgekit.samples import Samples, limit_samples, load_samples
-from edgekit.search import Goal, Searched, State, open_state, search_quantization
+from edgekit.search import Goal, Searched, State, open_state, plan_sparingly, search_quantization
 from edgekit.steps import peak_rss_bytes
 from edgekit.target import Precision, Target, TaskLimit
 from edgekit.verify.drop import TOP1, measure_drop
@@ -114,7 +114,7 @@ def quantize_for(
         if given is not None:
             chosen = adopt_plan(given, job.prepared, calibration, job.target)
         elif job.max_drop is None:
-            chosen = _plan(job, calibration, how.method)
+            chosen, searched = _plan(job, calibration, how.method, progress)
         else:
             searched = _search(job, calibration, job.max_drop / 100, state, progress)
             chosen = searched.chosen.plan
@@ -148,7 +148,9 @@ def plan_for(
     """
     with work_folder() as work:
         job = _open_job(model, data, recipe, work)
-        plan = _plan(job, _calibrate(job, _Wanted.of_method(method), cache, progress or say_nothing), method)
+        progress = progress or say_nothing
+        calibration = _calibrate(job, _Wanted.of_method(method), cache, progress)
+        plan, _ = _plan(job, calibration, method, progress)
     return msgspec.structs.replace(plan, statistics="")
 
 
@@ -281,8 +283,13 @@ def _choose_integers(target: Target, wanted: PrecisionChoice) -> Precision:
     return choose_precision(target, wanted)
 
 
-def _plan(job: _Job, calibration: Calibration, method: str) -> QuantPlan:
-    return plan_quantization(job.prepared, calibration, job.target, job.precision, method=method)
+def _plan(job: _Job, calibration: Calibration, method: str, progress: Progress) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan of a method, and what was tried where that took a search."""
+    if method != "auto":
+        return plan_quantization(job.prepared, calibration, job.target, job.precision, method=method), None
+    return plan_sparingly(
+        job.prepared, calibration, job.target, job.precision, job.measure, work=job.work, progress=progress
+    )  # fmt: skip
 
 
 def _open_state(job: _Job, path: Path) -> State:
@@ -303,7 +310,8 @@ def _report(
     job: _Job, calibration: Calibration, plan: QuantPlan, quantized: QuantizedModel, predicted: Prediction,
     searched: Searched | None, out: Path, start: float,
 ) -> QuantizeReport:  # fmt: skip
-    trials = () if searched is None else searched.trials
+    is_plain = job.max_drop is None and searched is not None and len(searched.trials) == 1
+    trials = () if searched is None or is_plain else searched.trials
     return QuantizeReport(
         model=job.source.name,
         out=out,

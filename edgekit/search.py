@@ -15,22 +15,36 @@ from edgekit.errors import UsageError
 from edgekit.model import Model, load_model
 from edgekit.progress import Progress
 from edgekit.quantize import Calibration, QuantPlan, plan_quantization, quantize_model
-from edgekit.quantize.choose import relieve_step
+from edgekit.quantize.choose import GOOD_DB, relieve_step
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.pictures import makes_pictures
 from edgekit.quantize.predict import Prediction
 from edgekit.target import Precision, Target
 
 RELIEFS = (1, 3, 8, 20, 40, 80)
 """How many of the most harmful tensors are taken out of 8 bits, step by step."""
+PLAIN_DROP = 0.005
+"""A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
+_PLAIN_RELIEFS = (1, 3, 8)
+_PLAIN_INTEGER = 0.75
+_WORTH = 0.005
+"""A plan that takes more tensors out of 8 bits than another must be expected to drop less by so much."""
 _SAME_SHARE = 0.005
 _HALF = 0.5
 MAX_STATE_BYTES = 1 << 28
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search is for: a drop of at most `max_drop` (a share), as `measure` finds it for a quantized model."""
+    """What a search is for: a drop of at most `max_drop` (a share), as `measure` finds it for a quantized model.
+
+    `reliefs` are the counts of tensors that may leave 8 bits. No plan is used that leaves less than the share
+    `least_integer` of the first one's work in integers.
+    """
 
     max_drop: float
     measure: Callable[[Model], Prediction]
+    reliefs: tuple[int, ...] = RELIEFS
+    least_integer: float = 0.0
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +93,7 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
     goal: Goal
     work: Path
     state: State | None
+    first: QuantPlan | None = None
 
 
 def search_quantization(
@@ -106,6 +121,47 @@ def search_quantization(
     search = _Search(
         model=model, calibration=calibration, target=target, precision=precision, goal=goal, work=work, state=state
     )  # fmt: skip
+    return choose_trial(_run_trials(search, progress), goal.max_drop)
+
+
+def plan_sparingly(
+    model: Model,
+    calibration: Calibration,
+    target: Target,
+    precision: Precision,
+    measure: Callable[[Model], Prediction],
+    *,
+    work: Path,
+    progress: Progress,
+) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan of the plain mode: the best with all in 8 bits, unless that loses more than PLAIN_DROP.
+
+    Then the 1, 3 and 8 tensors that hurt most leave 8 bits, as long as three quarters of the work stay in integers, and
+    the fewest of them are used that reach PLAIN_DROP, or come within half a point of the least drop. What was tried is
+    None where the drop need not be measured: outputs that are no images come within 30 dB of the float model's, or few
+    samples leave nothing to judge by.
+
+    Raises:
+        ModelError: no node of the model can be quantized.
+    """
+    first = plan_quantization(model, calibration, target, precision)
+    is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not makes_pictures(read_graph(model)))
+    if is_sure or precision != "int8":
+        return first, None
+    goal = Goal(max_drop=PLAIN_DROP, measure=measure, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
+    search = _Search(
+        model=model, calibration=calibration, target=target, precision=precision, goal=goal, work=work, state=None,
+        first=first,
+    )  # fmt: skip
+    trials = _run_trials(search, progress)
+    enough = max(PLAIN_DROP, min(_drop(trial) for trial in trials) + _WORTH)
+    meeting = (trial for trial in trials if trial.prediction.meets(PLAIN_DROP))
+    chosen = next(meeting, None) or next(trial for trial in trials if _drop(trial) <= enough)
+    return chosen.plan, Searched(trials=tuple(trials), chosen=chosen, met=True)
+
+
+def _run_trials(search: _Search, progress: Progress) -> list[Trial]:
+    calibration, state, goal = search.calibration, search.state, search.goal
     known = {trial.step: _with_statistics(trial, calibration) for trial in (state.trials if state else ())}
     trials: list[Trial] = []
     steps, spent = _steps(search, trials), list[float]()
@@ -117,13 +173,13 @@ def search_quantization(
         trial = known.get(step) or _try(search, step, make)
         if step not in known:
             spent.append(time.monotonic() - began)
-        if trial is None:
+        if trial is None or (trials and trial.integer_macs < goal.least_integer * trials[0].integer_macs):
             break
         trials.append(trial)
         _write_state(search, trials)
         if _is_enough(trial, trials[0], goal):
             break
-    return choose_trial(trials, goal.max_drop)
+    return trials
 
 
 def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
@@ -170,12 +226,12 @@ def _nearly_meets(trial: Trial, max_drop: float) -> bool:
 
 def _steps(search: _Search, trials: Sequence[Trial]) -> list[tuple[str, Callable[[], QuantPlan | None]]]:
     def plain() -> QuantPlan:
-        return plan_quantization(search.model, search.calibration, search.target, search.precision)
+        return search.first or plan_quantization(search.model, search.calibration, search.target, search.precision)
 
     def relieved(count: int) -> Callable[[], QuantPlan | None]:
         return lambda: relieve_step(search.model, search.calibration, search.target, trials[0].plan, count)
 
-    reliefs = RELIEFS if search.precision == "int8" else ()
+    reliefs = search.goal.reliefs if search.precision == "int8" else ()
     return [("all", plain), *((f"relieve {count}", relieved(count)) for count in reliefs)]
 
 

@@ -6,14 +6,21 @@ from pathlib import Path
 import onnx
 
 from edgekit._files import replacing_file
-from edgekit.model import MAX_OPSET, Model, load_model, move_data, read_proto
+from edgekit.model import MAX_OPSET, Model, iterate_graphs, load_model, move_data, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
 from edgekit.prepare.hollow import hollow_weights, skim_weights
 from edgekit.prepare.infer import infer_outputs
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
-from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes, restore_stamps, sort_values
+from edgekit.prepare.tidy import (
+    drop_initializer_inputs,
+    merge_domains,
+    name_nodes,
+    rename_made,
+    restore_stamps,
+    sort_values,
+)
 from edgekit.prepare.weights import put_weights
 from edgekit.skim import point_into, skim_model
 
@@ -53,7 +60,7 @@ def prepare_model(
     _clean_interface(proto, outputs, constants or {})
     if not constants:
         fix_dims(proto.graph, dims)
-    origin = _copy_texts(proto)
+    origin, given = _copy_texts(proto), _list_names(proto)
     chosen = choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
@@ -64,6 +71,7 @@ def prepare_model(
         if constants:
             fix_dims(proto.graph, dims)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
+        rename_made(proto.graph, given)
         _tidy(proto, origin)
         _write(proto, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
@@ -136,6 +144,13 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 def _write(proto: onnx.ModelProto, temporary: Path, out: Path) -> None:
     temporary.write_bytes(proto.SerializeToString(deterministic=True))
     move_data(temporary, out)
+
+
+def _list_names(proto: onnx.ModelProto) -> set[str]:
+    """Returns the names of the initializers and computed tensors of a model, bodies included."""
+    parts = list(iterate_graphs(proto.graph))
+    made = {name for part in parts for node in part.node for name in node.output}
+    return made | {tensor.name for part in parts for tensor in part.initializer}
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,6 +1,6 @@
 """Small changes that leave what a model computes as it is: names, domains, order, stamps."""
 
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Collection, Iterable, MutableSequence
 from typing import TypeVar
 
 import onnx
@@ -9,6 +9,8 @@ from google.protobuf.message import Message
 from edgekit.model import iterate_graphs
 
 _MessageT = TypeVar("_MessageT", bound=Message)
+
+_MADE = ".prepared"
 
 
 def merge_domains(proto: onnx.ModelProto) -> None:
@@ -44,6 +46,21 @@ def name_nodes(graph: onnx.GraphProto) -> None:
             node.name = _free_name(stem, taken)
             taken.add(node.name)
         seen.add(node.name)
+
+
+def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
+    """Gives initializers that ONNX Runtime made, which are none of the names `given`, names of their own, in place.
+
+    A session that optimizes the graph again makes constants of the same names, and ONNX Runtime 1.31 fails on two that
+    are alike ("Attempt to replace the existing tensor").
+    """
+    made = {tensor.name: f"{tensor.name}{_MADE}" for tensor in graph.initializer if tensor.name not in given}
+    for tensor in graph.initializer:
+        tensor.name = made.get(tensor.name, tensor.name)
+    for part in iterate_graphs(graph):
+        for node in part.node:
+            for index, name in enumerate(node.input):
+                node.input[index] = made.get(name, name)
 
 
 def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

@@ -1,7 +1,7 @@
 """Chooses how to quantize: candidates are built and judged on held-out samples, the best becomes the plan."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from edgekit.quantize.equalize import choose_factors, equalize_calibration, equa
 from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
+from edgekit.quantize.pictures import give_headroom
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, quantizes_any, relieve_tensors
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.quantize.surgery import strip_weights
@@ -91,12 +92,10 @@ def plan_quantization(
         return _choose(plan, calibration, method, "nearest")
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
-    start = _Way(
-        graph=graph, calibration=calibration, plan=plan, judged=_judge_once(graph, _unsigned(plan), calibration)
-    )
-    evened = _even_out(start, model, target, start.judged, gated=False)
+    start = _start(model, calibration, target, precision, {})
+    evened = _even_out(start, model, calibration, target, gated=False)
     way = evened if evened is not None and _leads(evened, start, _NOTABLE_DB) else start
-    gated = _even_out(start, model, target, way.judged, gated=True)
+    gated = _even_out(start, model, calibration, target, gated=True, reached=way.judged)
     judged = _best_first(*(candidate for each in (start, evened, gated) if each for candidate in each.judged))
     if gated is not None and _leads(gated, way, _GATE_DB):
         way, gated = gated, None
@@ -104,7 +103,9 @@ def plan_quantization(
     if gated is not None and tried:
         other, its_reached, more = _finish(gated, target, method)
         tried = (*tried, *more)
-        best = other if its_reached > reached + _GATE_DB else best
+        rival = min(its_reached, GOOD_DB) - min(reached, GOOD_DB)
+        fewer = len(other.wide) + len(other.float_nodes) < len(best.wide) + len(best.float_nodes)
+        best = other if rival > _GATE_DB or (fewer and rival > -_GATE_DB) else best
     return msgspec.structs.replace(best, judged=_best_first(*judged, *tried))
 
 
@@ -133,20 +134,43 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
 
 
-def _even_out(start: _Way, model: Model, target: Target, reached: tuple[Candidate, ...], *, gated: bool) -> _Way | None:
+def _start(
+    model: Model,
+    calibration: Calibration,
+    target: Target,
+    precision: Precision,
+    factors: Mapping[str, tuple[float, ...]],
+    floor_db: float = -math.inf,
+) -> _Way:
+    """Returns the way with channels scaled by factors, judged."""
+    source = read_graph(model)
+    graph = equalize_graph(source, factors)
+    spans = give_headroom(graph, equalize_calibration(source, calibration, factors))
+    plan = msgspec.structs.replace(draft_plan(model, graph, spans, target, precision), factors=dict(factors))
+    return _Way(
+        graph=graph, calibration=spans, plan=plan, judged=_judge_once(graph, _unsigned(plan), spans, floor_db=floor_db)
+    )
+
+
+def _even_out(
+    start: _Way,
+    model: Model,
+    calibration: Calibration,
+    target: Target,
+    *,
+    gated: bool,
+    reached: tuple[Candidate, ...] = (),
+) -> _Way | None:
     """Returns the way with channels of unequal size evened out, None where nothing can be or no more is needed."""
-    graph, plan, calibration = start.graph, start.plan, start.calibration
+    graph, plan, reached = start.graph, start.plan, reached or start.judged
     if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if gated else _FAITHFUL_DB):
         return None
     exact = calibration.ranges["minmax"]
     factors = choose_factors(graph, Path(plan.statistics), plan.axes.keys(), exact, gated=gated)
     if not factors or (gated and not has_gates(graph, factors)):
         return None
-    evened, spans = equalize_graph(graph, factors), equalize_calibration(graph, calibration, factors)
-    drafted = msgspec.structs.replace(draft_plan(model, evened, spans, target, plan.precision), factors=factors)
     floor_db = _quickly_rounded(reached) - _HOPELESS_DB
-    judged = _judge_once(evened, _unsigned(drafted), spans, floor_db=floor_db)
-    return _Way(graph=evened, calibration=spans, plan=drafted, judged=judged)
+    return _start(model, calibration, target, plan.precision, factors, floor_db)
 
 
 def _best_first(*judged: Candidate) -> tuple[Candidate, ...]:
@@ -253,7 +277,8 @@ def relieve_step(
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, calibration = plan_graph(model, plan), plan_calibration(model, plan, calibration)
+    graph = plan_graph(model, plan)
+    calibration = give_headroom(graph, plan_calibration(model, plan, calibration))
     order = _rank_once(graph, plan)
     if count > 2 * len(order):
         return None

@@ -16,6 +16,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     note = f" {report.goal_note}" if report.goal_note else ""
     if report.max_drop is not None:
         yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}{note}:"
+    elif report.trials:
+        yield "with all in 8 bits more would be lost than the plain mode lets pass:"
     for trial in report.trials:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"

@@ -235,3 +235,21 @@ def test_an_opset_that_onnx_runtime_does_not_have_is_lowered_where_it_can_be(tmp
     prepared = prepare_model(load_model(tmp_path / "new.onnx"), tmp_path / "out.onnx", {})
     assert prepared.opsets["ai.onnx"] == MAX_OPSET
     assert prepared.ir_version <= MAX_IR_VERSION
+
+
+def test_constants_that_onnx_runtime_made_have_names_that_it_would_not_make_again(tmp_path: Path) -> None:
+    # Where a session optimizes again and makes "gemm_input_shape_token_6" a second time, it fails.
+    text = (
+        "g (float[1,4,8] x) => (float[1,4,8] y) { w = Constant<value_floats=[0.5]>() s = Constant<value_ints=[8,8]>()"
+        "  v = Expand(w, s)  b = Constant<value_floats=[1.0,1.0,1.0,1.0,1.0,1.0,1.0,1.0]>()  m = MatMul(x, v)"
+        "  n = Add(m, b)  o = MatMul(n, v)  y = Add(o, b) }"
+    )
+    model = make_model(text, tmp_path / "m.onnx")
+    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    graph = onnx.load(str(prepared.path)).graph
+    assert "Gemm" in op_names(prepared.path)
+    made = {tensor.name for tensor in graph.initializer} - set("wsvb")
+    assert made
+    assert all(name.endswith(".prepared") for name in made)
+    inputs = make_inputs(prepared)
+    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])

@@ -26,10 +26,10 @@ from collapse_score import SCORES, UNITS
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model import load_model
 from edgekit.prepare import prepare_model
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import calibrate_model, quantize_model
 from edgekit.quantize.predict import predict_drop
 from edgekit.samples import Samples
-from edgekit.search import Goal, search_quantization
+from edgekit.search import Goal, plan_sparingly, search_quantization
 from edgekit.target import Target, load_target
 from edgekit.tensors import Array
 
@@ -96,7 +96,9 @@ def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) ->
         stock = [f"{score(file):6.2f}" for file in quantize_stock(prepared.path, calibrate, name, work / "stock.onnx")]
         cells = [f"stock {' / '.join(stock)}"]
         began = time.perf_counter()
-        plan = plan_quantization(prepared, calibration, target, "int8")
+        plan, _ = plan_sparingly(
+            prepared, calibration, target, "int8", goal.measure, work=work, progress=lambda _text: None
+        )  # fmt: skip
         middle = time.perf_counter()
         searched = search_quantization(
             prepared, calibration, target, "int8", goal, work=work, progress=lambda _text: None

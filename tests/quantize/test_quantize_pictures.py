@@ -1,0 +1,101 @@
+"""Nets that make images: white that no sample showed, and losses that only smooth images show."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from collapsing_models import SUBPIXEL, make_collapsing
+from quantize_models import make_model, make_samples, random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.model import Model
+from edgekit.progress import say_nothing
+from edgekit.quantize import Calibration, calibrate_model, quantize_model
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.pictures import give_headroom
+from edgekit.quantize.predict import Prediction, predict_drop
+from edgekit.samples import Samples
+from edgekit.search import PLAIN_DROP, plan_sparingly
+from edgekit.target import load_target
+from edgekit.tensors import Array
+
+
+def smooth_images(count: int, brightest: float) -> list[Array]:
+    rng = np.random.default_rng(5)
+    ramps = np.linspace(0, 1, 12, dtype=np.float32)
+    images = (rng.uniform(0, 1) * ramps[:, None] + rng.uniform(0, 1) * ramps for _ in range(count))
+    return [(image / image.max() * brightest).reshape(1, 1, 12, 12).astype(np.float32) for image in images]
+
+
+def as_samples(images: list[Array]) -> Samples:
+    return make_samples([{"x": image} for image in images])
+
+
+@pytest.fixture
+def dim(tmp_path: Path) -> tuple[Model, Samples, Calibration]:
+    model, samples = make_collapsing(SUBPIXEL, tmp_path), as_samples(smooth_images(24, 0.85))
+    return model, samples, calibrate_model(model, samples, work=tmp_path / "work")
+
+
+def test_ranges_reach_as_far_as_white_would(dim: tuple[Model, Samples, Calibration]) -> None:
+    model, _, calibration = dim
+    before, after = (each.ranges for each in (calibration, give_headroom(read_graph(model), calibration)))
+    assert before["minmax"]["x"].high == pytest.approx(0.85, abs=0.01)
+    assert {method: spans["x"].high for method, spans in after.items()} == dict.fromkeys(after, 1.0)
+    assert after["minmax"]["n"].high == 1.0
+    assert after["minmax"]["r"].high == pytest.approx(before["minmax"]["r"].high / 0.85, rel=0.01)
+
+
+@pytest.mark.parametrize(("brightest", "shift"), [(0.5, 0.0), (1.0, 0.0), (0.9, -0.3)])
+def test_values_that_are_no_pixels_or_reach_white_keep_their_ranges(
+    tmp_path: Path, brightest: float, shift: float
+) -> None:
+    model = make_collapsing(SUBPIXEL, tmp_path)
+    samples = as_samples([image + np.float32(shift) for image in smooth_images(24, brightest)])
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    found = give_headroom(read_graph(model), calibration).ranges["minmax"]
+    assert found["r"] == calibration.ranges["minmax"]["r"]
+
+
+def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,12,12] x) => (float[1,5] y) {
+      c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (5, 8)})
+    calibration = calibrate_model(model, as_samples(smooth_images(12, 0.85)), work=tmp_path / "work")
+    assert give_headroom(read_graph(model), calibration) == calibration
+
+
+@pytest.mark.parametrize(("name", "wide"), [("qnn", 3), ("nnapi", 0)])
+def test_plain_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers(
+    dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str, wide: int
+) -> None:
+    model, samples, calibration = dim
+    plan, searched = plan_sparingly(
+        model, calibration, load_target(name), "int8", partial(predict_drop, model, samples=samples), work=tmp_path,
+        progress=say_nothing,
+    )  # fmt: skip
+    assert searched is not None
+    assert not searched.trials[0].prediction.meets(PLAIN_DROP)
+    assert searched.chosen.prediction.meets(PLAIN_DROP) == bool(wide)
+    assert len(plan.wide) == wide
+    assert {node.op for node in plan.float_nodes} <= {"DepthToSpace"}
+    made = quantize_model(model, plan, tmp_path / "q.onnx").model
+    white = smooth_images(1, 1.0)[0]
+    one, two = (CpuSession(path, SessionSettings()).run({"x": white})["y"] for path in (model.path, made.path))
+    assert np.abs(one - two).max() < 0.05
+
+
+def test_plain_quantizing_measures_nothing_where_outputs_hardly_differ(tmp_path: Path) -> None:
+    def refuse(_model: Model) -> Prediction:
+        raise AssertionError
+
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) {
+      c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 1, 1), "b1": (8,), "w2": (40, 8)})
+    calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
+    plan, searched = plan_sparingly(
+        model, calibration, load_target("qnn"), "int8", refuse, work=tmp_path, progress=say_nothing
+    )
+    assert searched is None
+    assert plan.judged[0].sqnr_db >= 30
