@@ -10,6 +10,7 @@ from onnx import numpy_helper
 
 from edgekit.errors import ModelError
 from edgekit.model import MAX_PROTOBUF_BYTES, Model, find_integer_ops, iterate_captured, read_proto
+from edgekit.quantize.clashes import avoid_clashes
 from edgekit.quantize.masks import bound_masks
 from edgekit.tensors import Array
 
@@ -82,13 +83,14 @@ def read_graph(model: Model) -> Graph:
     """Reads the graph of a float model.
 
     Raises:
-        ModelError: the model is quantized already, older than opset 13, or too large.
+        ModelError: the model is quantized already, older than opset 13, or too large, or names clash.
     """
     refuse_huge(model.path.name, model.size_bytes)
     proto = read_proto(model)
     _check_float(model, proto)
     _lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
+    avoid_clashes(proto, model.path.name)
     bound_masks(proto.graph)
     _spell_defaults(proto.graph)
     _infer_types(proto)

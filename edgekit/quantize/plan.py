@@ -16,6 +16,14 @@ from edgekit.quantize.islands import boundless_tensors, delicate_islands, float_
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, Quantization, Target
 
+_FOLLOWERS = frozenset(
+    {
+        "AveragePool", "Clip", "Flatten", "MaxPool", "Relu", "Reshape", "Resize", "Slice", "Split", "Squeeze", "TopK",
+        "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+"""Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like)."""
+
 
 class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node that computes in float, and why."""
@@ -121,9 +129,11 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
 
 
 def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
-    """Returns True if a plan leaves a node that reads floats to be quantized."""
-    kept = {node.name for node in plan.float_nodes}
-    return any(node.name not in kept for node in _float_computing(graph))
+    """Returns True if a plan leaves a node to be quantized that does not wait for a quantized neighbour."""
+    idle = {node.name for node in plan.float_nodes}
+    if plan.scheme == "ort":
+        idle |= {node.name for node in graph.proto.graph.node if node.op_type in _FOLLOWERS}
+    return any(node.name not in idle for node in _float_computing(graph))
 
 
 def relieve_tensors(

@@ -206,7 +206,33 @@ def _scalars() -> Hard:
                  s=np.array(0.5, np.float32))  # fmt: skip
 
 
+def _renamed(**names: str) -> Hard:
+    """The net with other names of its tensors."""
+    proto = _net()
+    for node in proto.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    for tensor in proto.graph.initializer:
+        tensor.name = names.get(tensor.name, tensor.name)
+    return Hard(proto=proto, data=X)
+
+
+def _scaled_input() -> Hard:
+    nodes = [_node("Conv", "x w", "c"), _node("Mul", "c x_scale", "y")]
+    proto = _model(nodes, {"w": W1}, inputs=[IMAGE, _value("x_scale", FLOAT, [1])])
+    return Hard(proto=proto, data={**X, "x_scale": np.ones((COUNT, 1), np.float32)})
+
+
 TAKEN: dict[str, Hard] = {
+    "names of scales": _renamed(c="x_scale", r="w_scale"),
+    "names of integers": _renamed(c="x_QuantizeLinear_Output", r="w_quantized"),
+    "names of biases": _renamed(c="w_quantized_scale", r="b_quantized", b="x_zero_point"),
+    "names of ours": _renamed(c="edgekit.flat", r="edgekit.1", w="edgekit.axes.2.3"),
+    "a factor named as a scale": _conv(
+        _node("Relu", "c", "r"), _node("Mul", "r r_scale", "m"), _node("Conv", "m w2", "y"),
+        r_scale=np.array(3, np.float32), w2=W2,
+    ),
+    "an output named as a scale": _conv(_node("Relu", "c", "c_scale"), outputs=[_value("c_scale")]),
     "unnamed nodes": Hard(proto=_edited(lambda graph: _unname(graph, "")), data=X),
     "nodes of one name": Hard(proto=_edited(lambda graph: _unname(graph, "same")), data=X),
     "shared weights": _shared(),
@@ -255,6 +281,7 @@ TAKEN: dict[str, Hard] = {
 """What must become a correct INT8 model."""
 
 REFUSED: dict[str, tuple[Hard, str]] = {
+    "an input named as the scale of another": (_scaled_input(), "--rename x_scale=NEW"),
     "NaN in a weight": (Hard(proto=_net(_spoilt(np.nan)), data=X), r"weight 'w' of Conv 'c' holds NaN"),
     "infinity in a weight": (Hard(proto=_net(_spoilt(np.inf)), data=X), r"weight 'w' of Conv 'c' holds infinity"),
     "integers only": (_plain("Neg", INT64, np.ones((COUNT, 1, 4), np.int64)), "nothing in it computes in float32"),
