@@ -22,6 +22,7 @@ _LEAST_CONFIDENCE = 0.6
 _MOST_UNEVEN = 30.0
 _LEAST_LANDMARKS = 8
 _SAME_SHAPE = 0.1
+_MANY_CLASSES = 100
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +116,7 @@ def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
         return
     if ranks_classes(first):
         reading = Reading(meaning="classes", axis=int(np.argmax(first.shape)), squash=kind)
-        is_ranking = bool(squash) or not _is_one_shape(values)
+        is_ranking = bool(squash) or not (_is_one_shape(values) or _is_rating(values))
         if is_ranking and _confidence(values, reading) > _least_confidence(first.size):
             yield reading
         return
@@ -160,6 +161,11 @@ def _is_one_shape(values: Sequence[Array]) -> bool:
         return False
     within = float((rows - rows.mean(axis=0)).var())
     return within < _SAME_SHAPE * float(rows.mean(axis=0).var())
+
+
+def _is_rating(values: Sequence[Array]) -> bool:
+    """Returns True if a few numbers are above zero in all samples, as ratings and sizes are; scores have both signs."""
+    return values[0].size < _MANY_CLASSES and min(float(value.min()) for value in values) > 0
 
 
 def _confidence(values: Sequence[Array], reading: Reading) -> float:

@@ -25,6 +25,14 @@ _FOLLOWERS = frozenset(
 """Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like)."""
 
 
+_OTHER_FLOATS = {
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.DOUBLE: "double precision",
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+}
+"""Floats that no provider quantizes."""
+
+
 class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node that computes in float, and why."""
 
@@ -180,8 +188,9 @@ def _float_nodes(
     unmeasured = {name for name in float_activations(graph) if name not in measured}
     islands = delicate | float_islands(graph)
     for node in graph.proto.graph.node:
-        if any(graph.elem_types.get(name) == onnx.TensorProto.FLOAT16 for name in (*node.input, *node.output)):
-            yield FloatNode(name=node.name, op=node.op_type, reason="it computes in float16")
+        kinds = {graph.elem_types.get(name, 0) for name in (*node.input, *node.output)} & _OTHER_FLOATS.keys()
+        if kinds:
+            yield FloatNode(name=node.name, op=node.op_type, reason=f"it computes in {_OTHER_FLOATS[min(kinds)]}")
     for node in _float_computing(graph):
         if node.name in islands:
             yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])

@@ -84,3 +84,16 @@ def test_nnapi_takes_the_convolutions_of_old_devices_with_one_scale(
     assert bool(plan.axes) == (api_level == "29")
     quantized = quantize_model(net, plan, tmp_path / "q.onnx").model
     assert [node.op for node in check_model(quantized, target).node_list if node.op == "Conv" and not node.taken] == []
+
+
+def test_what_computes_in_double_precision_stays_as_it_is(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,4] y, double[1,4] p) {
+      h = MatMul(x, w1) r = Relu(h) y = MatMul(r, w2) d = Cast<to = 11>(y) s = Softmax(d) p = Mul(s, d) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 16), "w2": (16, 4)})
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    for name in ("qnn", "nnapi", "xnnpack", "cpu"):
+        plan = plan_quantization(model, calibration, load_target(name), "int8")
+        reasons = {node.op: node.reason for node in plan.float_nodes}
+        assert reasons["Softmax"] == reasons["Mul"] == "it computes in double precision"
+        quantized = quantize_model(model, plan, tmp_path / f"{name}.onnx")
+        assert quantized.quantized_nodes == 2

@@ -155,7 +155,7 @@ def test_landmarks_are_held_by_their_spread_and_scores_of_as_many_classes_are_no
       { scale = Constant<value_float = SCALE>() y = Mul(x, scale) }"""
     good, bad = (make_model(text.replace("SCALE", size), tmp_path / f"{size}.onnx") for size in ("1.0", "1.1"))
     rng = np.random.default_rng(0)
-    face = rng.uniform(0, 60, 20)
+    face = rng.uniform(0, 60, 20) - 10
     landmarks, scores = (
         make_samples([{"x": (mean + rng.normal(size=(1, 20)) * 3).astype(np.float32)} for _ in range(40)])
         for mean in (face, 0 * face)
@@ -164,6 +164,17 @@ def test_landmarks_are_held_by_their_spread_and_scores_of_as_many_classes_are_no
     assert not predict_drop(good, bad, landmarks).meets(0.005)
     assert predict_drop(good, bad, scores).measure == "top-1 accuracy"
     assert predict_drop(good, bad, scores).meets(0.005)
+
+
+def test_a_few_numbers_that_are_never_below_zero_are_ratings(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y)
+      { off = Constant<value_float = OFF>() y = Add(x, off) }"""
+    good, bad = (make_model(text.replace("OFF", off), tmp_path / f"{off}.onnx") for off in ("0.0", "0.3"))
+    rng = np.random.default_rng(0)
+    samples = make_samples([{"x": rng.uniform(1, 5, (1, 3)).astype(np.float32)} for _ in range(40)])
+    found = predict_drop(good, bad, samples)
+    assert found.measure == "spread of the values (R2)"
+    assert not found.meets(0.005)
 
 
 @pytest.mark.parametrize(
