@@ -116,7 +116,8 @@ def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
         return
     if ranks_classes(first):
         reading = Reading(meaning="classes", axis=int(np.argmax(first.shape)), squash=kind)
-        is_ranking = bool(squash) or not (_is_one_shape(values) or _is_rating(values))
+        is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
+        is_ranking = is_chance or not (_is_one_shape(values) or _is_rating(values))
         if is_ranking and _confidence(values, reading) > _least_confidence(first.size):
             yield reading
         return

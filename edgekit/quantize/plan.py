@@ -24,7 +24,6 @@ _FOLLOWERS = frozenset(
 )  # fmt: skip
 """Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like)."""
 
-
 _OTHER_FLOATS = {
     onnx.TensorProto.FLOAT16: "float16",
     onnx.TensorProto.DOUBLE: "double precision",
@@ -188,9 +187,10 @@ def _float_nodes(
     unmeasured = {name for name in float_activations(graph) if name not in measured}
     islands = delicate | float_islands(graph)
     for node in graph.proto.graph.node:
-        kinds = {graph.elem_types.get(name, 0) for name in (*node.input, *node.output)} & _OTHER_FLOATS.keys()
-        if kinds:
-            yield FloatNode(name=node.name, op=node.op_type, reason=f"it computes in {_OTHER_FLOATS[min(kinds)]}")
+        kinds = {graph.elem_types.get(name, 0) for name in (*node.input, *node.output)}
+        other = next((text for kind, text in _OTHER_FLOATS.items() if kind in kinds), None)
+        if other is not None:
+            yield FloatNode(name=node.name, op=node.op_type, reason=f"it computes in {other}")
     for node in _float_computing(graph):
         if node.name in islands:
             yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])

@@ -90,7 +90,7 @@ def sounds(seconds: float, half: int, *, count: int = 40) -> Array:
     rng, speech = np.random.default_rng(half), (speech[middle:] if half else speech[:middle])
     rows = np.stack([speech[start : start + size] for start in rng.integers(0, len(speech) - size, count)])
     noise = rng.normal(size=rows.shape) * (rng.random((count, 1)) < 0.6) * rows.std(axis=1, keepdims=True)
-    return np.clip(rows + noise * 10 ** -rng.uniform(0, 1.2, (count, 1)), -1, 1).astype(np.float32)
+    return np.asarray(np.clip(rows + noise * 10 ** -rng.uniform(0, 1.2, (count, 1)), -1, 1).astype(np.float32))
 
 
 def _planes(images: list[Image.Image], side: int, scale: float) -> Array:
