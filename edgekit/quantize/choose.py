@@ -15,6 +15,7 @@ from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.correct import Rounding
 from edgekit.quantize.diagnose import rank_activations
 from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
+from edgekit.quantize.gates import cut_tails
 from edgekit.quantize.graph import Graph, range_source, read_graph
 from edgekit.quantize.judge import has_held_out, judge_candidate, judge_points
 from edgekit.quantize.layers import read_layers
@@ -145,11 +146,16 @@ def _start(
     """Returns the way with channels scaled by factors, judged."""
     source = read_graph(model)
     graph = equalize_graph(source, factors)
-    spans = give_headroom(graph, equalize_calibration(source, calibration, factors))
+    spans = _adapt(graph, equalize_calibration(source, calibration, factors))
     plan = msgspec.structs.replace(draft_plan(model, graph, spans, target, precision), factors=dict(factors))
     return _Way(
         graph=graph, calibration=spans, plan=plan, judged=_judge_once(graph, _unsigned(plan), spans, floor_db=floor_db)
     )
+
+
+def _adapt(graph: Graph, calibration: Calibration) -> Calibration:
+    """Returns a calibration without what no reader notices, and with what other samples may show."""
+    return cut_tails(graph, give_headroom(graph, calibration))
 
 
 def _even_out(
@@ -278,7 +284,7 @@ def relieve_step(
         UsageError: the statistics are gone.
     """
     graph = plan_graph(model, plan)
-    calibration = give_headroom(graph, plan_calibration(model, plan, calibration))
+    calibration = _adapt(graph, plan_calibration(model, plan, calibration))
     order = _rank_once(graph, plan)
     if count > 2 * len(order):
         return None

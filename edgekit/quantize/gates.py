@@ -7,11 +7,14 @@ have few bits for a small channel: near 0 a sigmoid is about one half.
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph
+from edgekit.quantize.ranges import TensorRange, snap_range
 from edgekit.scaling import SUFFIX
 from edgekit.tensors import Array
 
@@ -48,21 +51,54 @@ def gate_reach(gate: onnx.NodeProto) -> float:
     return _SIGMOID_REACH if gate.op_type == "Sigmoid" else 0.5 / _numbers(gate).get("alpha", 0.2)
 
 
+def cut_tails(graph: Graph, calibration: Calibration) -> Calibration:
+    """Returns a calibration in which x, where only x * sigmoid(x) reads it, loses the low values that come to about 0.
+
+    No integers are spent on them, whatever the range method.
+    """
+    gates = {
+        gate.input[0]: (gate, node.output[0]) for node in graph.proto.graph.node for gate in _gates_of(graph, node)
+    }
+    seen = calibration.ranges["minmax"]
+    lows = {
+        name: -float(_lost_below(gate, np.array(max(abs(seen[made].low), abs(seen[made].high)))))
+        for name, (gate, made) in gates.items()
+        if made in seen
+    }
+    ranges = {
+        method: {
+            name: snap_range(TensorRange(low=max(span.low, lows[name]), high=span.high)) if name in lows else span
+            for name, span in its.items()
+        }
+        for method, its in calibration.ranges.items()
+    }
+    return msgspec.structs.replace(calibration, ranges=ranges)
+
+
+def _gates_of(graph: Graph, product: onnx.NodeProto) -> list[onnx.NodeProto]:
+    gate = find_gate(graph, product)
+    return [] if gate is None else [gate]
+
+
 def undo_gate(gate: onnx.NodeProto, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
     """Returns the lowest and highest value that matter of each channel of x, from those of x times its squashed value.
 
     `floor` is about the lowest value of each channel. Where the product is next to nothing it does not count.
     """
-    reach = np.maximum(np.maximum(np.abs(low), np.abs(high)), np.finfo(np.float32).tiny)
-    places = np.linspace(_KNEE, _FAR, 4096)
-    rest = np.abs(-places * _squash(gate, -places))
-    enough = np.interp(-_LOST * reach, -rest, places)
+    enough = _lost_below(gate, np.maximum(np.maximum(np.abs(low), np.abs(high)), np.finfo(np.float32).tiny))
     below, above = np.zeros(len(high)), np.maximum(2 * high, 0.0)
     for _ in range(_HALVINGS):
         middle = (below + above) / 2
         is_less = middle * _squash(gate, middle) < high
         below, above = np.where(is_less, middle, below), np.where(is_less, above, middle)
     return np.maximum(np.minimum(floor, 0.0), -enough), above
+
+
+def _lost_below(gate: onnx.NodeProto, reach: Array) -> Array:
+    """Returns how far below 0 x times its squashed value is next to nothing beside what it reaches."""
+    places = np.linspace(_KNEE, _FAR, 4096)
+    rest = np.abs(-places * _squash(gate, -places))
+    return np.asarray(np.interp(-_LOST * reach, -rest, places))
 
 
 def insert_gates(proto: onnx.ModelProto, gates: Mapping[str, Array]) -> None:

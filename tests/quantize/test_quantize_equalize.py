@@ -16,7 +16,7 @@ from edgekit.model import Model, load_model, save_proto
 from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
-from edgekit.quantize.gates import BACK
+from edgekit.quantize.gates import BACK, cut_tails
 from edgekit.quantize.graph import float_activations, read_graph
 from edgekit.quantize.seams import find_seams
 from edgekit.recipe import Data, Recipe
@@ -237,3 +237,22 @@ def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     graph, seen = read_graph(model), calibration.ranges["minmax"]
     assert not has_gates(graph, choose_factors(graph, Path(calibration.statistics), (), seen, gated=True))
+
+
+def test_low_values_that_a_gate_turns_to_nothing_get_no_integers(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+      g (float[1,3,12,12] x) => (float[1,24,12,12] p, float[1,24,12,12] q) {
+      a = Conv(x, w1, b1) s = Sigmoid(a) p = Mul(a, s)
+      b = Conv(x, w2, b2) t = Sigmoid(b) m = Mul(b, t) q = Add(m, b) }"""
+    shapes: dict[str, tuple[int, ...]] = {"w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 3, 1, 1), "b2": (24,)}
+    proto = onnx.load(make_model(text, tmp_path / "m.onnx", shapes).path)
+    for tensor in proto.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(40 * numpy_helper.to_array(tensor), tensor.name))
+    model = save_proto(proto, tmp_path / "large.onnx")
+    calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
+    seen = calibration.ranges["minmax"]
+    for method, spans in cut_tails(read_graph(model), calibration).ranges.items():
+        assert -7 < spans["a"].low < -1.3, method
+        assert spans["a"].high == calibration.ranges[method]["a"].high
+        assert spans["b"] == calibration.ranges[method]["b"]
+    assert seen["a"].low < -20
