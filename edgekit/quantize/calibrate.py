@@ -24,6 +24,7 @@ from edgekit.quantize.ranges import (
     RANGE_METHODS,
     Seen,
     TensorRange,
+    fitting_reader,
     read_by,
     snap_range,
 )
@@ -148,11 +149,12 @@ def _all_ranges(
     exact |= masked
     mean |= masked
     histograms |= dict.fromkeys(masked, empty)
+    fitting = {name: fitting_reader(reader, histograms.get(name, empty)) for name, reader in readers.items()}
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]
         chosen = {
-            name: choose(Seen(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), readers.get(name))
+            name: choose(Seen(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), fitting.get(name))
             for name, span in exact.items()
         }
         for name, source in reversed(list(aliases.items())):

@@ -13,6 +13,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
 from edgekit.model import MAX_PROTOBUF_BYTES, count_weight_bytes, save_proto
 from edgekit.prepare.float_weights import OPTIMIZER
+from edgekit.quantize.columns import FLOOR, are_scores, find_columns
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.held_out import read_held_out
 from edgekit.quantize.islands import boundless_tensors
@@ -33,21 +34,23 @@ class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
     Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
     mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
     layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
-    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others.
+    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. What an app
+    puts through a sigmoid (`is_column`) is compared no farther down than that tells apart.
     """
 
     tensor: str
     reader: str
     centred: bool
     part: tuple[int, int, int] | None = None
+    is_column: bool = False
 
 
 def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
     """Returns the float tensors that stand for the outputs of a graph."""
     points: list[JudgePoint] = []
-    boundless = boundless_tensors(graph)
+    boundless, columns = boundless_tensors(graph), find_columns(graph)
     for value in graph.proto.graph.output:
-        point = _find_point(graph, value.name)
+        point = msgspec.structs.replace(_find_point(graph, value.name), is_column=value.name in columns)
         if graph.is_float(point.tensor) and point.tensor not in boundless:
             points += _split_point(graph, point)
             points += _find_features(graph, point.tensor)
@@ -97,6 +100,8 @@ def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
     if point.part is not None:
         axis, start, stop = point.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
+    if point.is_column and are_scores(one):
+        one, two = np.maximum(one, FLOOR), np.maximum(two, FLOOR)
     if point.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
     return np.array([(one**2).sum(), ((one - two) ** 2).sum()])

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from edgekit.quantize.columns import are_scores
 from edgekit.quantize.graph import Graph
 from edgekit.tensors import Array, Tensors, ranks_classes
 
@@ -14,6 +15,8 @@ Meaning = Literal["classes", "map", "labels", "image", "values"]
 _PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 _MOST_CLASSES = 8192
+RAW = "raw"
+"""A sigmoid that the app computes."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Of what may be a picture."""
 _LEAST_SIDE = 8
@@ -57,8 +60,8 @@ def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading
 def read_probabilities(value: Array, reading: Reading) -> Array:
     """Returns the probability of each class at each place, float64 [classes, places]."""
     rows = np.moveaxis(value.astype(np.float64), reading.axis, 0).reshape(value.shape[reading.axis], -1)
-    if reading.squash == "Sigmoid":
-        rows = np.clip(rows, 0, 1)
+    if reading.squash in {"Sigmoid", RAW}:
+        rows = 1 / (1 + np.exp(-np.clip(rows, -80, 80))) if reading.squash == RAW else np.clip(rows, 0, 1)
         rows = np.concatenate([1 - rows, rows]) if len(rows) == 1 else rows
         return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
     if _is_distribution(rows):
@@ -71,8 +74,8 @@ def read_decisions(value: Array, reading: Reading) -> Array:
     """Returns the class that is ranked first at each place, int64 [places]."""
     if reading.meaning == "labels":
         return np.asarray(value.astype(np.int64).reshape(-1))
-    if reading.squash == "Sigmoid" and value.shape[reading.axis] == 1:
-        return np.asarray((value.reshape(-1) > 0.5).astype(np.int64))
+    if reading.squash in {"Sigmoid", RAW} and value.shape[reading.axis] == 1:
+        return np.asarray((value.reshape(-1) > (0 if reading.squash == RAW else 0.5)).astype(np.int64))
     return np.asarray(np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1).argmax(axis=0))
 
 
@@ -87,7 +90,7 @@ def _read(graph: Graph, name: str, values: Sequence[Array], *, is_column: bool) 
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(meaning="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        scores = _find_places(first, squash) if is_column else _find_classes(values, squash)
+        scores = _find_places(values, squash) if is_column else _find_classes(values, squash)
         yield next(scores, None) or _read_numbers(first)
 
 
@@ -101,9 +104,12 @@ def _read_numbers(value: Array) -> Reading:
     return Reading(meaning="values", axis=min(sizes, default=(True, 1, 0))[2])
 
 
-def _find_places(value: Array, squash: str) -> Iterator[Reading]:
-    meaning: Meaning = "map" if squash == "Sigmoid" else "values"
-    yield Reading(meaning=meaning, axis=value.ndim - 1, squash=squash if meaning == "map" else "")
+def _find_places(values: Sequence[Array], squash: str) -> Iterator[Reading]:
+    is_raw = not squash and are_scores(np.concatenate([value.reshape(-1) for value in values]))
+    meaning: Meaning = "map" if is_raw or squash == "Sigmoid" else "values"
+    yield Reading(
+        meaning=meaning, axis=values[0].ndim - 1, squash=RAW if is_raw else squash if meaning == "map" else ""
+    )
 
 
 def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 
+from edgekit.quantize.columns import FLOOR, are_scores, tensors_of_columns
 from edgekit.quantize.graph import Graph
 from edgekit.quantize.histogram import Histogram
 from edgekit.tensors import Array
@@ -64,8 +65,19 @@ def percentile_range(
     tail = (100 - percent) / 200
     low = histogram.centers[int(np.searchsorted(cumulative, tail))]
     high = histogram.centers[min(int(np.searchsorted(cumulative, 1 - tail)), len(cumulative) - 1)]
+    exact = _cut_flat(exact, reader)
+    return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
+
+
+def _cut_flat(span: TensorRange, reader: Reader | None) -> TensorRange:
+    """Returns a range without what lies where `reader` is flat."""
     least, most = _FLAT.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
-    return TensorRange(low=max(exact.low, float(low), least), high=min(exact.high, float(high), most))
+    return TensorRange(low=min(max(span.low, least), most), high=max(min(span.high, most), least))
+
+
+def fitting_reader(reader: Reader | None, histogram: Histogram) -> Reader | None:
+    """Returns what is done with values like these: raw scores are told by what they are, besides where they go."""
+    return None if reader is _score and not are_scores(histogram.centers, histogram.counts) else reader
 
 
 def tail_error(percent: float, values: int) -> float:
@@ -85,6 +97,7 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Reader | None = 
     """
     if not histogram.total or exact.high <= exact.low:
         return exact
+    exact = _cut_flat(exact, reader)
     factors = np.linspace(1.0, 0.02, 50).tolist()
 
     def best(candidates: list[tuple[float, float]]) -> tuple[float, float]:
@@ -172,7 +185,7 @@ def quantization_error(low: float, high: float, histogram: Histogram, reader: Re
 
 def read_by(graph: Graph) -> dict[str, Reader]:
     """Returns the tensors that only an elementwise function reads, such as x * sigmoid(x), with that function."""
-    readers: dict[str, Reader] = {}
+    readers: dict[str, Reader] = dict.fromkeys(tensors_of_columns(graph), _score)
     for name, nodes in graph.consumers.items():
         if name in graph.outputs | graph.captured or name in graph.initializers:
             continue
@@ -216,6 +229,11 @@ def _sigmoid(values: Array) -> Array:
     return np.asarray(1 / (1 + np.exp(-np.clip(values, -80, 80))))
 
 
+def _score(values: Array) -> Array:
+    """What an app makes of a raw score; it counts only where the values look like scores."""
+    return _sigmoid(values)
+
+
 def _hard_swish(values: Array) -> Array:
     return values * np.clip(values / 6 + 0.5, 0, 1)
 
@@ -227,6 +245,7 @@ def _swish(values: Array) -> Array:
 _READERS: dict[str, Reader] = {"Sigmoid": _sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
 _FLAT: dict[Reader, tuple[float, float]] = {
     _sigmoid: (-8.0, 8.0),
+    _score: (FLOOR, math.inf),
     np.tanh: (-4.0, 4.0),
     _hard_swish: (-3.0, math.inf),
     _swish: (-8.0, math.inf),

@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import numpy as np
+from quantize_models import make_model, make_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.columns import FLOOR, are_scores, tensors_of_columns
+from edgekit.quantize.graph import read_graph
+from edgekit.quantize.predict import predict_drop
+from edgekit.samples import Samples
+from edgekit.target import load_target
+
+HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)
+  => (float[1,64,1] y, float[1,64,4] boxes)
+  <int64[3] one = {1, 64, 1}, int64[3] four = {1, 64, 4}> {
+  s = Sub(near, far) y = Reshape(s, one) b = MatMul(near, wb) boxes = Reshape(b, four) }"""
+
+
+def objects(count: int, *, reach: float) -> Samples:
+    """Something is where `far` is zero, at 3 % of the places; elsewhere scores lie down to -reach."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(count):
+        near = rng.normal(size=(1, 64)).astype(np.float32)
+        far = (rng.uniform(0.2, 1, (1, 64)) * reach * (rng.random((1, 64)) > 0.03)).astype(np.float32)
+        rows.append({"near": near, "far": far})
+    return make_samples(rows)
+
+
+def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp_path: Path) -> None:
+    model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
+    samples = objects(48, reach=3000)
+    assert tensors_of_columns(read_graph(model)) == {"s", "y"}
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
+    assert plan.ranges["y"].low == FLOOR
+    assert calibration.ranges["minmax"]["y"].low < -2000
+    quantized = quantize_model(model, plan, tmp_path / "q.onnx").model
+    for sample in samples:
+        wanted, found = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, quantized))
+        near = wanted > FLOOR
+        assert (np.abs(wanted[near] - found[near]) < 0.2).all()
+        assert (found[~near] < FLOOR + 0.2).all()
+    prediction = predict_drop(model, quantized, samples)
+    assert prediction.drop_estimate is not None
+    assert prediction.drop_estimate < 0.02
+
+
+def test_numbers_that_are_predicted_keep_their_range(tmp_path: Path) -> None:
+    model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
+    calibration = calibrate_model(model, objects(24, reach=10), work=tmp_path / "work")
+    for ranges in calibration.ranges.values():
+        assert ranges["y"].low < FLOOR
+    rng = np.random.default_rng(0)
+    assert not are_scores(rng.normal(size=1000) * 30)
+    assert not are_scores(-rng.uniform(5, 900, 1000) * np.where(np.arange(1000) % 10, 1, -1))
+    assert are_scores(np.append(-rng.uniform(5, 900, 1000), 3.0))
