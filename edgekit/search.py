@@ -27,7 +27,7 @@ PLAIN_DROP = 0.005
 """A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
 _PLAIN_RELIEFS = (1, 3, 8)
 _PLAIN_INTEGER = 0.75
-_WORTH = 0.005
+_WORTH = 0.002
 """A plan that takes more tensors out of 8 bits than another must be expected to drop less by so much."""
 _SAME_SHARE = 0.005
 _HALF = 0.5
@@ -137,7 +137,7 @@ def plan_sparingly(
     """Returns the plan of the plain mode: the best with all in 8 bits, unless that loses more than PLAIN_DROP.
 
     Then the 1, 3 and 8 tensors that hurt most leave 8 bits, as long as three quarters of the work stay in integers, and
-    the fewest of them are used that reach PLAIN_DROP, or come within half a point of the least drop. What was tried is
+    the fewest of them are used that reach PLAIN_DROP, or come within _WORTH of the least drop. What was tried is
     None where the drop need not be measured: outputs that are no images come within 30 dB of the float model's, or few
     samples leave nothing to judge by.
 
@@ -154,9 +154,12 @@ def plan_sparingly(
         first=first,
     )  # fmt: skip
     trials = _run_trials(search, progress)
-    enough = max(PLAIN_DROP, min(_drop(trial) for trial in trials) + _WORTH)
-    meeting = (trial for trial in trials if trial.prediction.meets(PLAIN_DROP))
-    chosen = next(meeting, None) or next(trial for trial in trials if _drop(trial) <= enough)
+    least = min(trials, key=_drop)
+    if least.prediction.drop_estimate is None:
+        chosen = next((trial for trial in trials if trial.prediction.meets(PLAIN_DROP)), trials[0])
+    else:
+        enough = max(PLAIN_DROP, _drop(least) + _WORTH)
+        chosen = next(trial for trial in trials if _drop(trial) <= enough)
     return chosen.plan, Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
