@@ -196,27 +196,28 @@ def make_audio() -> Net:
     x = net.add("Mul", [x, net.constant(np.hanning(window))])
     two = net.constant(np.float32(2.0))
     parts = [net.add("Pow", [net.add("MatMul", [x, net.constant(f(angles))]), two]) for f in (np.cos, np.sin)]
-    x = net.add("MatMul", [net.add("Add", parts), net.constant(_mel_weights(window // 2 + 1, 40))])
+    x = net.add("MatMul", [net.add("Add", parts), net.constant(mel_weights(window // 2 + 1, 40))])
     x = net.add("Log", [net.add("Add", [x, net.constant(np.float32(1e-6))])])
     x = net.linear(net.add("Mul", [x, net.constant(np.float32(0.2))]), 40, width)
     x = net.add("Add", [x, net.constant(net.rng.normal(0, 0.1, (count, width)), "positions", trained=True)])
     for _ in range(2):
         x = _add_block(net, x, count, width)
     x = net.add("ReduceMean", [layer_norm(net, x, width)], axes=[1], keepdims=0)
-    net.outputs[net.add("Softmax", [_rename(net, net.linear(x, width, 10), "logits")], "probabilities", axis=-1)] = (
-        10,
-    )
+    net.outputs[
+        net.add("Softmax", [rename_last(net, net.linear(x, width, 10), "logits")], "probabilities", axis=-1)
+    ] = (10,)
     waves, labels = tone_classes(TRAIN)
     train_net(net, {"wave": waves, "label": labels}, class_loss, steps=600, batch=32, rate=2e-3)
     return net
 
 
-def _rename(net: Net, old: str, new: str) -> str:
+def rename_last(net: Net, old: str, new: str) -> str:
+    """Gives what the last node makes another name, and returns that; `old` is the one that it has."""
     net.nodes[-1].output[0] = new
     return new if old else old
 
 
-def _mel_weights(bins: int, bands: int) -> Array:
+def mel_weights(bins: int, bands: int) -> Array:
     """Returns triangles on the mel scale [bins, bands]."""
     top = 2595 * np.log10(1 + RATE / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, bands + 2) / 2595) - 1) / (RATE / 2) * (bins - 1)
@@ -291,7 +292,7 @@ def make_segmentation(name: str, *, decades: float, steps: int) -> Net:
         x = bottleneck(x, 32, dilation)
     x = net.add("Concat", [double(block(x, (32, 16), 1)), half], axis=1)
     x = block(block(x, (32, 32), groups=32), (32, 16), 1)
-    x = _rename(net, net.conv(block(double(x), (16, 16)), (16, 1 + KINDS), 1), "scores")
+    x = rename_last(net, net.conv(block(double(x), (16, 16)), (16, 1 + KINDS), 1), "scores")
     net.outputs[x] = (1 + KINDS, 64, 64)
     images, masks = scene_masks(TRAIN)
     train_net(net, {"image": images, "mask": masks}, mask_loss, steps=steps, batch=16)
@@ -329,11 +330,11 @@ def make_superres(name: str, opset: int, *, residual: bool, decades: float, side
         )  # fmt: skip
         x = net.add("Add", [x, large], "large")
     else:
-        x = _rename(net, x, "large")
+        x = rename_last(net, x, "large")
     net.outputs["large"] = (3, 3 * side, 3 * side)
     small, large_images = photographs(TRAIN)
     train_net(net, {"image": small, "target": large_images}, image_loss, steps=2500, batch=16, rate=1e-3)
-    _spread_plain(net, decades)
+    spread_plain(net, decades)
     return net
 
 
@@ -342,7 +343,7 @@ def image_loss(values: Values, rows: Values) -> Any:
     return ((values["large"] - rows["target"]) ** 2).mean() * 100
 
 
-def _spread_plain(net: Net, decades: float) -> None:
+def spread_plain(net: Net, decades: float) -> None:
     """Makes channels between convolutions without normalisation differ in size; what the net computes stays."""
     rng = np.random.default_rng(7)
     convs = [node for node in net.nodes if node.op_type == "Conv"]

@@ -130,12 +130,15 @@ def _resize(arguments: list[Any], attributes: dict[str, Any]) -> Any:
     if attributes["mode"] == b"nearest":
         spread = jnp.broadcast_to(arguments[0][:, :, :, None, :, None], (n, c, h, factor, w, factor))
         return spread.reshape(n, c, h * factor, w * factor)
-    return jax.image.resize(arguments[0], (n, c, h * factor, w * factor), "bilinear")
+    kind = "cubic" if attributes["mode"] == b"cubic" else "bilinear"
+    return jax.image.resize(arguments[0], (n, c, h * factor, w * factor), kind)
 
 
 def _max_pool(arguments: list[Any], attributes: dict[str, Any]) -> Any:
     size, stride = (1, 1, *attributes["kernel_shape"]), (1, 1, *attributes["strides"])
-    return lax.reduce_window(arguments[0], -jnp.inf, lax.max, size, stride, "VALID")
+    pads = attributes.get("pads", [0] * 4)
+    padding = ((0, 0), (0, 0), (pads[0], pads[2]), (pads[1], pads[3]))
+    return lax.reduce_window(arguments[0], -jnp.inf, lax.max, size, stride, padding)
 
 
 def _reshape(arguments: list[Any], _attributes: dict[str, Any]) -> Any:
@@ -152,6 +155,12 @@ def _mean(arguments: list[Any], attributes: dict[str, Any]) -> Any:
     return arguments[0].mean(tuple(attributes["axes"]), keepdims=bool(attributes.get("keepdims", 1)))
 
 
+def _layer_norm(arguments: list[Any], attributes: dict[str, Any]) -> Any:
+    x, gain, shift = arguments
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + attributes["epsilon"]) * gain + shift
+
+
 _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Add": lambda x, _a: x[0] + x[1],
     "Clip": lambda x, _a: jnp.clip(x[0], x[1], x[2]),
@@ -164,6 +173,8 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Gather": lambda x, a: jnp.take(x[0], x[1], axis=a["axis"]),
     "Gemm": lambda x, _a: x[0] @ x[1].T + x[2],
     "GlobalAveragePool": lambda x, _a: x[0].mean((2, 3), keepdims=True),
+    "LayerNormalization": _layer_norm,
+    "LeakyRelu": lambda x, a: jnp.where(x[0] > 0, x[0], x[0] * a["alpha"]),
     "Log": lambda x, _a: jnp.log(x[0]),
     "MatMul": lambda x, _a: x[0] @ x[1],
     "Max": lambda x, _a: jnp.maximum(x[0], x[1]),

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 from collapse_families import CALIBRATE, EVALUATE, FAMILIES, Family
+from collapse_later import LATER
 from collapse_score import SCORES, UNITS
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -34,13 +35,14 @@ from edgekit.target import Target, load_target
 from edgekit.tensors import Array
 
 TARGETS = ("nnapi", "nnapi:api_level=28", "xnnpack", "qnn", "cpu")
+NETS = FAMILIES | LATER
 ALLOWED = {"image": 0.3}
 """How far below the float model a net may stay: 1 point, or these decibels."""
 
 
 def find_net(cache: Path, name: str) -> Path:
     """Returns the file of a trained net; trains it where the cache has none."""
-    path, family = cache / f"{name}.onnx", FAMILIES[name]
+    path, family = cache / f"{name}.onnx", NETS[name]
     if not path.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         print(f"{name}: training")
@@ -131,14 +133,14 @@ def read_target(name: str) -> Target:
 def main() -> int:
     """Benches the nets named on the command line, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nets", nargs="*", default=list(FAMILIES))
+    parser.add_argument("nets", nargs="*", default=list(NETS))
     parser.add_argument("--target", action="append")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/edgekit/collapse")
     args = parser.parse_args()
     good = True
     for name in args.nets:
         with tempfile.TemporaryDirectory() as folder:
-            good &= bench_net(find_net(args.cache, name), FAMILIES[name], args.target or TARGETS, Path(folder))
+            good &= bench_net(find_net(args.cache, name), NETS[name], args.target or TARGETS, Path(folder))
     return 0 if good else 1
 
 
