@@ -18,7 +18,7 @@ MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
 MOST_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
-"""Larger models are refused: their graphs are copied and judged as one protobuf, in five times their size."""
+"""Larger models are refused: their graphs are copied and judged as one protobuf, in up to seven times their size."""
 _ASIDE_BYTES = 1 << 14
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
@@ -106,7 +106,7 @@ def refuse_huge(name: str, size_bytes: int) -> None:
     if size_bytes > MOST_BYTES:
         size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_BYTES))
         raise ModelError(
-            f"'{name}' has {size}; quantizing ends at {most}, for it needs about five times as much memory",
+            f"'{name}' has {size}; quantizing ends at {most}, for it needs up to seven times as much memory",
             hint="build it with --precision fp32",
         )
 
