@@ -38,6 +38,8 @@ _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 _LEARNED: tuple[Rounding, ...] = ("bias", "gptq", "refit")
 _FEW_RELIEVED = 8
 """More tensors out of 8 bits hardly change which method is best for the others."""
+_MOST_RELIEVED = 40
+"""So many of the worst activations are ranked with care: more hardly ever leave 8 bits."""
 _HOPELESS_DB = 1.0
 """Quickly rounded weights that are worse than this with evened channels are not rounded with more care."""
 _FAITHFUL_DB = 40.0
@@ -324,7 +326,7 @@ def _rank_once(graph: Graph, plan: QuantPlan) -> list[str]:
         return msgspec.json.decode(memory.read_bytes(), type=list[str])
     unsigned = _unsigned(plan)
     placed = round_weights(place_plan(graph, unsigned, "the candidate"), graph, unsigned)
-    ranked = rank_activations(graph, placed, Path(plan.statistics))
+    ranked = rank_activations(graph, placed, Path(plan.statistics), closely=_MOST_RELIEVED)
     order = list(dict.fromkeys(range_source(graph, error.name) for error in ranked))
     write_file(memory, msgspec.json.encode(order))
     return order

@@ -1,5 +1,6 @@
 """Where the error of a quantized model comes from: weights or activations, and which layers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,11 +25,14 @@ from edgekit.quantize.judge import (
 )
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.surgery import SWITCHES, strip_weights, swap_weights, switch_activations
+from edgekit.tensors import Tensors
 
 Cause = Literal["nothing", "weights", "activations", "arithmetic"]
 
 _NEAR_DB = 3.0
 _GOOD_DB = 30.0
+_SAMPLES, _FEW_SAMPLES = 6, 2
+"""By how many held-out samples activations are ranked, and how many tell which are worth it."""
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,10 +100,13 @@ def rank_plan(model: Model, plan: QuantPlan) -> tuple[TensorError, ...]:
     return rank_activations(graph, build_qdq(graph, plan, model.path.name), statistics)
 
 
-def rank_activations(graph: Graph, qdq: onnx.ModelProto, statistics: Path, samples: int = 6) -> tuple[TensorError, ...]:
+def rank_activations(
+    graph: Graph, qdq: onnx.ModelProto, statistics: Path, *, closely: int | None = None
+) -> tuple[TensorError, ...]:
     """Returns each quantized activation with what it alone does to the outputs, the most harmful first.
 
-    One session serves all: it holds a switch for each activation.
+    One session serves all: it holds a switch for each activation. With `closely` two samples tell which so many are
+    the worst, and only these are judged by all that are used here.
 
     Raises:
         UsageError: the statistics are gone.
@@ -111,14 +118,19 @@ def rank_activations(graph: Graph, qdq: onnx.ModelProto, statistics: Path, sampl
     del proto.graph.output[:]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(shown.values()))
     session = open_graph(proto, statistics / "switched.onnx")
-    held = [pair for _, pair in zip(range(samples), read_held_out(statistics), strict=False)]
-    errors: list[TensorError] = []
-    for index, name in enumerate(names):
+    held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
+
+    def measure(index: int, pairs: Sequence[tuple[Tensors, Tensors]]) -> float:
         powers = np.zeros((len(points), 2))
-        for inputs, expected in held:
+        for inputs, expected in pairs:
             found = session.run({**inputs, SWITCHES: np.arange(len(names)) == index})
             powers += [powers_of(point, expected[point.tensor], found[shown[point]]) for point in points]
-        op = graph.producers[name].op_type if name in graph.producers else "input"
-        ratio = join_ratios([ratio_db(*power) for power in powers])
-        errors.append(TensorError(name=name, op=op, sqnr_db=round(ratio, 2)))
+        return round(join_ratios([ratio_db(*power) for power in powers]), 2)
+
+    ratios = [measure(index, held if closely is None else held[:_FEW_SAMPLES]) for index in range(len(names))]
+    if closely is not None:
+        for index in sorted(range(len(names)), key=lambda index: ratios[index])[:closely]:
+            ratios[index] = measure(index, held)
+    ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
+    errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))

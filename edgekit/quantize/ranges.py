@@ -222,7 +222,7 @@ def _is_hard_gate(graph: Graph, ops: tuple[str, ...], steps: list[onnx.NodeProto
     if ops[:2] != ("Add", "Clip") or not set(ops[2:]) <= {"Mul", "Div"}:
         return False
     constants = [graph.constant(name) for step in steps[:2] for name in step.input]
-    return [float(value) for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]
+    return [value.item() for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]
 
 
 def _sigmoid(values: Array) -> Array:

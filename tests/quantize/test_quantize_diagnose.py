@@ -8,7 +8,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.build import build_qdq
-from edgekit.quantize.diagnose import diagnose_quantization
+from edgekit.quantize.diagnose import diagnose_quantization, rank_activations
 from edgekit.quantize.graph import read_graph
 from edgekit.quantize.surgery import SWITCHES, swap_weights, switch_activations
 from edgekit.target import load_target
@@ -36,6 +36,17 @@ def test_culprit_is_ranked_first(tmp_path: Path) -> None:
     diagnosis = diagnose_quantization(model, calibration, plan)
     assert diagnosis.tensors[0].sqnr_db < diagnosis.tensors[-1].sqnr_db
     assert diagnosis.cause in {"activations", "arithmetic"}
+
+
+def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / "many")
+    graph, plan = read_graph(net), plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
+    qdq, statistics = build_qdq(graph, plan, "m"), Path(plan.statistics)
+    every = {error.name: error for error in rank_activations(graph, qdq, statistics)}
+    some = rank_activations(graph, qdq, statistics, closely=3)
+    assert {error.name for error in some} == every.keys()
+    assert sum(error == every[error.name] for error in some) >= 3
+    assert some[0] == min(every.values(), key=lambda error: error.sqnr_db)
 
 
 def test_swapped_weights_are_near_the_float_ones_and_not_equal(net: Model, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ GATES = {
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-      <float three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
+      <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
       {{ a = Neg(x) {gate} }}"""
     reader = read_by(read_graph(make_model(text, tmp_path / "m.onnx")))["a"]
     assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
