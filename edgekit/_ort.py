@@ -63,8 +63,8 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 class CpuSession:
     """A loaded model on the CPU provider of this process; `output_types` are ORT's words, such as `tensor(float)`."""
 
-    def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str = "the model") -> None:
-        name = str(model) if isinstance(model, Path) else subject
+    def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str | None = None) -> None:
+        name = subject or (str(model) if isinstance(model, Path) else "the model")
         with translated(name):
             self._session: Any = _ort.InferenceSession(
                 str(model) if isinstance(model, Path) else model,
@@ -89,8 +89,8 @@ class CpuSession:
         }
 
 
-def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str = "the model") -> None:
-    """Writes the graph that ONNX Runtime makes of a model at `settings.level`; `subject` names a model given as bytes.
+def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str | None = None) -> None:
+    """Writes the graph that ONNX Runtime makes of a model at `settings.level`; errors call the model `subject`.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load or write the model.

@@ -144,6 +144,7 @@ def plan_sparingly(
     Raises:
         ModelError: no node of the model can be quantized.
     """
+    progress(f"{target.name}: choose ranges and roundings")
     first = plan_quantization(model, calibration, target, precision)
     is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not makes_pictures(read_graph(model)))
     if is_sure or precision != "int8":

@@ -92,7 +92,7 @@ def calibrate_model(
     graph = set_weights_aside(read_graph(model), work / "float.onnx")
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    task = _make_task(graph, samples, methods, cache, work, fitting=fitting)
+    task = _make_task(model.path.name, graph, samples, methods, cache, work, fitting=fitting)
     found = measure_samples(model, task, cache, progress or say_nothing)
     if fitting:
         save_held_out(work, found.held_out)
@@ -113,11 +113,12 @@ def calibrate_model(
 
 
 def _make_task(
-    graph: Graph, samples: Samples, methods: Sequence[str], cache: Cache | None, work: Path, *, fitting: bool
+    name: str, graph: Graph, samples: Samples, methods: Sequence[str], cache: Cache | None, work: Path, *, fitting: bool
 ) -> Task:
     indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or methods != PLAIN_METHODS else ()
     points = {point.tensor for point in judge_points(graph)} if fitting else set[str]()
     return Task(
+        name=name,
         graph=graph,
         samples=samples,
         work=work,

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.data_check import digest_sample
-from edgekit.errors import DataError, EdgekitError, ModelError
+from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.machine import release_memory
 from edgekit.model import Model, write_proto
 from edgekit.progress import Progress
@@ -52,11 +52,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured: everything of the samples at `indices`, extremes only of the `others`.
+    """What is to be measured of the model `name`: everything of samples at `indices`, extremes of the `others`.
 
     `expected` holds the sha256 of each sample where it is known before.
     """
 
+    name: str
     graph: Graph
     samples: Samples
     work: Path
@@ -204,7 +205,7 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    session = CpuSession(task.work / "observed.onnx", SessionSettings(level=Level.ALL))
+    session = CpuSession(task.work / "observed.onnx", SessionSettings(level=Level.ALL), subject=task.name)
     began = told = time.monotonic()
     for done, (index, sample) in enumerate(zip(todo, select_samples(task.samples, todo), strict=False)):
         now = time.monotonic()
@@ -217,12 +218,21 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
                 f"sample {index} of '{task.samples.source}' is another one than before",
                 hint="it must give the same at each pass",
             )
-        values = session.run(sample)
+        values = _run(session, sample, index, task.samples.source)
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
         run.tally.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
         run.seen[index] = digest
         yield
+
+
+def _run(session: CpuSession, sample: Tensors, index: int, source: str) -> Tensors:
+    try:
+        return session.run(sample)
+    except RuntimeRefusal as error:
+        raise DataError(
+            f"sample {index} of '{source}' does not run: {error.message}", hint="mend the sample or the model"
+        ) from error
 
 
 def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:

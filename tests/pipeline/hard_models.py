@@ -280,7 +280,15 @@ TAKEN: dict[str, Hard] = {
 }  # fmt: skip
 """What must become a correct INT8 model."""
 
+
+def _strange_word() -> Hard:
+    hard, words = _words(), np.zeros((COUNT, 1, 6), np.int64)
+    words[7, 0, 2] = 20
+    return Hard(proto=hard.proto, data={"x": words})
+
+
 REFUSED: dict[str, tuple[Hard, str]] = {
+    "an index that the table does not have": (_strange_word(), r"sample 7 of .*d.npz' does not run: .* 'm.onnx'"),
     "an input named as the scale of another": (_scaled_input(), "--rename x_scale=NEW"),
     "NaN in a weight": (Hard(proto=_net(_spoilt(np.nan)), data=X), r"weight 'w' of Conv 'c' holds NaN"),
     "infinity in a weight": (Hard(proto=_net(_spoilt(np.inf)), data=X), r"weight 'w' of Conv 'c' holds infinity"),
