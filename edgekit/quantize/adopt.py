@@ -1,6 +1,7 @@
 """A plan from a file, held against the model and the target before it is applied: anyone may have edited it."""
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -79,7 +80,7 @@ def _complaints(plan: QuantPlan, own: QuantPlan, graph: Graph, target: Target) -
 
 def _show(plan: QuantPlan, field: str) -> str:
     value = getattr(plan, field)
-    return (", ".join(value) or "none") if isinstance(value, tuple) else f"{value}".lower()
+    return ", ".join(cast("tuple[str, ...]", value)) or "none" if isinstance(value, tuple) else f"{value}".lower()
 
 
 def _odd_nodes(plan: QuantPlan, graph: Graph) -> Iterator[_Complaint]:
