@@ -140,7 +140,7 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
     missing = next((name for name in names if name not in sample), None)
     if missing is not None:
         raise DataError(f"{where} lacks the model input '{missing}'", hint=f"it has: {', '.join(sample) or 'nothing'}")
-    return {spec.name: _fit(sample[spec.name], spec, where) for spec in inputs}
+    return {spec.name: _fit(np.asarray(sample[spec.name]), spec, where) for spec in inputs}
 
 
 _Form = list[tuple[str, np.dtype[Any], tuple[int, ...]]]

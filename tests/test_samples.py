@@ -1,6 +1,7 @@
 """Samples: every form they come in, and one way to be wrong each."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +12,7 @@ from PIL import Image
 from edgekit.data_check import check_samples
 from edgekit.errors import DataError
 from edgekit.images import Preprocess, load_preprocess, read_image
-from edgekit.samples import load_samples, select_samples, spread_indices
+from edgekit.samples import fit_sample, load_samples, select_samples, spread_indices
 from edgekit.tensors import TensorSpec
 
 X = TensorSpec(name="x", dtype="float32", shape=(1, 2))
@@ -166,3 +167,10 @@ def test_another_dtype_or_shape_among_the_samples_is_named(tmp_path: Path) -> No
     np.savez(tmp_path / "1.npz", x=np.zeros((1, 5), np.float32))
     with pytest.raises(DataError, match=r"sample 1 of .* has shape \[1, 5\] for input 'x'"):
         check_samples(load_samples(str(tmp_path), [X]))
+
+
+def test_a_number_of_no_axes_becomes_an_array() -> None:
+    sample: dict[str, Any] = {"gain": np.float32(2)}
+    found = fit_sample(sample, (TensorSpec(name="gain", dtype="float32", shape=()),), "a sample")
+    assert isinstance(found["gain"], np.ndarray)
+    assert found["gain"].shape == ()
