@@ -144,16 +144,17 @@ def test_unequal_channels_come_back(
     assert again.model.sha256 == saved.sha256
 
 
+@pytest.mark.parametrize(("net", "scaled"), [("unequal", "r"), ("gated", "p")])
 def test_the_command_reports_scaled_layers_and_applies_their_plan(
-    unequal: tuple[Model, Calibration], tmp_path: Path
+    request: pytest.FixtureRequest, tmp_path: Path, net: str, scaled: str
 ) -> None:
-    model = unequal[0]
+    model: Model = request.getfixturevalue(net)[0]
     rows = [sample["x"] for sample in random_samples(model, count=40)]
     np.savez(tmp_path / "data.npz", allow_pickle=False, x=np.stack(rows))
     data, recipe = Data(source=str(tmp_path / "data.npz")), Recipe(targets=("qnn",))
     report = quantize_for(model.path, data, tmp_path / "a.onnx", recipe, QuantizeOptions(layers=True))
     assert report.steps[0].equalized
-    assert "r_equalized" in {layer.tensor for layer in report.layers}
+    assert f"{scaled}_equalized" in {layer.tensor for layer in report.layers}
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan_for(model.path, data, recipe)))
     quantize_for(model.path, data, tmp_path / "b.onnx", recipe, QuantizeOptions(plan=tmp_path / "plan.json"))
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
