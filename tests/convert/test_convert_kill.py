@@ -40,6 +40,7 @@ for attempt in range(int(sys.argv[3])):
     os.waitpid(pid, 0)
     found = read(out)
     counts.append(len(found))
+    longest *= 1.0 if found else 1.1  # the first run may have had the machine to itself
     damaged += [name for name, data in found.items() if data != expected[name]]
 print(json.dumps({"expected": sorted(expected), "counts": counts, "damaged": damaged}))
 """
