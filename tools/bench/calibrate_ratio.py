@@ -3,9 +3,9 @@
     python tools/bench/calibrate_ratio.py [MODEL.onnx [DIM=SIZE]...] [--samples 256] [--method NAME]...
 
 Without a model: the ResNet-50 of the onnx package (random weights) and the MobileNetV2 of ../shared/zoo. Inputs are
-random images. "auto" measures what every rounding needs besides. Each measurement is a process of its own; wall and
-CPU seconds are compared with a plain pass that follows it, or on a busy machine, with `--interleaved`, with a plain run
-before each sample (then the peak is that of both).
+random images, and making them counts on neither side. "auto" measures what every rounding needs besides. Each
+measurement is a process of its own; wall and CPU seconds are compared with a plain pass that follows it, or on a busy
+machine, with `--interleaved`, with a plain run before each sample (then the peak is that of both).
 """
 
 import argparse
@@ -62,29 +62,49 @@ def peak_memory() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def infer(model: Model, samples: Samples, spent: list[float]) -> Iterator[Tensors]:
+def add_since(start: tuple[float, float], spent: list[float]) -> None:
+    """Adds one, and the wall and CPU seconds since `start`."""
+    for place, (begin, end) in enumerate(zip((0.0, *start), (1.0, *clock()), strict=True)):
+        spent[place] += end - begin
+
+
+def read_timed(samples: Samples, spent: list[float]) -> Iterator[Tensors]:
+    """Yields samples; adds to `spent` how many there were, and what making them took."""
+    every, start = iter(samples), clock()
+    for sample in every:
+        add_since(start, spent)
+        yield sample
+        start = clock()
+
+
+def infer(model: Model, samples: Iterator[Tensors], spent: list[float]) -> Iterator[Tensors]:
     """Yields samples after a plain run each; adds to `spent` how many there were, wall and CPU seconds."""
     session = CpuSession(model.path, SessionSettings())
     for sample in samples:
         start = clock()
         session.run(sample)
-        for place, (begin, end) in enumerate(zip((0.0, *start), (1.0, *clock()), strict=True)):
-            spent[place] += end - begin
+        add_since(start, spent)
         yield sample
 
 
 def measure(path: str, method: str, count: int, *, interleaved: bool) -> dict[str, float]:
     """Returns the ratios of one method on a prepared model; called in a process of its own."""
     model = load_model(Path(path))
-    samples, spent, named = random_images(model, count), [0.0, 0.0, 0.0], method != "auto"
-    given = samples if not interleaved else msgspec.structs.replace(samples, read=lambda: infer(model, samples, spent))
+    samples, spent, made, named = random_images(model, count), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], method != "auto"
+
+    def read() -> Iterator[Tensors]:
+        timed = read_timed(samples, made)
+        return infer(model, timed, spent) if interleaved else timed
+
+    given = msgspec.structs.replace(samples, read=read)
     start = clock()
     with tempfile.TemporaryDirectory() as work:
         calibrate_model(model, given, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named)
-    seconds = [end - begin - own for begin, end, own in zip(start, clock(), spent[1:], strict=True)]
+    others = [sum(each) for each in zip(made[1:], spent[1:], strict=True)]
+    seconds = [end - begin - other for begin, end, other in zip(start, clock(), others, strict=True)]
     peak_mb = peak_memory()
     if not interleaved:
-        for _ in infer(model, samples, spent):
+        for _ in infer(model, iter(samples), spent):
             pass
     runs, *plain = spent
     return {
