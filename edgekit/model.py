@@ -1,7 +1,7 @@
 """A model file and the facts read from it."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ MAX_IR_VERSION = 13
 """The newest IR version that ONNX Runtime 1.31 loads (its own error message says so)."""
 QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
 MAX_PROTOBUF_BYTES = 2**31 - 1
+MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
+"""Up to this size weights are written into the protobuf: the rest is for the graph."""
 
 _MAIN_DOMAIN = "ai.onnx"
 _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
@@ -127,7 +129,7 @@ def write_proto(proto: onnx.ModelProto, path: Path) -> None:
     Raises:
         OutputError: `path` cannot be written.
     """
-    is_large = count_weight_bytes(proto) > MAX_PROTOBUF_BYTES - (64 << 20)
+    is_large = count_weight_bytes(proto) > MOST_INLINE_BYTES
     with writing(path):
         onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
 
@@ -154,6 +156,34 @@ def read_contents(tensor: onnx.TensorProto) -> bytes:
     unnamed.CopyFrom(tensor)
     unnamed.name = ""
     return unnamed.SerializeToString(deterministic=True)
+
+
+def list_names(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names of all tensors of a graph, bodies included."""
+    names: set[str] = set()
+    for part in iterate_graphs(graph):
+        names |= {value.name for value in (*part.input, *part.output, *part.value_info)}
+        names |= {tensor.name for tensor in part.initializer}
+        names |= {name for node in part.node for name in (*node.input, *node.output)}
+    return names - {""}
+
+
+def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inputs: bool = False) -> None:
+    """Gives tensors other names, in place, bodies included.
+
+    With `skip_inputs` the tensors are inputs of the graph, which keep theirs: only what reads them reads others.
+    """
+    for part in iterate_graphs(graph):
+        for node in part.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            if not skip_inputs:
+                node.output[:] = [names.get(name, name) for name in node.output]
+        values = [] if skip_inputs and part is graph else [*part.output, *part.value_info]
+        values += [] if skip_inputs else list(part.input)
+        for value in values:
+            value.name = names.get(value.name, value.name)
+        for tensor in part.initializer:
+            tensor.name = names.get(tensor.name, tensor.name)
 
 
 def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -10,7 +10,7 @@ import msgspec
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import Golden, make_golden, read_classes, read_inputs, read_outputs
+from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.manifest import Ancestry
 from edgekit.bundle.opening import open_recorded
 from edgekit.bundle.recorded import Recorded, adopt_reference
@@ -181,7 +181,7 @@ def _read_inputs(source: Model, data: Data, job: _Job) -> _Inputs:
     labels = None if data.labels is None else read_task_labels(data.labels, kind, held_out)
     job.progress("run the float model")
     golden = make_golden(source, refusing_bad(held_out), job.work / "golden", labels=labels)
-    refuse_impossible(read_outputs(golden), read_classes(golden) or ())
+    refuse_impossible(golden)
     targets = [target.name for target in job.targets]
     recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
     for bundle in recorded.values():

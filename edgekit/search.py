@@ -166,7 +166,7 @@ def plan_sparingly(
 
 def _run_trials(search: _Search, progress: Progress) -> list[Trial]:
     calibration, state, goal = search.calibration, search.state, search.goal
-    known = {trial.step: _with_statistics(trial, calibration) for trial in (state.trials if state else ())}
+    known = {trial.step: _with_statistics(trial, calibration.statistics) for trial in (state.trials if state else ())}
     trials: list[Trial] = []
     steps, spent = _steps(search, trials), list[float]()
     for index, (step, make) in enumerate(steps):
@@ -318,14 +318,12 @@ def _digest(trials: Sequence[Trial]) -> str:
     return digest_bytes(msgspec.json.encode(trials, order="sorted"))
 
 
-def _with_statistics(trial: Trial, calibration: Calibration) -> Trial:
-    plan = msgspec.structs.replace(trial.plan, statistics=calibration.statistics)
-    return msgspec.structs.replace(trial, plan=plan)
+def _with_statistics(trial: Trial, statistics: str) -> Trial:
+    return msgspec.structs.replace(trial, plan=msgspec.structs.replace(trial.plan, statistics=statistics))
 
 
 def _write_state(search: _Search, trials: Sequence[Trial]) -> None:
     if search.state is not None:
-        plans = [msgspec.structs.replace(trial.plan, statistics="") for trial in trials]
-        kept = tuple(msgspec.structs.replace(trial, plan=plan) for trial, plan in zip(trials, plans, strict=True))
+        kept = tuple(_with_statistics(trial, "") for trial in trials)
         stored = _Stored(key=search.state.key, trials=kept, sha256=_digest(kept))
         write_file(search.state.path, msgspec.json.encode(stored, order="sorted"))

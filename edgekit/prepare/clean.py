@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 
 from edgekit._files import replacing_file
-from edgekit.model import MAX_OPSET, Model, iterate_graphs, load_model, move_data, read_proto
+from edgekit.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.dims import fix_dims
 from edgekit.prepare.hollow import hollow_weights, skim_weights
@@ -60,7 +60,7 @@ def prepare_model(
     _clean_interface(proto, outputs, constants or {})
     if not constants:
         fix_dims(proto.graph, dims)
-    origin, given = _copy_texts(proto), _list_names(proto)
+    origin, given = _copy_texts(proto), list_names(proto.graph)
     chosen = choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
@@ -144,13 +144,6 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 def _write(proto: onnx.ModelProto, temporary: Path, out: Path) -> None:
     temporary.write_bytes(proto.SerializeToString(deterministic=True))
     move_data(temporary, out)
-
-
-def _list_names(proto: onnx.ModelProto) -> set[str]:
-    """Returns the names of the initializers and computed tensors of a model, bodies included."""
-    parts = list(iterate_graphs(proto.graph))
-    made = {name for part in parts for node in part.node for name in node.output}
-    return made | {tensor.name for part in parts for tensor in part.initializer}
 
 
 def _copy_texts(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -8,11 +8,10 @@ import onnx
 
 from edgekit._files import move_file, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
-from edgekit.model import MAX_PROTOBUF_BYTES, Model, iterate_graphs, load_model, read_proto
+from edgekit.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
 
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1024
-_MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
 
 
 def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
@@ -45,7 +44,7 @@ def refuse_inline(model: Model) -> None:
     Raises:
         ModelError: the model has 2 GB or more.
     """
-    if model.size_bytes > _MOST_INLINE_BYTES:
+    if model.size_bytes > MOST_INLINE_BYTES:
         raise ModelError(
             f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and a file with its weights inside ends at 2 GB",
             hint="leave --inline-data out",

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.images import Preprocess
-from edgekit.model import Model, iterate_graphs, read_proto
+from edgekit.model import Model, list_names, read_proto, rename_tensors
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.tidy import name_nodes
 
@@ -150,41 +150,18 @@ def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
 
 def _stand_behind(graph: onnx.GraphProto, name: str) -> str:
     """Lets everything that reads an input read another tensor, and returns its name, which nothing makes yet."""
-    taken = _all_names(graph)
+    taken = list_names(graph)
     inner = next(free for count in range(len(taken) + 1) if (free := f"{name}{_INNER}{count or ''}") not in taken)
-    _replace_names(graph, {name: inner}, skip_inputs=True)
+    rename_tensors(graph, {name: inner}, skip_inputs=True)
     return inner
 
 
 def _rename(graph: onnx.GraphProto, renames: Mapping[str, str]) -> None:
-    kept = _all_names(graph) - renames.keys()
+    kept = list_names(graph) - renames.keys()
     for old, new in renames.items():
         if new in kept or not new or list(renames.values()).count(new) > 1:
             raise UsageError(f"'{old}' cannot be called '{new}', a name that is taken", hint="choose another name")
-    _replace_names(graph, renames)
-
-
-def _replace_names(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inputs: bool = False) -> None:
-    for part in iterate_graphs(graph):
-        for node in part.node:
-            node.input[:] = [names.get(name, name) for name in node.input]
-            if not skip_inputs:
-                node.output[:] = [names.get(name, name) for name in node.output]
-        values = [] if skip_inputs and part is graph else [*part.output, *part.value_info]
-        values += [] if skip_inputs else list(part.input)
-        for value in values:
-            value.name = names.get(value.name, value.name)
-        for tensor in part.initializer:
-            tensor.name = names.get(tensor.name, tensor.name)
-
-
-def _all_names(graph: onnx.GraphProto) -> set[str]:
-    names: set[str] = set()
-    for part in iterate_graphs(graph):
-        names |= {value.name for value in (*part.input, *part.output, *part.value_info)}
-        names |= {tensor.name for tensor in part.initializer}
-        names |= {name for node in part.node for name in (*node.input, *node.output)}
-    return names
+    rename_tensors(graph, renames)
 
 
 def _put_first(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:

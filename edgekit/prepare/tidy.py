@@ -6,7 +6,7 @@ from typing import TypeVar
 import onnx
 from google.protobuf.message import Message
 
-from edgekit.model import iterate_graphs
+from edgekit.model import iterate_graphs, rename_tensors
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 
@@ -55,12 +55,7 @@ def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
     are alike ("Attempt to replace the existing tensor").
     """
     made = {tensor.name: f"{tensor.name}{_MADE}" for tensor in graph.initializer if tensor.name not in given}
-    for tensor in graph.initializer:
-        tensor.name = made.get(tensor.name, tensor.name)
-    for part in iterate_graphs(graph):
-        for node in part.node:
-            for index, name in enumerate(node.input):
-                node.input[index] = made.get(name, name)
+    rename_tensors(graph, made)
 
 
 def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

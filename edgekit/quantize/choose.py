@@ -48,6 +48,16 @@ _GATE_DB = 1.0
 """What products before sigmoids, which cost some time on a device, must gain."""
 
 
+class _Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be quantized, as it was given."""
+
+    model: Model
+    graph: Graph
+    calibration: Calibration
+    target: Target
+    precision: Precision
+
+
 class _Way(msgspec.Struct, frozen=True, kw_only=True):
     """A graph to quantize, what calibration says of it, its plan before anything is chosen, and what was judged."""
 
@@ -95,10 +105,11 @@ def plan_quantization(
         return _choose(plan, calibration, method, "nearest")
     if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
-    start = _start(model, calibration, target, precision, {})
-    evened = _even_out(start, model, calibration, target, gated=False)
+    subject = _Subject(model=model, graph=graph, calibration=calibration, target=target, precision=precision)
+    start = _start(subject, {})
+    evened = _even_out(subject, start, gated=False, reached=start.judged)
     way = evened if evened is not None and _leads(evened, start, _NOTABLE_DB) else start
-    gated = _even_out(start, model, calibration, target, gated=True, reached=way.judged)
+    gated = _even_out(subject, start, gated=True, reached=way.judged)
     judged = _best_first(*(candidate for each in (start, evened, gated) if each for candidate in each.judged))
     if gated is not None and _leads(gated, way, _GATE_DB):
         way, gated = gated, None
@@ -137,19 +148,12 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
 
 
-def _start(
-    model: Model,
-    calibration: Calibration,
-    target: Target,
-    precision: Precision,
-    factors: Mapping[str, tuple[float, ...]],
-    floor_db: float = -math.inf,
-) -> _Way:
+def _start(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db: float = -math.inf) -> _Way:
     """Returns the way with channels scaled by factors, judged."""
-    source = read_graph(model)
-    graph = equalize_graph(source, factors)
-    spans = _adapt(graph, equalize_calibration(source, calibration, factors))
-    plan = msgspec.structs.replace(draft_plan(model, graph, spans, target, precision), factors=dict(factors))
+    graph = equalize_graph(subject.graph, factors)
+    spans = _adapt(graph, equalize_calibration(subject.graph, subject.calibration, factors))
+    plan = draft_plan(subject.model, graph, spans, subject.target, subject.precision)
+    plan = msgspec.structs.replace(plan, factors=dict(factors))
     return _Way(
         graph=graph, calibration=spans, plan=plan, judged=_judge_once(graph, _unsigned(plan), spans, floor_db=floor_db)
     )
@@ -160,25 +164,17 @@ def _adapt(graph: Graph, calibration: Calibration) -> Calibration:
     return cut_tails(graph, give_headroom(graph, calibration))
 
 
-def _even_out(
-    start: _Way,
-    model: Model,
-    calibration: Calibration,
-    target: Target,
-    *,
-    gated: bool,
-    reached: tuple[Candidate, ...] = (),
-) -> _Way | None:
+def _even_out(subject: _Subject, start: _Way, *, gated: bool, reached: tuple[Candidate, ...]) -> _Way | None:
     """Returns the way with channels of unequal size evened out, None where nothing can be or no more is needed."""
-    graph, plan, reached = start.graph, start.plan, reached or start.judged
+    graph, plan = subject.graph, start.plan
     if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if gated else _FAITHFUL_DB):
         return None
-    exact = calibration.ranges["minmax"]
+    exact = subject.calibration.ranges["minmax"]
     factors = choose_factors(graph, Path(plan.statistics), plan.axes.keys(), exact, gated=gated)
     if not factors or (gated and not has_gates(graph, factors)):
         return None
     floor_db = _quickly_rounded(reached) - _HOPELESS_DB
-    return _start(model, calibration, target, plan.precision, factors, floor_db)
+    return _start(subject, factors, floor_db)
 
 
 def _best_first(*judged: Candidate) -> tuple[Candidate, ...]:

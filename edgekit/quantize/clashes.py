@@ -1,12 +1,11 @@
 """Names that a model gives to its own tensors and that quantizing or measuring it would give to others."""
 
 import re
-from collections.abc import Iterator, Mapping
 
 import onnx
 
 from edgekit.errors import ModelError
-from edgekit.model import iterate_graphs
+from edgekit.model import list_names, rename_tensors
 
 _GIVEN = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
 """What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py)."""
@@ -22,7 +21,7 @@ def avoid_clashes(proto: onnx.ModelProto, subject: str) -> None:
     Raises:
         ModelError: both are inputs or outputs.
     """
-    names = {name for graph in iterate_graphs(proto.graph) for name in _names(graph)}
+    names = list_names(proto.graph)
     kept = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     renamed: dict[str, str] = {}
     for name in sorted(names):
@@ -37,8 +36,7 @@ def avoid_clashes(proto: onnx.ModelProto, subject: str) -> None:
             )
         renamed.setdefault(other, _free_name(other, names))
     if renamed:
-        for graph in iterate_graphs(proto.graph):
-            _rename(graph, renamed)
+        rename_tensors(proto.graph, renamed)
 
 
 def _free_name(name: str, names: set[str]) -> str:
@@ -46,21 +44,3 @@ def _free_name(name: str, names: set[str]) -> str:
     while new in names:
         new += ".own"
     return new
-
-
-def _names(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        yield from filter(None, (*node.input, *node.output))
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (value.name for value in (*graph.input, *graph.output))
-
-
-def _rename(graph: onnx.GraphProto, renamed: Mapping[str, str]) -> None:
-    for node in graph.node:
-        for field in (node.input, node.output):
-            for index, name in enumerate(field):
-                field[index] = renamed.get(name, name)
-    for tensor in graph.initializer:
-        tensor.name = renamed.get(tensor.name, tensor.name)
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        value.name = renamed.get(value.name, value.name)

@@ -4,6 +4,8 @@ Where nothing is, such a score may be anything below zero, -6000 as well as -10,
 nothing about where something is.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from edgekit.quantize.graph import Graph
@@ -18,15 +20,20 @@ _FAR, _MOST = -20.0, 20.0
 _RARE = 0.05
 
 
-def find_columns(graph: Graph) -> frozenset[str]:
-    """Returns the float outputs of one number a row beside another output with more numbers for each of these rows."""
-    shapes = {name: graph.static_shape(name) or () for name in graph.outputs}
+def list_columns(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Returns the tensors of one number a row beside another tensor with more numbers for each of these rows."""
     tables = {shape[:-1] for shape in shapes.values() if len(shape) > 1 and shape[-1] > 1}
     return frozenset(
         name
         for name, shape in shapes.items()
-        if len(shape) > 1 and shape[-1] == 1 < max(shape) and shape[:-1] in tables and graph.is_float(name)
+        if len(shape) > 1 and shape[-1] == 1 < max(shape) and shape[:-1] in tables
     )
+
+
+def find_columns(graph: Graph) -> frozenset[str]:
+    """Returns the float outputs of a graph that are columns, as far as shapes are known."""
+    columns = list_columns({name: graph.static_shape(name) or () for name in graph.outputs})
+    return frozenset(name for name in columns if graph.is_float(name))
 
 
 def tensors_of_columns(graph: Graph) -> frozenset[str]:

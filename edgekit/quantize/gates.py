@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph
-from edgekit.quantize.ranges import TensorRange, snap_range
+from edgekit.quantize.ranges import TensorRange, sigmoid, snap_range
 from edgekit.scaling import SUFFIX
 from edgekit.tensors import Array
 
@@ -57,7 +57,9 @@ def cut_tails(graph: Graph, calibration: Calibration) -> Calibration:
     No integers are spent on them, whatever the range method.
     """
     gates = {
-        gate.input[0]: (gate, node.output[0]) for node in graph.proto.graph.node for gate in _gates_of(graph, node)
+        gate.input[0]: (gate, node.output[0])
+        for node in graph.proto.graph.node
+        if (gate := find_gate(graph, node)) is not None
     }
     seen = calibration.ranges["minmax"]
     lows = {
@@ -73,11 +75,6 @@ def cut_tails(graph: Graph, calibration: Calibration) -> Calibration:
         for method, its in calibration.ranges.items()
     }
     return msgspec.structs.replace(calibration, ranges=ranges)
-
-
-def _gates_of(graph: Graph, product: onnx.NodeProto) -> list[onnx.NodeProto]:
-    gate = find_gate(graph, product)
-    return [] if gate is None else [gate]
 
 
 def undo_gate(gate: onnx.NodeProto, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
@@ -124,7 +121,7 @@ def insert_gates(proto: onnx.ModelProto, gates: Mapping[str, Array]) -> None:
 
 def _squash(gate: onnx.NodeProto, values: Array) -> Array:
     if gate.op_type == "Sigmoid":
-        return np.asarray(1 / (1 + np.exp(-np.clip(values, -80, 80))))
+        return sigmoid(values)
     return np.clip(values * _numbers(gate).get("alpha", 0.2) + 0.5, 0, 1)
 
 

@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.model import MAX_PROTOBUF_BYTES, Model, find_integer_ops, iterate_captured, read_proto
+from edgekit.model import MOST_INLINE_BYTES, Model, find_integer_ops, iterate_captured, read_proto
 from edgekit.quantize.clashes import avoid_clashes
 from edgekit.quantize.masks import bound_masks
 from edgekit.tensors import Array
@@ -17,8 +17,6 @@ from edgekit.tensors import Array
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
-MOST_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
-"""Larger models are refused: their graphs are copied and judged as one protobuf, in up to seven times their size."""
 _ASIDE_BYTES = 1 << 14
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
@@ -98,13 +96,13 @@ def read_graph(model: Model) -> Graph:
 
 
 def refuse_huge(name: str, size_bytes: int) -> None:
-    """Refuses a model that is too large to be quantized.
+    """Refuses a model that is too large to be quantized: graphs are copied and judged as one protobuf.
 
     Raises:
         ModelError: it is.
     """
-    if size_bytes > MOST_BYTES:
-        size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_BYTES))
+    if size_bytes > MOST_INLINE_BYTES:
+        size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_INLINE_BYTES))
         raise ModelError(
             f"'{name}' has {size}; quantizing ends at {most}, for it needs up to seven times as much memory",
             hint="build it with --precision fp32",

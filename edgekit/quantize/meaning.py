@@ -6,8 +6,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from edgekit.quantize.columns import are_scores
+from edgekit.quantize.columns import are_scores, list_columns
 from edgekit.quantize.graph import Graph
+from edgekit.quantize.ranges import sigmoid
 from edgekit.tensors import Array, Tensors, ranks_classes
 
 Meaning = Literal["classes", "map", "labels", "image", "values"]
@@ -46,22 +47,19 @@ def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading
     Scores that decide nothing are values, such as an embedding, whose largest entry says little. Raw scores of a map
     are told from other tensors by the confidence that they show, and by classes that are of one size.
     """
-    tables = {
-        shape[:-1] for shape in (value.shape for value in outputs[0].values()) if len(shape) > 1 and shape[-1] > 1
+    columns = list_columns({name: value.shape for name, value in outputs[0].items()})
+    return {
+        name: reading
+        for name in outputs[0]
+        for reading in _read(graph, name, [row[name] for row in outputs], is_column=name in columns)
     }
-    found = dict[str, Reading]()
-    for name, first in outputs[0].items():
-        is_column = first.size > 1 and first.shape[-1] == 1 and first.shape[:-1] in tables
-        values = [row[name] for row in outputs]
-        found.update((name, reading) for reading in _read(graph, name, values, is_column=is_column))
-    return found
 
 
 def read_probabilities(value: Array, reading: Reading) -> Array:
     """Returns the probability of each class at each place, float64 [classes, places]."""
     rows = np.moveaxis(value.astype(np.float64), reading.axis, 0).reshape(value.shape[reading.axis], -1)
     if reading.squash in {"Sigmoid", RAW}:
-        rows = 1 / (1 + np.exp(-np.clip(rows, -80, 80))) if reading.squash == RAW else np.clip(rows, 0, 1)
+        rows = sigmoid(rows) if reading.squash == RAW else np.clip(rows, 0, 1)
         rows = np.concatenate([1 - rows, rows]) if len(rows) == 1 else rows
         return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
     if _is_distribution(rows):
@@ -94,11 +92,16 @@ def _read(graph: Graph, name: str, values: Sequence[Array], *, is_column: bool) 
         yield next(scores, None) or _read_numbers(first)
 
 
+def may_be_picture(shape: tuple[int, ...]) -> bool:
+    """Returns True for four axes with 1, 3 or 4 channels, first or last, and sides that are not tiny."""
+    if len(shape) != 4:
+        return False
+    sides = shape[2:] if shape[1] in IMAGE_CHANNELS else shape[1:3]
+    return bool({shape[1], shape[3]} & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
+
+
 def _read_numbers(value: Array) -> Reading:
-    sides = value.shape[2:] if len(value.shape) == 4 and value.shape[1] in IMAGE_CHANNELS else value.shape[1:3]
-    channels = {value.shape[1], value.shape[-1]} if value.ndim == 4 else {0}
-    is_image = value.shape[:1] == (1,) and bool(channels & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
-    if is_image:
+    if value.shape[:1] == (1,) and may_be_picture(value.shape):
         return Reading(meaning="image")
     sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
     return Reading(meaning="values", axis=min(sizes, default=(True, 1, 0))[2])

@@ -6,16 +6,15 @@ import msgspec
 
 from edgekit.quantize.calibrate import Calibration
 from edgekit.quantize.graph import Graph
-from edgekit.quantize.meaning import IMAGE_CHANNELS
+from edgekit.quantize.meaning import may_be_picture
 from edgekit.quantize.ranges import TensorRange, snap_range
 
-_LEAST_SIDE = 8
 _WHITES = (1.0, 255.0)
 _MOST_HEADROOM = 1.25
 
 
 def makes_pictures(graph: Graph) -> bool:
-    """Returns True if an output of a graph may be an image: four axes, 1, 3 or 4 channels, and not tiny."""
+    """Returns True if an output of a graph may be an image."""
     return any(_is_picture(graph, value.name) for value in graph.proto.graph.output)
 
 
@@ -62,8 +61,4 @@ def _is_image(graph: Graph, name: str, span: TensorRange, white: float) -> bool:
 
 
 def _is_picture(graph: Graph, name: str) -> bool:
-    shape = graph.static_shape(name) if graph.is_float(name) else None
-    if shape is None or len(shape) != 4:
-        return False
-    sides = shape[2:] if shape[1] in IMAGE_CHANNELS else shape[1:3]
-    return bool({shape[1], shape[3]} & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
+    return graph.is_float(name) and may_be_picture(graph.static_shape(name) or ())

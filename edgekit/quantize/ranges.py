@@ -225,13 +225,14 @@ def _is_hard_gate(graph: Graph, ops: tuple[str, ...], steps: list[onnx.NodeProto
     return [value.item() for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]
 
 
-def _sigmoid(values: Array) -> Array:
+def sigmoid(values: Array) -> Array:
+    """Returns the sigmoid of values, which does not overflow."""
     return np.asarray(1 / (1 + np.exp(-np.clip(values, -80, 80))))
 
 
 def _score(values: Array) -> Array:
     """What an app makes of a raw score; it counts only where the values look like scores."""
-    return _sigmoid(values)
+    return sigmoid(values)
 
 
 def _hard_swish(values: Array) -> Array:
@@ -239,12 +240,12 @@ def _hard_swish(values: Array) -> Array:
 
 
 def _swish(values: Array) -> Array:
-    return values * _sigmoid(values)
+    return values * sigmoid(values)
 
 
-_READERS: dict[str, Reader] = {"Sigmoid": _sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
+_READERS: dict[str, Reader] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
 _FLAT: dict[Reader, tuple[float, float]] = {
-    _sigmoid: (-8.0, 8.0),
+    sigmoid: (-8.0, 8.0),
     _score: (FLOOR, math.inf),
     np.tanh: (-4.0, 4.0),
     _hard_swish: (-3.0, math.inf),

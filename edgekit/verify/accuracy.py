@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from edgekit.bundle.golden import Golden, read_classes, read_outputs
 from edgekit.errors import DataError, EdgekitError
 from edgekit.samples import Samples
 from edgekit.tensors import Array, Tensors, ranks_classes
@@ -27,13 +28,14 @@ def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) ->
     )
 
 
-def refuse_impossible(reference: Samples, labels: Sequence[int]) -> None:
-    """Returns if each label is a class of the first output that ranks classes, or no output does.
+def refuse_impossible(golden: Golden) -> None:
+    """Returns if each label of a golden set is a class of the first output that ranks classes, or no output does.
 
     Raises:
         DataError: a label is below 0, or there are not that many classes.
     """
-    first = next(iter(reference), dict[str, Array]())
+    labels = read_classes(golden) or ()
+    first = next(iter(read_outputs(golden)), dict[str, Array]())
     size = next((value.size for value in first.values() if ranks_classes(value)), None)
     wrong = None if size is None else next((label for label in labels if not 0 <= label < size), None)
     if wrong is not None:

@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden import INPUTS, make_golden, read_classes, read_inputs, read_outputs
+from edgekit.bundle.golden import INPUTS, make_golden, read_inputs
 from edgekit.data_check import refusing_bad
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
@@ -92,7 +92,7 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
-        refuse_impossible(read_outputs(golden), read_classes(golden) or ())
+        refuse_impossible(golden)
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(digest_file, golden.folder / INPUTS)
             report = verify_bundle(

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from quantize_zoo import score, score_outputs
 from stock_ort import quantize_stock
-from zoo_tasks import ZOO, ZooTask, write_calibration
+from zoo_tasks import ZOO, ZooTask, suppress, write_calibration
 
 from edgekit.errors import EdgekitError
 from edgekit.labels import Boxes
@@ -115,29 +115,17 @@ def _decode_yolox(outputs: Tensors) -> Tensors:
     grid = np.concatenate([np.argwhere(np.ones((side, side)))[:, ::-1] for side, _ in sides])
     strides = np.concatenate([np.full((side**2, 1), stride) for side, stride in sides])
     middle, size = (rows[:, :2] + grid) * strides, np.exp(np.clip(rows[:, 2:4], -20, 20)) * strides
-    return suppress(np.concatenate([middle - size / 2, middle + size / 2], 1), rows[:, 4:5] * rows[:, 5:])
+    return _best_boxes(np.concatenate([middle - size / 2, middle + size / 2], 1), rows[:, 4:5] * rows[:, 5:])
 
 
 def _decode_yolov8(outputs: Tensors) -> Tensors:
     rows = outputs["output0"][0].T.astype(np.float64)
     boxes = np.concatenate([rows[:, :2] - rows[:, 2:4] / 2, rows[:, :2] + rows[:, 2:4] / 2], 1)
-    return suppress(boxes, rows[:, 4:])
+    return _best_boxes(boxes, rows[:, 4:])
 
 
-def suppress(boxes: Array, chances: Array) -> Tensors:
-    """Returns the boxes that are left where of two of a class that overlap the better one stays."""
-    scores, classes = chances.max(axis=1), chances.argmax(axis=1)
-    left = [int(index) for index in np.argsort(-scores, kind="stable")[:300] if scores[index] >= 0.05]
-    kept: list[int] = []
-    while left:
-        best, *left = left
-        kept.append(best)
-        sides = np.minimum(boxes[best, 2:], boxes[left, 2:]) - np.maximum(boxes[best, :2], boxes[left, :2])
-        both = np.clip(sides, 0, None).prod(axis=1)
-        areas = (boxes[[best, *left], 2:] - boxes[[best, *left], :2]).prod(axis=1)
-        far = (both < 0.45 * (areas[0] + areas[1:] - both)) | (classes[left] != classes[best])
-        left = [index for index, is_far in zip(left, far, strict=True) if is_far]
-    return {"boxes": boxes[kept].reshape(-1, 4), "scores": scores[kept], "classes": classes[kept]}
+def _best_boxes(boxes: Array, chances: Array) -> Tensors:
+    return suppress(boxes, chances.max(axis=1), chances.argmax(axis=1), least=0.05, first=300, most=300)
 
 
 SOURCES: Mapping[str, Source] = {

@@ -33,7 +33,7 @@ from edgekit.tensors import Array, Tensors
 ZOO = Path(__file__).parents[3] / "shared" / "zoo"
 _SUPERRES_SIDE = 224
 _TEXT_LINES, _TEXT_CALIBRATES = 1600, 100
-_MAX_BOXES = 100
+_OVERLAP = 0.45
 _CHUNK, _CONTEXT = 512, 64
 _CHUNKS_A_CLIP = 4
 
@@ -219,24 +219,27 @@ def _decode_fastestdet(outputs: Tensors) -> Tensors:
     x, y = (columns + np.tanh(grid[1])) / width, (rows + np.tanh(grid[2])) / height
     w, h = (1 / (1 + np.exp(-grid[index])) for index in (3, 4))
     boxes = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=-1).reshape(-1, 4)
-    return _suppress(boxes, scores.reshape(-1), grid[5:].argmax(0).reshape(-1))
+    return suppress(boxes, scores.reshape(-1), grid[5:].argmax(0).reshape(-1))
 
 
-def _suppress(boxes: Array, scores: Array, classes: Array, *, overlap: float = 0.45, least: float = 0.01) -> Tensors:
-    """Returns what is left where of two boxes of a class that overlap the better one stays."""
-    order = [int(index) for index in np.argsort(-scores, kind="stable") if scores[index] >= least]
+def suppress(
+    boxes: Array, scores: Array, classes: Array, *, least: float = 0.01, first: int | None = None, most: int = 100
+) -> Tensors:
+    """Returns what is left where of two boxes of a class that overlap the better one stays.
+
+    Of the boxes that score at least `least` the `first` ones count, and at most so many as `most` are left.
+    """
+    left = [int(index) for index in np.argsort(-scores, kind="stable")[:first] if scores[index] >= least]
     kept: list[int] = []
-    while order and len(kept) < _MAX_BOXES:
-        best, *rest = order
+    while left and len(kept) < most:
+        best, *left = left
         kept.append(best)
-        order = [i for i in rest if classes[i] != classes[best] or _overlap(boxes[best], boxes[i]) < overlap]
+        sides = np.minimum(boxes[best, 2:], boxes[left, 2:]) - np.maximum(boxes[best, :2], boxes[left, :2])
+        both = np.clip(sides, 0, None).prod(axis=1)
+        areas = (boxes[[best, *left], 2:] - boxes[[best, *left], :2]).prod(axis=1)
+        far = (both < _OVERLAP * (areas[0] + areas[1:] - both + 1e-12)) | (classes[left] != classes[best])
+        left = [index for index, is_far in zip(left, far, strict=True) if is_far]
     return {"boxes": boxes[kept].reshape(-1, 4), "scores": scores[kept], "classes": classes[kept]}
-
-
-def _overlap(one: Array, two: Array) -> float:
-    sides = np.minimum(one[2:], two[2:]) - np.maximum(one[:2], two[:2])
-    both = float(np.prod(np.clip(sides, 0, None)))
-    return both / (float(np.prod(one[2:] - one[:2])) + float(np.prod(two[2:] - two[:2])) - both + 1e-12)
 
 
 def _superres(name: str) -> ZooTask:
