@@ -11,7 +11,7 @@ import msgspec
 import onnxruntime as _ort
 
 from edgekit.errors import RuntimeRefusal
-from edgekit.tensors import Array, Tensors, flatten_value
+from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
 VERSION: str = _ort.__version__

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError
-from edgekit.images import Preprocess
 from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
 PrecisionChoice = Literal["auto", "int8", "int16", "fp16", "fp32"]

@@ -3,10 +3,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from edgekit.data_check import check_samples, warn_if_few
+from edgekit.data.data_check import check_samples, warn_if_few
+from edgekit.data.samples import Samples
 from edgekit.errors import DataError
-from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
+from edgekit.model.tensors import Array, Tensors
 
 
 def samples_of(*rows: Array) -> Samples:

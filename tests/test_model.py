@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model
 
 from edgekit.errors import ModelError
-from edgekit.model import load_model, order_nodes, read_proto, save_proto
+from edgekit.model.model import load_model, order_nodes, read_proto, save_proto
 
 
 def test_facts_are_read(relu_model: Path) -> None:

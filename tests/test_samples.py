@@ -9,11 +9,11 @@ import pytest
 from onnx import numpy_helper
 from PIL import Image
 
-from edgekit.data_check import check_samples
+from edgekit.data.data_check import check_samples
+from edgekit.data.images import Preprocess, load_preprocess, read_image
+from edgekit.data.samples import fit_sample, load_samples, select_samples, spread_indices
 from edgekit.errors import DataError
-from edgekit.images import Preprocess, load_preprocess, read_image
-from edgekit.samples import fit_sample, load_samples, select_samples, spread_indices
-from edgekit.tensors import TensorSpec
+from edgekit.model.tensors import TensorSpec
 
 X = TensorSpec(name="x", dtype="float32", shape=(1, 2))
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)

@@ -25,15 +25,15 @@ from edgekit._proc import run_process
 from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckReport
 from edgekit.devices.find import find_device
-from edgekit.errors import EdgekitError
-from edgekit.model import load_model
-from edgekit.observe import (
+from edgekit.devices.observe import (
     ObservedPlacement,
     match_nodes,
     name_as_model,
     observe_placement,
     predict_for_oracle,
 )
+from edgekit.errors import EdgekitError
+from edgekit.model.model import load_model
 from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0

@@ -1,39 +1,107 @@
-"""Holds the shape of the house: layers, doors, and sizes. `python tools/shape.py [ROOT]` lists what breaks it."""
+"""Holds the shape of the code: floors, doors and sizes. `python tools/shape.py [ROOT]` lists what breaks it."""
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "__init__"),
-    ("cli",),
-    ("pipeline",),
-    ("quantization",),
-    ("steps", "conversion"),
-    ("checking",),
-    ("report",),
-    ("delta",),
-    ("verify", "inspect", "sizes"),
-    ("bench", "observe"),
-    ("devices",),
-    ("package",),
-    ("bundle", "search"),
-    ("convert", "quantize", "check"),
-    ("prepare",),
-    ("_ort", "_proc"),
-    ("labels", "recipe", "data_check"),
-    ("model", "target", "samples", "scaling"),
-    ("images", "npz", "skim", "_files"),
-    ("tensors", "evidence", "machine", "plain", "progress", "wilson"),
-    ("errors",),
-)
+FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "": (
+        ("__main__", "__init__"),
+        ("cli",),
+        ("jobs",),
+        ("report",),
+        ("inspect",),
+        ("verify",),
+        ("bench",),
+        ("devices", "package"),
+        ("bundle", "quantize"),
+        ("check", "convert"),
+        ("prepare", "recipe"),
+        ("_ort", "data"),
+        ("model",),
+        ("_files", "_proc", "target"),
+        ("errors", "evidence", "machine", "plain", "progress"),
+    ),
+    "bundle": (
+        ("opening",),
+        ("multi", "snapshot"),
+        ("folder",),
+        ("archive", "describe", "readme"),
+        ("golden", "members", "sign", "snippets"),
+        ("manifest",),
+    ),
+    "check": (
+        ("check",),
+        ("advice", "origin", "ort_opinion", "recommend"),
+        ("placement", "report"),
+        ("macs", "rules", "trace", "what_if"),
+        ("graph",),
+    ),
+    "convert": (
+        ("convert",),
+        ("forms",),
+        ("equality",),
+        ("cpu_kernels", "fates", "host_traits", "ort_form"),
+        ("context", "ort_format", "twin"),
+    ),
+    "devices": (
+        ("observe", "register"),
+        ("find",),
+        ("remote",),
+        ("local",),
+        ("bundled", "emulators", "lab", "self_test"),
+        ("labelled", "process"),
+        ("device", "plain"),
+    ),
+    "prepare": (
+        ("fix",),
+        ("clean",),
+        ("basic",),
+        ("half", "transformer"),
+        ("opset", "reface", "shapes"),
+        ("_ort_transformers", "interface", "lower", "rewrites", "tidy", "weights"),
+    ),
+    "quantize": (
+        ("check_plan",),
+        ("mixed_precision",),
+        ("apply",),
+        ("qdq",),
+        ("plan",),
+        ("equalization", "rounding"),
+        ("calibration",),
+        ("accuracy",),
+        ("ranges", "weight_only"),
+        ("_ort_quantizer", "graph"),
+    ),
+    "report": (
+        ("junit", "markdown", "pages"),
+        ("text",),
+        ("bench_text", "changes", "checked", "quantization_text"),
+        ("summary", "tables"),
+    ),
+    "verify": (
+        ("on_devices",),
+        ("run",),
+        ("causes", "history", "two_models"),
+        ("devices", "report"),
+        ("facts",),
+        ("layers", "tasks"),
+        ("matching", "metrics"),
+    ),
+}
+"""What stands on what in each folder that has rooms, from the top down; a façade (`__init__`) may import all below it.
+
+A folder that is not here holds modules alone; their imports form no circle.
+"""
 DOORS = {
     "onnxruntime": (
         "edgekit/_ort.py",
         "edgekit/prepare/_ort_transformers.py",
         "edgekit/quantize/_ort_quantizer.py",
-        "edgekit/quantize/_ort_half.py",
+        "edgekit/quantize/weight_only/_ort_half.py",
     ),
     "subprocess": ("edgekit/_proc.py",),
 }
@@ -43,71 +111,127 @@ OPTIONAL_EXTRAS = frozenset(
 )
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 50
+MAX_MODULES = 12
+LISTS = frozenset({"edgekit/cli", "edgekit/prepare/rewrites"})
+"""Folders that hold one file a command or a rewrite: a list may be long."""
 BANNED_NAMES = frozenset({"utils", "util", "common", "helpers", "base", "core", "types", "misc"})
 
 
 def find_breaks(root: Path) -> Iterator[str]:
     """Yields a line for each place under `root` that breaks the shape."""
+    paths = [path for path in sorted((root / "edgekit").rglob("*.py")) if FAR_SIDE not in path.as_posix()]
+    modules = {path.relative_to(root).as_posix(): ast.parse(path.read_text()) for path in paths}
     for path in sorted((root / "edgekit").rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        source = path.read_text()
-        tree = ast.parse(source)
-        yield from _sizes(name, source, tree)
+        yield from _sizes(name, path.read_text())
         if path.stem in BANNED_NAMES:
             yield f"{name}: a module named '{path.stem}' excludes nothing; name what it owns"
-        if FAR_SIDE not in name:
-            yield from _imports(name, tree)
+    for name, tree in modules.items():
+        yield from _imports(name, tree)
+        yield from _directions(name, tree, modules)
+    yield from _folders(modules)
 
 
-def _sizes(name: str, source: str, tree: ast.Module) -> Iterator[str]:
+def _sizes(name: str, source: str) -> Iterator[str]:
     lines = source.count("\n")
     if lines > MAX_MODULE_LINES:
         yield f"{name}: {lines} lines, at most {MAX_MODULE_LINES}"
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 yield f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
 
 
+def _folders(modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    counts = Counter(str(Path(name).parent) for name in modules if Path(name).stem != "__init__")
+    for folder, count in sorted(counts.items()):
+        if count > MAX_MODULES and folder not in LISTS:
+            yield f"{folder}: {count} modules, at most {MAX_MODULES}; give it rooms"
+    for folder in sorted(counts):
+        if folder.removeprefix("edgekit").lstrip("/") not in FLOORS:
+            yield from _circles(folder, modules)
+
+
+def _circles(folder: str, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Yields a line if the imports among the modules of a folder form a circle."""
+    inside = {Path(name).stem: tree for name, tree in modules.items() if str(Path(name).parent) == folder}
+    package = folder.replace("/", ".")
+    wants = {
+        stem: {part[len(package) + 1 :] for part in _targets(tree, modules) if part.startswith(f"{package}.")}
+        for stem, tree in inside.items()
+        if stem != "__init__"
+    }
+    try:
+        list(TopologicalSorter(wants).static_order())
+    except CycleError as error:
+        yield f"{folder}: a circle of imports, {' -> '.join(error.args[1])}"
+
+
+def _targets(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for module in _imported(node, modules):
+            if module.startswith("edgekit"):
+                yield module
+
+
 def _imports(name: str, tree: ast.Module) -> Iterator[str]:
     top_level = {id(node) for node in tree.body}
     for node in ast.walk(tree):
-        for module in _imported(node):
+        for module in _imported(node, {}):
             head = module.split(".")[0]
             line = getattr(node, "lineno", 0)
             if head in DOORS and name not in DOORS[head]:
                 yield f"{name}:{line}: only {', '.join(DOORS[head])} import {head}"
             if id(node) not in top_level and head not in OPTIONAL_EXTRAS:
                 yield f"{name}:{line}: import of {module} is not at the top"
-            if head == "edgekit" and not _points_down(_owner(name), module.split(".")[1:2]):
-                yield f"{name}:{line}: import of {module} does not point down"
+            if _is_inside_of_neighbour(name, module):
+                yield f"{name}:{line}: {module} is the inside of another room"
         if isinstance(node, ast.Name) and node.id == "TYPE_CHECKING":
             yield f"{name}:{node.lineno}: a type import is an import: no TYPE_CHECKING"
 
 
-def _imported(node: ast.AST) -> list[str]:
+def _directions(name: str, tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Yields a line for each import that does not point down, in the first folder in which the two paths part."""
+    own = [*Path(name).parts[1:-1], Path(name).stem]
+    for module in _targets(tree, modules):
+        other = module.split(".")[1:]
+        shared = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
+        if shared is None or own[shared] == "__init__" != own[0]:
+            continue
+        folder = "/".join(own[:shared])
+        if folder in FLOORS:
+            yield from (
+                f"{name}: {problem}" for problem in _compare(FLOORS[folder], folder, own[shared], other[shared])
+            )
+
+
+def _compare(floors: tuple[tuple[str, ...], ...], folder: str, own: str, other: str) -> Iterator[str]:
+    levels = {stem: level for level, stems in enumerate(floors) for stem in stems}
+    for stem in (own, other):
+        if stem not in levels:
+            yield f"'{stem}' has no floor in '{folder or 'edgekit'}', see FLOORS of tools/shape.py"
+    if own in levels and other in levels and levels[other] <= levels[own]:
+        yield f"import of {'.'.join(filter(None, ('edgekit', folder.replace('/', '.'), other)))} does not point down"
+
+
+def _is_inside_of_neighbour(name: str, module: str) -> bool:
+    """Returns True for a module with an underscore whose folder does not hold the one that imports it."""
+    *folder, stem = module.split(".")
+    is_private = len(folder) > 1 and folder[0] == "edgekit" and stem.startswith("_") and not stem.startswith("__")
+    return is_private and not name.startswith("/".join(folder) + "/")
+
+
+def _imported(node: ast.AST, modules: Mapping[str, ast.Module]) -> list[str]:
+    """Returns the modules that an import names; of `from room import name` the name counts if it is a module."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        if node.module == "edgekit":
-            return [f"edgekit.{alias.name}" for alias in node.names]
-        return [node.module or ""]
+        module = node.module or ""
+        names = [f"{module}.{alias.name}" for alias in node.names]
+        is_package = module == "edgekit" or f"{module.replace('.', '/')}/__init__.py" in modules
+        return names if is_package and modules else [module]
     return []
-
-
-def _owner(name: str) -> str:
-    return Path(name).parts[1].removesuffix(".py")
-
-
-def _points_down(owner: str, imported: list[str]) -> bool:
-    if not imported or imported[0] == owner:
-        return True
-    return _layer(imported[0]) > _layer(owner)
-
-
-def _layer(name: str) -> int:
-    return next((index for index, names in enumerate(LAYERS) if name in names), -1)
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit.bench.latency import count_needed
+from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.errors import DeviceError
-from edgekit.samples import Samples
 
 PRECISION = 0.02
 """How well the median is to be known, as a share of it on either side."""

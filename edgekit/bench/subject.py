@@ -8,22 +8,22 @@ import msgspec
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import open_bundle, read_target
-from edgekit.bundle.golden import read_inputs
+from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
-from edgekit.convert.drawn import draw_samples
-from edgekit.convert.ort_interface import read_interface
+from edgekit.convert.ort_format.interface import read_interface
+from edgekit.data.random_samples import draw_samples
+from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.bundled import make_job, plan_run
-from edgekit.devices.child import REPLAY_SAVED
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.plain import plain_target
+from edgekit.devices.process.child import REPLAY_SAVED
 from edgekit.errors import DataError, UsageError
-from edgekit.model import load_model
-from edgekit.samples import Samples, load_samples, select_samples
+from edgekit.model.model import load_model
+from edgekit.model.tensors import TensorSpec
 from edgekit.target import Target, load_target
-from edgekit.tensors import TensorSpec
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from edgekit._files import copy_into, replacing_file, safe_join, staged_folder, write_new
+from edgekit.bundle.manifest.names import find_clash, find_fault
 from edgekit.bundle.members import READERS, Member, translating
-from edgekit.bundle.names import find_clash, find_fault
 from edgekit.errors import BundleError, OutputError
 
 Kind = Literal["zip", "tar"]

@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.golden import Golden, read_inputs, read_outputs
-from edgekit.bundle.manifest import (
+from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
+from edgekit.bundle.golden.recorded import Recorded
+from edgekit.bundle.manifest.manifest import (
     Ancestry,
     BundledFile,
     BundledTensor,
@@ -22,16 +23,15 @@ from edgekit.bundle.manifest import (
     ProviderShare,
     Tested,
 )
-from edgekit.bundle.recorded import Recorded
 from edgekit.check.report import CheckReport
-from edgekit.convert.canonical import CANONICAL_VERSION
+from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
+from edgekit.data.images import Preprocess
+from edgekit.data.samples import Samples
 from edgekit.errors import BundleError
-from edgekit.images import Preprocess
-from edgekit.model import Model, read_proto
+from edgekit.model.model import Model, read_proto
+from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
-from edgekit.samples import Samples
 from edgekit.target import Form, Precision, Target
-from edgekit.tensors import TensorSpec
 
 _CHANNEL_SECOND = frozenset(
     {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"}

@@ -8,14 +8,14 @@ from typing import TypeVar
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, write_file
-from edgekit.bundle.checks import check_files, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
-from edgekit.bundle.expected import LAYERS, write_expected
-from edgekit.bundle.golden import Golden
-from edgekit.bundle.manifest import BundledFile, GoldenFacts, Manifest, decode_manifest, encode_json
-from edgekit.bundle.names import find_fault
+from edgekit.bundle.golden.expected import LAYERS, write_expected
+from edgekit.bundle.golden.golden import Golden
+from edgekit.bundle.golden.recorded import adopt_expected
+from edgekit.bundle.manifest.checks import check_files, iterate_files, read_bounded
+from edgekit.bundle.manifest.manifest import BundledFile, GoldenFacts, Manifest, decode_manifest, encode_json
+from edgekit.bundle.manifest.names import find_fault
 from edgekit.bundle.readme import README, render_readme
-from edgekit.bundle.recorded import adopt_expected
 from edgekit.bundle.sign import SIGNATURE, check_signature
 from edgekit.bundle.snippets import NOTES, render_snippets
 from edgekit.check.report import CheckReport

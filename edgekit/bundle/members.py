@@ -12,7 +12,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from edgekit.bundle.names import find_fault
+from edgekit.bundle.manifest.names import find_fault
 from edgekit.errors import BundleError, quote_error
 
 _CHUNK_BYTES = 1 << 20

@@ -10,9 +10,9 @@ import msgspec
 
 from edgekit._files import digest_bytes, replacing_file, staged_folder, write_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.checks import check_files, read_bounded
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
-from edgekit.bundle.manifest import (
+from edgekit.bundle.manifest.checks import check_files, read_bounded
+from edgekit.bundle.manifest.manifest import (
     BundledFile,
     Manifest,
     check_canonical,
@@ -21,7 +21,7 @@ from edgekit.bundle.manifest import (
     decode_plain,
     encode_json,
 )
-from edgekit.bundle.names import find_fault
+from edgekit.bundle.manifest.names import find_fault
 from edgekit.bundle.sign import SIGNATURE, check_signature
 from edgekit.errors import BundleError, UsageError, suggest_name
 

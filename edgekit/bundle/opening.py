@@ -9,8 +9,8 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
+from edgekit.bundle.golden.recorded import Recorded
 from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
-from edgekit.bundle.recorded import Recorded
 from edgekit.bundle.sign import sign_manifest
 from edgekit.errors import BundleError, UsageError
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.coordinates import SWIFT_PACKAGE, list_android_dependencies
-from edgekit.bundle.manifest import Manifest
+from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE, list_android_dependencies
+from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.bundle.snippets import describe_interface, make_environment
 from edgekit.evidence import Evidence
 from edgekit.target import Target

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from edgekit._files import digest_bytes, write_file, write_new
-from edgekit.bundle.manifest import check_canonical, convert_strictly, decode_plain, encode_json
+from edgekit.bundle.manifest.manifest import check_canonical, convert_strictly, decode_plain, encode_json
 from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
 
 SIGNATURE = "signature.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import open_regular, safe_join, write_new
-from edgekit.bundle.expected import EXPECTED, LAYERS
 from edgekit.bundle.folder import CHECK, GOLDEN, TARGET, Bundle
+from edgekit.bundle.golden.expected import EXPECTED, LAYERS
 from edgekit.errors import BundleError
 from edgekit.target import Form
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from edgekit.bundle.manifest import Manifest
+from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.errors import TargetError
+from edgekit.model.tensors import TensorSpec
 from edgekit.target import Target
-from edgekit.tensors import TensorSpec
 
 NOTES = "notes.md"
 """What a target says of itself, for the README of its bundles."""

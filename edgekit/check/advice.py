@@ -11,7 +11,7 @@ from edgekit.check.graph import Graph, Node, view_graph
 from edgekit.check.report import Advice, CheckedNode
 from edgekit.check.what_if import with_activations, with_fixed_dims, without_quantization
 from edgekit.errors import ModelError
-from edgekit.model import iterate_graphs
+from edgekit.model.model import iterate_graphs
 from edgekit.prepare.fix import REWRITES
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 

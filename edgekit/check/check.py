@@ -6,18 +6,18 @@ import msgspec
 
 from edgekit.check.advice import give_advice
 from edgekit.check.graph import Graph, Node, infer_model, view_inferred
-from edgekit.check.kinds import Forms, Rule
 from edgekit.check.macs import count_bytes, count_macs, value_bytes
 from edgekit.check.placement import Placement, place_units
 from edgekit.check.report import CheckedNode, CheckReport
-from edgekit.check.rulebook import Op, RuleBook, derive_settings, load_rules
-from edgekit.check.rules import judge_rule
-from edgekit.check.subject import Subject
-from edgekit.check.units import SELECTORS, Selector, Unit, group_units, unit_of_each
+from edgekit.check.rules.kinds import Forms, Rule
+from edgekit.check.rules.rulebook import Op, RuleBook, derive_settings, load_rules
+from edgekit.check.rules.rules import judge_rule
+from edgekit.check.rules.subject import Subject
+from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units, unit_of_each
 from edgekit.evidence import Evidence
-from edgekit.model import Model
+from edgekit.model.model import Model
+from edgekit.model.skim import skim_model
 from edgekit.prepare.tidy import name_nodes
-from edgekit.skim import skim_model
 from edgekit.target import Target
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, shape_inference
 
-from edgekit.model import Model, iterate_graphs, tensor_dtype
-from edgekit.skim import skim_model
-from edgekit.tensors import Array
+from edgekit.model.model import Model, iterate_graphs, tensor_dtype
+from edgekit.model.skim import skim_model
+from edgekit.model.tensors import Array
 
 Shape = tuple[int | None, ...]
 

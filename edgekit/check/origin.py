@@ -8,10 +8,10 @@ from edgekit.check.graph import read_graph, view_graph
 from edgekit.check.macs import count_bytes, count_macs
 from edgekit.check.report import CheckedNode, CheckReport, ModelNode
 from edgekit.check.trace import Trace, trace_nodes
-from edgekit.model import Model
-from edgekit.prepare.dims import fix_dims
+from edgekit.model.model import Model
+from edgekit.model.skim import skim_model
+from edgekit.prepare.shapes.dims import fix_dims
 from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes
-from edgekit.skim import skim_model
 
 
 class TracedNode(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from edgekit.check.graph import Graph
-from edgekit.check.rulebook import Placing
-from edgekit.check.units import Unit, unit_of_each
+from edgekit.check.rules.rulebook import Placing
+from edgekit.check.rules.units import Unit, unit_of_each
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ import msgspec
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_build, show_json, showing_progress
-from edgekit.images import load_preprocess
-from edgekit.pipeline import build
+from edgekit.data.images import load_preprocess
+from edgekit.jobs.build import build
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 
 

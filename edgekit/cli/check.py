@@ -5,14 +5,14 @@ from pathlib import Path
 import click
 
 from edgekit._files import write_file
-from edgekit.checking import check_targets, describe_checks
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_json, showing_progress
+from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.recipe import Recipe
 from edgekit.report import checked
-from edgekit.report.check_page import render_check
 from edgekit.report.checked import CheckSummary
+from edgekit.report.pages.check_page import render_check
 
 
 @click.command(short_help="Say node by node what each target would take, why not, and what to do.")

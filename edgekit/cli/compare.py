@@ -10,17 +10,17 @@ from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
-from edgekit.data_check import refusing_bad
+from edgekit.data.data_check import refusing_bad
+from edgekit.data.images import load_preprocess
+from edgekit.data.samples import Samples, limit_samples, load_samples
 from edgekit.devices.find import find_device
 from edgekit.errors import UsageError
-from edgekit.images import load_preprocess
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.recipe import load_metric
-from edgekit.report.charts import draw_outputs
-from edgekit.report.html import render_comparison
-from edgekit.samples import Samples, limit_samples, load_samples
+from edgekit.report.pages.charts import draw_outputs
+from edgekit.report.pages.html import render_comparison
 from edgekit.target import TaskLimit, load_target
-from edgekit.verify.models import ModelComparison, add_task, compare_models, compare_on_device
+from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
 
 
 @click.command(short_help="Say how far one model lies from another, and in which layer it begins.")

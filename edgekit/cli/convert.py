@@ -9,12 +9,12 @@ from edgekit._ort import Level
 from edgekit.cli import convert_options, options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_conversion, show_json, showing_progress
-from edgekit.conversion import ConvertOptions, convert_for
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.errors import UsageError
+from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
-from edgekit.quantize.lighten import LightenOptions
+from edgekit.quantize.weight_only.convert import LightenOptions
 from edgekit.recipe import Recipe
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}

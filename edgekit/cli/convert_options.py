@@ -10,7 +10,7 @@ from edgekit.cli.options import split_names
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.errors import UsageError
 from edgekit.prepare.transformer import FuseOptions
-from edgekit.quantize.lighten import WEIGHT_FORMS, LightenOptions, WeightForm
+from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, LightenOptions, WeightForm
 
 Command = Callable[..., int]
 

@@ -8,7 +8,7 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_build, show_json, showing_progress
-from edgekit.pipeline import build
+from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 
 

@@ -7,7 +7,7 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_delta, show_json
-from edgekit.delta import compare_versions
+from edgekit.inspect.diff import compare_versions
 
 _FILE = click.Path(path_type=Path)
 

@@ -6,7 +6,7 @@ from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_devices, show_json, show_line
 from edgekit.devices.find import list_devices
-from edgekit.steps import list_versions
+from edgekit.jobs.prepare import list_versions
 
 
 @click.command(short_help="Say what this machine has, what it lacks, and how to get it.")

@@ -7,8 +7,8 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_contents, show_json, show_sizes
-from edgekit.inspect import inspect_model
-from edgekit.sizes import measure_sizes
+from edgekit.inspect.inspect import inspect_model
+from edgekit.inspect.sizes import measure_sizes
 
 
 @click.command(short_help="Print what a model contains, or where its bytes are.")

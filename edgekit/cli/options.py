@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
+from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
-from edgekit.images import Preprocess, load_preprocess
-from edgekit.model import Model
+from edgekit.model.model import Model
 from edgekit.prepare.reface import LAYOUTS, Layout
 from edgekit.recipe import Data
 

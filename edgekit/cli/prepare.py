@@ -7,9 +7,9 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_json, show_prepared, showing_progress
-from edgekit.model import load_model
+from edgekit.jobs.prepare import PrepareOptions, prepare_for
+from edgekit.model.model import load_model
 from edgekit.prepare.reface import InterfaceChanges
-from edgekit.steps import PrepareOptions, prepare_for
 from edgekit.target import load_target
 
 

@@ -10,12 +10,12 @@ from edgekit.cli import options
 from edgekit.cli.limits import METRIC
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_lines, showing_progress
+from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError
-from edgekit.images import load_preprocess
-from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
-from edgekit.quantize.ranges import METHODS
+from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
+from edgekit.quantize.ranges.methods import METHODS
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_metric
-from edgekit.report.html import render_quantization
+from edgekit.report.pages.html import render_quantization
 from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
 from edgekit.target import TaskLimit

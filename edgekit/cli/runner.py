@@ -7,7 +7,7 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_json, show_line, showing_progress
-from edgekit.devices.runner import ABIS, build_runner, copy_runner, host_abi
+from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
 
 
 @click.group(name="runner", short_help="Build the program that runs a model on a phone or a board.")

@@ -7,24 +7,24 @@ import click
 
 from edgekit.bench.report import BenchReport
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines, showing_progress
-from edgekit.conversion import ConvertReport
 from edgekit.convert.equality import Equality
-from edgekit.convert.ort_report import OrtFileReport
-from edgekit.delta import Delta
+from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.self_test import SelfTest
-from edgekit.inspect import OnnxReport
+from edgekit.inspect.diff import Delta
+from edgekit.inspect.inspect import OnnxReport
+from edgekit.inspect.sizes import SizeReport
+from edgekit.jobs.convert import ConvertReport
+from edgekit.jobs.prepare import PrepareReport
 from edgekit.report import changes, text
 from edgekit.report.bench_text import list_bench_remarks, table_bench
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import format_bytes
-from edgekit.sizes import SizeReport
-from edgekit.steps import PrepareReport
 from edgekit.target import Form, Target
 from edgekit.verify.facts import Located
-from edgekit.verify.models import ModelComparison
-from edgekit.verify.outliers import judge_layers
+from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.report import VerifyReport
+from edgekit.verify.two_models import ModelComparison
 
 __all__ = ["print_table", "show_json", "show_line", "show_lines", "showing_progress"]
 """What commands import from here though it is made elsewhere."""

@@ -14,19 +14,19 @@ from edgekit.cli import options
 from edgekit.cli.limits import Limits, taking_limits
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_line, show_verify, showing_progress
+from edgekit.data.images import load_preprocess
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
-from edgekit.images import load_preprocess
 from edgekit.progress import Progress
 from edgekit.recipe import Data
-from edgekit.report.charts import Picture, draw_worst
-from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit
 from edgekit.report.markdown import render_markdown
+from edgekit.report.pages.charts import Picture, draw_worst
+from edgekit.report.pages.html import render_verify
 from edgekit.verify.history import find_last_good, hold_against, record_report
 from edgekit.verify.on_devices import open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report
-from edgekit.verify.verify import read_report
+from edgekit.verify.run import read_report
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _FILE = click.Path(path_type=Path)

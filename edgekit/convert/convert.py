@@ -7,16 +7,16 @@ import msgspec
 
 from edgekit._files import digest_file, move_file, work_folder
 from edgekit._ort import VERSION
-from edgekit.convert.canonical import CANONICAL_VERSION
-from edgekit.convert.census import UnfusedNode
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
 from edgekit.convert.equality import Equality
 from edgekit.convert.fates import OpFate
 from edgekit.convert.forms import ORT_FILES, Source, Written, write_context_form, write_onnx_form, write_ort_form
 from edgekit.convert.ort_form import OrtOptions, refuse_large
+from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
+from edgekit.convert.ort_format.census import UnfusedNode
 from edgekit.convert.twin import write_twin
-from edgekit.model import Model
-from edgekit.samples import Samples
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model
 from edgekit.target import Form, Target
 
 _ASKED_FOR = "the style, the level and the CPU were asked for"

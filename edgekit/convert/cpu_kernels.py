@@ -6,7 +6,7 @@ import onnx
 
 from edgekit._files import work_folder
 from edgekit._ort import Level, SessionSettings, optimize_graph
-from edgekit.model import Model
+from edgekit.model.model import Model
 
 _INTEGER = re.compile(r"QLinear|QGemm|MatMulInteger|ConvInteger|DynamicQuantize")
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")

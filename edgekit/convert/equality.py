@@ -9,15 +9,15 @@ import onnx
 
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.convert.drawn import draw_samples
-from edgekit.convert.layout import write_tables
 from edgekit.convert.ort_form import OrtOptions, load_settings, session_settings
-from edgekit.convert.tables import Record, open_tables, records, table, text, texts
+from edgekit.convert.ort_format.layout import write_tables
+from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts
+from edgekit.data.random_samples import draw_samples
+from edgekit.data.samples import Samples, limit_samples
 from edgekit.errors import RuntimeRefusal
-from edgekit.model import Model, iterate_graphs, read_proto
-from edgekit.samples import Samples, limit_samples
-from edgekit.skim import skim_model
-from edgekit.tensors import Array
+from edgekit.model.model import Model, iterate_graphs, read_proto
+from edgekit.model.skim import skim_model
+from edgekit.model.tensors import Array
 
 FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2

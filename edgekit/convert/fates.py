@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import onnx
 
-from edgekit.convert.ort_report import OrtNode
+from edgekit.convert.ort_format.report import OrtNode
 
 FOLDED = "folded"
 """What became of a node whose result is a constant, or is read by nobody, in the converted file."""

@@ -6,17 +6,17 @@ from pathlib import Path
 import msgspec
 
 from edgekit._ort import Level
-from edgekit.convert.census import UnfusedNode, count_ops, find_unfused, replay_saved
 from edgekit.convert.context import ContextOptions, compile_context, shorten_name
 from edgekit.convert.equality import Equality, compare_with_source
 from edgekit.convert.fates import OpFate, trace_fates
 from edgekit.convert.host_traits import describe_traits
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
-from edgekit.convert.ort_report import read_graph
+from edgekit.convert.ort_format.census import UnfusedNode, count_ops, find_unfused, replay_saved
+from edgekit.convert.ort_format.report import read_graph
+from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
-from edgekit.model import Model
-from edgekit.samples import Samples
-from edgekit.skim import skim_model
+from edgekit.model.model import Model
+from edgekit.model.skim import skim_model
 from edgekit.target import Target
 
 ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.convert.ort_report import OrtNode
-from edgekit.model import iterate_graphs
+from edgekit.convert.ort_format.report import OrtNode
+from edgekit.model.model import iterate_graphs
 
 _EXACT_OPS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",

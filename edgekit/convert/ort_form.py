@@ -8,11 +8,11 @@ import msgspec
 
 from edgekit._files import replacing_file
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
-from edgekit.convert.canonical import canonicalize_file
+from edgekit.convert.ort_format.canonical import canonicalize_file
 from edgekit.errors import ModelError
-from edgekit.model import Model
-from edgekit.prepare.float_weights import OPTIMIZER, find_float_weights
-from edgekit.skim import skim_model
+from edgekit.model.model import Model
+from edgekit.model.skim import skim_model
+from edgekit.prepare.weights.float_weights import OPTIMIZER, find_float_weights
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
 """The session entry without which ONNX Runtime 1.31 ignores what the runtime style saved (its PR 32077)."""

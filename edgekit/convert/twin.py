@@ -4,8 +4,8 @@ from pathlib import Path
 
 import onnx
 
-from edgekit.model import Model, read_proto
-from edgekit.prepare.external import write_beside
+from edgekit.model.model import Model, read_proto
+from edgekit.prepare.weights.external import write_beside
 
 TWIN_FILE = "model.onnx"
 

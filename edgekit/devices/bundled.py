@@ -3,11 +3,11 @@
 import msgspec
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of, kind_of
-from edgekit.samples import Samples
+from edgekit.model.tensors import TensorSpec
 from edgekit.target import Verification
-from edgekit.tensors import TensorSpec
 
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 """Operators whose results have a shape that follows from the values: it need not be that of the float model."""

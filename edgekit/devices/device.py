@@ -8,10 +8,10 @@ import msgspec
 
 from edgekit._ort import Level
 from edgekit.check.report import CheckReport
+from edgekit.data.samples import Samples
 from edgekit.evidence import Evidence
-from edgekit.samples import Samples
+from edgekit.model.tensors import TensorSpec
 from edgekit.target import Precision, Target
-from edgekit.tensors import TensorSpec
 
 LEAST_SAMPLES = 4
 """How many samples a slow device runs however long they take."""

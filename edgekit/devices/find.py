@@ -5,20 +5,20 @@ from collections.abc import Callable
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER, VERSION
-from edgekit.devices.adb import AdbDevice
-from edgekit.devices.address import check_host, check_serial
-from edgekit.devices.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
-from edgekit.devices.coreml import PROVIDER as COREML
-from edgekit.devices.coreml import UNITS, CoreMl
 from edgekit.devices.device import Device, DeviceStatus
-from edgekit.devices.emulated import Emulated
-from edgekit.devices.host import Host, OlderHost
-from edgekit.devices.native import Arm64Native, HostNative
-from edgekit.devices.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
-from edgekit.devices.qnn_sim import PROVIDER as QNN
-from edgekit.devices.ssh import SshDevice
-from edgekit.devices.xnnpack_wasm import PROVIDER as XNNPACK
-from edgekit.devices.xnnpack_wasm import XnnpackWasm, find_wasm_versions, install_xnnpack_wasm
+from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
+from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
+from edgekit.devices.emulators.qnn_sim import PROVIDER as QNN
+from edgekit.devices.emulators.xnnpack_wasm import PROVIDER as XNNPACK
+from edgekit.devices.emulators.xnnpack_wasm import XnnpackWasm, find_wasm_versions, install_xnnpack_wasm
+from edgekit.devices.local.coreml import PROVIDER as COREML
+from edgekit.devices.local.coreml import UNITS, CoreMl
+from edgekit.devices.local.emulated import Emulated
+from edgekit.devices.local.host import Host, OlderHost
+from edgekit.devices.local.native import Arm64Native, HostNative
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.address import check_host, check_serial
+from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.progress import Progress

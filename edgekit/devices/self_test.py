@@ -10,15 +10,15 @@ from onnx import helper, numpy_helper
 
 from edgekit._files import work_folder
 from edgekit.check.report import CheckReport
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.plain import plain_target
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
-from edgekit.model import load_model, save_proto
+from edgekit.model.model import load_model, save_proto
+from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress, say_nothing
-from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
 
 TOLERANCE = 5e-3
 """How far a half-precision convolution of these sizes may lie from the exact one, as a share of the largest output."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from edgekit._proc import run_process
 from edgekit.bundle.archive import list_files, write_archive
-from edgekit.bundle.coordinates import Dependency, list_android_dependencies
 from edgekit.bundle.folder import Bundle
+from edgekit.bundle.manifest.coordinates import Dependency, list_android_dependencies
 from edgekit.errors import BundleError, MissingExtraError
 from edgekit.package.tables import render_table
 from edgekit.package.variant import Identity, Variant, list_entries

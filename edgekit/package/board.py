@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.package.tables import render_table
 from edgekit.package.variant import Identity, Variant, list_entries
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import onnx
 
 from edgekit._files import digest_bytes
-from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.manifest.checks import read_bounded
+from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.package.variant import Identity, Variant
 

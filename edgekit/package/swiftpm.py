@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from edgekit.bundle.archive import list_files
-from edgekit.bundle.coordinates import SWIFT_PACKAGE
 from edgekit.bundle.folder import Bundle
+from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE
 from edgekit.package.tables import render_table
 from edgekit.package.variant import Identity, Variant, list_entries
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file
-from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import MANIFEST, Bundle
-from edgekit.bundle.manifest import BundledFile
+from edgekit.bundle.manifest.checks import read_bounded
+from edgekit.bundle.manifest.manifest import BundledFile
 from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import BundleError, UsageError
-from edgekit.tensors import TensorSpec
+from edgekit.model.tensors import TensorSpec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

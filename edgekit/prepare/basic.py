@@ -6,12 +6,12 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.errors import RuntimeRefusal
-from edgekit.model import Model
-from edgekit.prepare.external import gather_data
-from edgekit.prepare.float_weights import OPTIMIZER
+from edgekit.model.model import Model
 from edgekit.prepare.half import guard_half, strip_casts
-from edgekit.prepare.stand_in import put_stand_ins, restore_nodes
 from edgekit.prepare.tidy import name_nodes
+from edgekit.prepare.weights.external import gather_data
+from edgekit.prepare.weights.float_weights import OPTIMIZER
+from edgekit.prepare.weights.stand_in import put_stand_ins, restore_nodes
 
 EXTERNAL_FROM_BYTES = 1 << 30
 """A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory."""

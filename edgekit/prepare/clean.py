@@ -6,13 +6,13 @@ from pathlib import Path
 import onnx
 
 from edgekit._files import replacing_file
-from edgekit.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto
+from edgekit.model.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto
+from edgekit.model.skim import point_into, skim_model
 from edgekit.prepare.basic import keeps_external, optimize_basic
-from edgekit.prepare.dims import fix_dims
-from edgekit.prepare.hollow import hollow_weights, skim_weights
-from edgekit.prepare.infer import infer_outputs
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
+from edgekit.prepare.shapes.dims import fix_dims
+from edgekit.prepare.shapes.infer import infer_outputs
 from edgekit.prepare.tidy import (
     drop_initializer_inputs,
     merge_domains,
@@ -21,8 +21,8 @@ from edgekit.prepare.tidy import (
     restore_stamps,
     sort_values,
 )
-from edgekit.prepare.weights import put_weights
-from edgekit.skim import point_into, skim_model
+from edgekit.prepare.weights.hollow import hollow_weights, skim_weights
+from edgekit.prepare.weights.large import put_weights
 
 
 def prepare_model(

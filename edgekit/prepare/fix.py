@@ -6,8 +6,10 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit.model import Model, iterate_graphs, read_proto
-from edgekit.prepare import (
+from edgekit.model.model import Model, iterate_graphs, read_proto
+from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.opset import read_opset
+from edgekit.prepare.rewrites import (
     clip_to_min_max,
     clip_to_relu,
     copies,
@@ -24,11 +26,9 @@ from edgekit.prepare import (
     sum_to_add,
     trailing_inputs,
 )
-from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.external import save_graph
-from edgekit.prepare.infer import infer_values
-from edgekit.prepare.opset import read_opset
+from edgekit.prepare.shapes.infer import infer_values
 from edgekit.prepare.tidy import merge_domains, name_nodes
+from edgekit.prepare.weights.external import save_graph
 
 Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 

@@ -11,8 +11,8 @@ from typing import Any
 import onnx
 from onnx import TensorProto, defs, helper
 
-from edgekit.model import iterate_graphs
-from edgekit.prepare.infer import infer_types
+from edgekit.model.model import iterate_graphs
+from edgekit.prepare.shapes.infer import infer_types
 
 _INSERTED = re.compile(r"(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
 """How the names of inserted casts, and of the values between them, begin: ONNX Runtime's and ours."""

@@ -7,7 +7,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.errors import UsageError, suggest_name
-from edgekit.model import drop_unread, iterate_reads
+from edgekit.model.model import drop_unread, iterate_reads
 
 
 def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:

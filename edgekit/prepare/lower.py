@@ -5,7 +5,7 @@ from typing import Any
 import onnx
 from onnx import defs
 
-from edgekit.model import iterate_graphs
+from edgekit.model.model import iterate_graphs
 
 
 def find_newer_ops(proto: onnx.ModelProto, own: int, opset: int) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ import onnx
 from onnx import shape_inference, version_converter
 
 from edgekit.errors import ModelError, UsageError, quote_error
-from edgekit.model import MAX_IR_VERSION, MAX_OPSET, iterate_graphs
+from edgekit.model.model import MAX_IR_VERSION, MAX_OPSET, iterate_graphs
 from edgekit.prepare.lower import find_newer_ops, lower_imports
-from edgekit.prepare.weights import put_weights, weights_aside
+from edgekit.prepare.weights.large import put_weights, weights_aside
 
 OLDEST_OPSET = 13
 """Q and DQ nodes have scales per channel from opset 13 on."""

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
-from edgekit.images import Preprocess
-from edgekit.model import Model, list_names, read_proto, rename_tensors
-from edgekit.prepare.external import save_graph
+from edgekit.model.model import Model, list_names, read_proto, rename_tensors
 from edgekit.prepare.tidy import name_nodes
+from edgekit.prepare.weights.external import save_graph
 
 Layout = Literal["nchw", "nhwc"]
 LAYOUTS: Mapping[str, Layout] = {"nchw": "nchw", "nhwc": "nhwc"}

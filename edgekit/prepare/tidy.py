@@ -6,7 +6,7 @@ from typing import TypeVar
 import onnx
 from google.protobuf.message import Message
 
-from edgekit.model import iterate_graphs, rename_tensors
+from edgekit.model.model import iterate_graphs, rename_tensors
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 

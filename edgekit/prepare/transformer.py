@@ -7,7 +7,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import ModelError, UsageError, suggest_name
-from edgekit.model import Model, iterate_graphs, read_proto, save_proto
+from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
 from edgekit.prepare._ort_transformers import fuse_nodes, list_families
 from edgekit.prepare.opset import lower_ir_version, read_opset
 

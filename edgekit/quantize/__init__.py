@@ -1,8 +1,8 @@
 """Static INT8 without torch: calibrate once, plan per target, quantize, with numpy and ONNX Runtime only."""
 
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.calibrate import Calibration, calibrate_model
-from edgekit.quantize.choose import plan_quantization
+from edgekit.quantize.calibration.calibrate import Calibration, calibrate_model
+from edgekit.quantize.mixed_precision.choose import plan_quantization
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan
 
 __all__ = [

@@ -19,8 +19,8 @@ from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_met
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
-from edgekit.model import find_reads
-from edgekit.tensors import Array
+from edgekit.model.model import find_reads
+from edgekit.model.tensors import Array
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 """The operators that ORT's general rules can quantize."""

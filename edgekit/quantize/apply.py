@@ -6,13 +6,13 @@ import msgspec
 import onnx
 
 from edgekit.errors import DataError, ModelError
-from edgekit.model import Model, save_proto
-from edgekit.prepare.float_weights import find_float_weights
-from edgekit.quantize.build import build_qdq, plan_graph
-from edgekit.quantize.compact import compact_qdq
-from edgekit.quantize.graph import Graph
+from edgekit.model.model import Model, save_proto
+from edgekit.prepare.weights.float_weights import find_float_weights
+from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
-from edgekit.quantize.unsigned import unsign_weights
+from edgekit.quantize.qdq.build import build_qdq, plan_graph
+from edgekit.quantize.qdq.compact import compact_qdq
+from edgekit.quantize.rounding.unsigned import unsign_weights
 
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,13 +7,13 @@ import msgspec
 import onnx
 
 from edgekit.errors import DataError, ModelError, UsageError
-from edgekit.model import Model
+from edgekit.model.model import Model
 from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
-from edgekit.quantize.calibrate import Calibration
-from edgekit.quantize.correct import Rounding
-from edgekit.quantize.graph import Graph, float_activations, range_source
-from edgekit.quantize.islands import boundless_tensors, delicate_islands, float_islands
-from edgekit.quantize.ranges import TensorRange
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.float_regions import boundless_tensors, delicate_islands, float_islands
+from edgekit.quantize.graph.graph import Graph, float_activations, range_source
+from edgekit.quantize.ranges.methods import TensorRange
+from edgekit.quantize.rounding.weights import Rounding
 from edgekit.target import Precision, Quantization, Target
 
 _FOLLOWERS = frozenset(

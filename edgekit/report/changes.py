@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from edgekit.delta import Delta
-from edgekit.sizes import SizeReport
+from edgekit.inspect.diff import Delta
+from edgekit.inspect.sizes import SizeReport
 
 _MOST_ROWS = 25
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opinion
 from edgekit.check.recommend import Recommendation
 from edgekit.check.report import Advice, CheckReport
-from edgekit.observe import Disagreement, NotObserved, Observed
+from edgekit.devices.observe import Disagreement, NotObserved, Observed
 from edgekit.report.tables import format_bytes, make_table
 
 

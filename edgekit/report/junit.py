@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
-from edgekit.verify.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

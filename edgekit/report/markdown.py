@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from edgekit.report.text import list_verify_remarks
-from edgekit.verify.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import RunReport, VerifyReport
-from edgekit.verify.scores import describe_difference, format_score
+from edgekit.verify.tasks.scores import describe_difference, format_score
 
 _MOST_REMARKS = 30
 

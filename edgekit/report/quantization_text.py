@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from edgekit.quantize.predict import Prediction
+from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.report.summary import QuantizeReport
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from edgekit.check.report import CheckReport
 from edgekit.quantize import Candidate, FloatNode
-from edgekit.quantize.predict import Prediction
+from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.target import Form, Precision
 from edgekit.verify.report import VerifyReport
 

@@ -7,21 +7,21 @@ from rich.table import Table
 from rich.text import Text
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.convert.ort_report import OrtFileReport
+from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.self_test import SelfTest
-from edgekit.inspect import OnnxReport
+from edgekit.inspect.inspect import OnnxReport
 from edgekit.plain import to_plain
 from edgekit.report.checked import describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.facts import Located
-from edgekit.verify.layers import LayerReport
-from edgekit.verify.models import ModelComparison
-from edgekit.verify.outliers import judge_layers
+from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.report import RunReport, VerifyReport
-from edgekit.verify.scores import TaskReport, describe_difference, format_score, judge_task
+from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
+from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
 

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.evidence import Evidence
-from edgekit.verify.layers import LayerReport
+from edgekit.verify.layers.comparison import LayerReport
 
 OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_EP)
 """What runs the target's own provider, and so can tell what it takes."""

@@ -11,7 +11,7 @@ import msgspec
 from edgekit.errors import DataError, OutputError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.plain import to_json
-from edgekit.verify.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import Cost, RunReport, VerifyReport
 
 _SCHEMA_VERSION = 1

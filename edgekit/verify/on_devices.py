@@ -7,22 +7,22 @@ import msgspec
 
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden import INPUTS, make_golden, read_inputs
-from edgekit.data_check import refusing_bad
+from edgekit.bundle.golden.golden import INPUTS, make_golden, read_inputs
+from edgekit.data.data_check import refusing_bad
+from edgekit.data.labels import read_task_labels
+from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.devices.device import Device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import OutputError, UsageError
-from edgekit.labels import read_task_labels
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
-from edgekit.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.target import Target, TaskLimit
-from edgekit.verify.accuracy import refuse_impossible
-from edgekit.verify.attribute import keep_attribution
+from edgekit.verify.causes.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.tasks import find_metric
-from edgekit.verify.verify import read_known, verify_bundle, write_report
+from edgekit.verify.run import read_known, verify_bundle, write_report
+from edgekit.verify.tasks.accuracy import refuse_impossible
+from edgekit.verify.tasks.tasks import find_metric
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"
 _AT_ONCE = 2

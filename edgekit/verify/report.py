@@ -7,14 +7,15 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
+from edgekit.data.samples import spread_indices
 from edgekit.evidence import Evidence
-from edgekit.samples import spread_indices
 from edgekit.target import Thresholds
 from edgekit.verify.facts import OBSERVING, Gate, Located, PlacementGap
-from edgekit.verify.layers import LayerReport
-from edgekit.verify.outliers import judge_layers
-from edgekit.verify.outputs import OutputReport, judge_output
-from edgekit.verify.scores import TaskReport, judge_task
+from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.layers.outliers import judge_layers
+from edgekit.verify.metrics.outputs import OutputReport, judge_output
+from edgekit.verify.tasks.accuracy import Accuracy
+from edgekit.verify.tasks.scores import TaskReport, judge_task
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
 
@@ -27,15 +28,6 @@ _ADVICE: dict[str, str] = {
 }
 _LOST_NODES = 4.0
 """So many times the share of the work that may be lost, the share of the nodes may: most of them do little."""
-
-
-class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of samples whose first class is the label, on the float model and on the device."""
-
-    output: str
-    samples: int
-    reference: float
-    got: float
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from edgekit.bench.bench import bench_on, bench_subject
 from edgekit.bench.blocks import Effort
 from edgekit.bench.subject import open_subject
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
-from edgekit.devices.host import Host
+from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence

@@ -9,12 +9,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import make_golden
-from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
 from edgekit.target import Target, load_target
 
 

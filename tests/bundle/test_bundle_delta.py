@@ -10,9 +10,9 @@ from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.cli.main import run_command
 from edgekit.convert.ort_form import OrtOptions, write_ort
-from edgekit.delta import compare_versions
 from edgekit.errors import BundleError, ModelError, UsageError
-from edgekit.sizes import measure_layers, measure_sizes
+from edgekit.inspect.diff import compare_versions
+from edgekit.inspect.sizes import measure_layers, measure_sizes
 
 
 @pytest.fixture

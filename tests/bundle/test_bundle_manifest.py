@@ -9,10 +9,10 @@ from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import open_bundle, write_bundle
-from edgekit.bundle.manifest import decode_manifest, encode_json
-from edgekit.bundle.schema import render_schemas
+from edgekit.bundle.manifest.manifest import decode_manifest, encode_json
+from edgekit.bundle.manifest.schema import render_schemas
+from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError
-from edgekit.images import Preprocess
 from edgekit.recipe import Licence, Recipe, TensorNotes
 from edgekit.target import target_names
 

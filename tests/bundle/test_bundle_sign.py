@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from edgekit._proc import run_process
 from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.opening import opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError, OutputError, UsageError

@@ -12,8 +12,8 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from edgekit.check.check import check_graph, check_model
 from edgekit.check.graph import view_graph
 from edgekit.check.report import CheckedNode, CheckReport
-from edgekit.check.rulebook import load_rules
-from edgekit.model import load_model
+from edgekit.check.rules.rulebook import load_rules
+from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 TARGETS = ("nnapi", "coreml", "qnn", "xnnpack", "cpu")

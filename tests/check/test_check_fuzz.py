@@ -13,7 +13,7 @@ from edgekit.check.advice import give_advice
 from edgekit.check.check import check_graph
 from edgekit.check.graph import Graph, infer_model, view_inferred
 from edgekit.check.report import CheckedNode
-from edgekit.check.rulebook import load_rules
+from edgekit.check.rules.rulebook import load_rules
 from edgekit.target import load_target
 
 LOADED = [load_target(target) for target in TARGETS]

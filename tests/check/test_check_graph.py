@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from tiny_models import parse_model
 
 from edgekit.check.graph import read_graph, view_graph
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
 

@@ -7,8 +7,8 @@ from onnx import helper
 
 from edgekit.check.graph import Graph, view_graph
 from edgekit.check.placement import place_units
-from edgekit.check.rulebook import Placing
-from edgekit.check.units import group_units
+from edgekit.check.rules.rulebook import Placing
+from edgekit.check.rules.units import group_units
 
 WAVE = Placing(style="wave")
 

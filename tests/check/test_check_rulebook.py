@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from check_models import TARGETS
 
-from edgekit.check.rulebook import derive_settings, load_rules
+from edgekit.check.rules.rulebook import derive_settings, load_rules
 from edgekit.errors import TargetError
 from edgekit.target import load_target
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from check_models import check_text, why_not
 
-from edgekit.check.kinds import Rule
-from edgekit.check.rules import JUDGES
+from edgekit.check.rules.kinds import Rule
+from edgekit.check.rules.rules import JUDGES
 
 CASES: list[dict[str, str]] = tomllib.loads((Path(__file__).parent / "rule_cases.toml").read_text())["case"]
 

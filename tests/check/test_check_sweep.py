@@ -12,7 +12,7 @@ from edgekit.check.advice import give_advice
 from edgekit.check.check import check_graph
 from edgekit.check.graph import Graph, infer_model, view_graph, view_inferred
 from edgekit.check.report import CheckedNode
-from edgekit.check.rulebook import load_rules
+from edgekit.check.rules.rulebook import load_rules
 from edgekit.check.trace import trace_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.tidy import name_nodes

@@ -9,7 +9,7 @@ from tiny_models import parse_model
 from edgekit.check.check import check_model
 from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.report import ModelNode
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import load_target
 

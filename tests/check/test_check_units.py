@@ -4,7 +4,7 @@ import pytest
 from onnx import parser
 
 from edgekit.check.graph import Graph, view_graph
-from edgekit.check.units import SELECTORS, Unit, group_units
+from edgekit.check.rules.units import SELECTORS, Unit, group_units
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 SCALES = "float s = {0.5}, float t = {0.25}, uint8 z = {0}, uint8 m = {128}, int8 i = {0}"

@@ -13,10 +13,10 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import Advice, CheckedNode, CheckReport
 from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
+from edgekit.devices.observe import Disagreement, NotObserved, Observed
 from edgekit.evidence import Evidence
-from edgekit.observe import Disagreement, NotObserved, Observed
-from edgekit.report.check_page import render_check
 from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks
+from edgekit.report.pages.check_page import render_check
 from edgekit.target import load_target
 
 HOSTILE = "<script>alert(1)</script>\"'>"

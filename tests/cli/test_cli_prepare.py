@@ -8,7 +8,7 @@ import pytest
 from demo_paths import MODEL
 
 from edgekit.cli.main import run_command
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 
 TOML = 'size = [24, 24]\ncolor = "L"\nmean = [0.5]\nstd = [0.25]\n'
 

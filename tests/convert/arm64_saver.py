@@ -4,9 +4,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from edgekit.convert.canonical import canonicalize_file
 from edgekit.convert.ort_form import Style
-from edgekit.devices.arm64 import Arm64, _emulate_python, arm64_root, folder_in_arm64
+from edgekit.convert.ort_format.canonical import canonicalize_file
+from edgekit.devices.emulators.arm64 import Arm64, _emulate_python, arm64_root, folder_in_arm64
 
 MISSING = Arm64().find_missing()
 

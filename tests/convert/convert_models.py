@@ -8,8 +8,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.ort_form import OrtOptions, write_ort
-from edgekit.model import Model, load_model
-from edgekit.tensors import Array
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 ARM = OrtOptions(style="full", cpu="arm")

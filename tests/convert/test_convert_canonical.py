@@ -11,14 +11,14 @@ from convert_models import ARM, RUNTIME, ZOO, make_float, make_qdq, run_ort, sav
 from onnx import helper
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
-from edgekit.convert import canonical, layout
-from edgekit.convert.canonical import canonicalize_file, sort_tables
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.convert.ort_report import inspect_ort
-from edgekit.convert.schema import ROOT, SCHEMA, UNIONS
-from edgekit.convert.tables import Record, Value, number, open_tables
+from edgekit.convert.ort_format import canonical, layout
+from edgekit.convert.ort_format.canonical import canonicalize_file, sort_tables
+from edgekit.convert.ort_format.report import inspect_ort
+from edgekit.convert.ort_format.schema import ROOT, SCHEMA, UNIONS
+from edgekit.convert.ort_format.tables import Record, Value, number, open_tables
 from edgekit.errors import ModelError
-from edgekit.model import Model
+from edgekit.model.model import Model
 
 RAW = {"session.save_model_format": "ORT", "session.qdqisint8allowed": "1"}
 SAVE = {"optimization.minimal_build_optimizations": "save"}

@@ -10,10 +10,10 @@ import onnxruntime as ort
 import pytest
 from convert_models import ARM, RUNTIME, make_float, make_qdq, write_form
 
-from edgekit.convert.census import count_ops, find_unfused, replay_saved
 from edgekit.convert.convert import convert_model
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.convert.ort_report import read_graph
+from edgekit.convert.ort_format.census import count_ops, find_unfused, replay_saved
+from edgekit.convert.ort_format.report import read_graph
 from edgekit.errors import ModelError
 from edgekit.target import load_target
 

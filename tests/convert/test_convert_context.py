@@ -13,7 +13,7 @@ from edgekit.convert import context
 from edgekit.convert.context import ContextOptions, compile_context
 from edgekit.convert.convert import convert_model
 from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 needs_qnn = pytest.mark.skipif(

@@ -11,14 +11,14 @@ from onnx import helper
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.convert.convert import convert_model
-from edgekit.convert.ort_report import inspect_ort
+from edgekit.convert.ort_format.report import inspect_ort
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
-from edgekit.devices.host import Host
+from edgekit.devices.local.host import Host
 from edgekit.errors import RuntimeRefusal, UsageError
-from edgekit.inspect import OnnxReport, inspect_model
-from edgekit.model import Model, load_model
+from edgekit.inspect.inspect import OnnxReport, inspect_model
+from edgekit.model.model import Model, load_model
 from edgekit.prepare import fix_model, prepare_model
-from edgekit.samples import Samples
 from edgekit.target import load_target
 
 extensions = pytest.importorskip(

@@ -10,16 +10,16 @@ from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write
 from onnx import helper
 
 from edgekit.convert.convert import convert_model
-from edgekit.convert.drawn import draw_samples
 from edgekit.convert.equality import MAX_SAMPLES, compare_with_source
 from edgekit.convert.host_traits import describe_traits, find_folded
-from edgekit.convert.layout import write_tables
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.convert.ort_report import read_graph
-from edgekit.convert.tables import open_tables, records, table
-from edgekit.model import Model, load_model
+from edgekit.convert.ort_format.layout import write_tables
+from edgekit.convert.ort_format.report import read_graph
+from edgekit.convert.ort_format.tables import open_tables, records, table
+from edgekit.data.random_samples import draw_samples
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import TensorSpec
 from edgekit.target import load_target
-from edgekit.tensors import TensorSpec
 
 X64 = OrtOptions(style="full", cpu="x64")
 

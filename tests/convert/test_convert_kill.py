@@ -13,7 +13,7 @@ PROGRAM = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from edgekit.convert.convert import convert_model
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 model, target, folder = load_model(Path(sys.argv[1])), load_target("xnnpack"), Path(sys.argv[2])

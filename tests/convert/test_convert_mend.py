@@ -8,9 +8,9 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings, optimize_graph
 from edgekit.convert.ort_form import REPLAY, OrtOptions, write_ort
-from edgekit.convert.ort_report import read_graph
+from edgekit.convert.ort_format.report import read_graph
 from edgekit.errors import RuntimeRefusal
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 
 GRID = "<float s = {0.1}, uint8 z = {128}, float t = {0.05}, uint8 u = {120}>"
 HEAD = "g (float[2,4] x) => (float[2,4] y) "

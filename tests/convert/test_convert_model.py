@@ -13,7 +13,7 @@ from edgekit._ort import Level
 from edgekit.convert.convert import convert_model, convert_styles
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.errors import ModelError, OutputError, RuntimeRefusal
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 

@@ -6,7 +6,7 @@ import pytest
 from convert_models import ARM, RUNTIME, make_float, make_qdq, write_form
 from onnxruntime.tools.reduced_build_config_parser import parse_config
 
-from edgekit.convert.operators import find_lacking, read_operators, write_operators
+from edgekit.convert.ort_format.operators import find_lacking, read_operators, write_operators
 from edgekit.errors import ModelError, UsageError
 
 

@@ -7,7 +7,7 @@ import pytest
 from far_root.client import Adb, adb_server
 from far_root.keeper import require
 
-from edgekit.devices.runner import NativeRunner, build_runner, host_abi
+from edgekit.devices.local.runner import NativeRunner, build_runner, host_abi
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import onnx
 from onnx import helper, numpy_helper, parser
 
 from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
-from edgekit.model import load_model, save_proto
-from edgekit.samples import Samples
+from edgekit.model.model import load_model, save_proto
+from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Precision, load_target
-from edgekit.tensors import Array, Tensors
 
 SHAPE = (1, 4, 8, 8)
 

@@ -9,10 +9,10 @@ import pytest
 from devices_models import float_conv, make_job
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
-from edgekit.devices.child import Runner, run_python
-from edgekit.devices.coreml import PROVIDER, UNITS, CoreMl, coreml_job, provider_options
 from edgekit.devices.device import Job
 from edgekit.devices.find import find_device
+from edgekit.devices.local.coreml import PROVIDER, UNITS, CoreMl, coreml_job, provider_options
+from edgekit.devices.process.child import Runner, run_python
 from edgekit.errors import TargetError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target

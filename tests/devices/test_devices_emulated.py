@@ -9,8 +9,8 @@ from onnx import helper
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Job
-from edgekit.devices.emulated import Emulated
-from edgekit.tensors import Array
+from edgekit.devices.local.emulated import Emulated
+from edgekit.model.tensors import Array
 
 
 def run_one(job: Job, work: Path) -> Array:

@@ -11,17 +11,17 @@ from onnx import helper
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit._proc import run_process
-from edgekit.devices.cache import cache_folder
-from edgekit.devices.child import FAR, Runner, collect_run
+from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device
-from edgekit.devices.exchange import FarJob, write_job
+from edgekit.devices.emulators.qnn_sim import QnnSimulator
+from edgekit.devices.emulators.xnnpack_wasm import find_node
 from edgekit.devices.find import find_device
-from edgekit.devices.qnn_sim import QnnSimulator
-from edgekit.devices.xnnpack_wasm import find_node
+from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.child import FAR, Runner, collect_run
+from edgekit.devices.process.exchange import FarJob, write_job
 from edgekit.evidence import Evidence
-from edgekit.samples import Samples
+from edgekit.model.tensors import Array
 from edgekit.target import load_target
-from edgekit.tensors import Array
 
 TARGETS = {
     "host": "nnapi",

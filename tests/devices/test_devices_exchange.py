@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from edgekit.devices.exchange import FarJob, open_outputs, read_run, read_tensors, write_job, write_tensors
+from edgekit.data.samples import Samples
+from edgekit.devices.process.exchange import FarJob, open_outputs, read_run, read_tensors, write_job, write_tensors
 from edgekit.errors import DeviceError
-from edgekit.samples import Samples
-from edgekit.tensors import DTYPES, Array, TensorSpec
+from edgekit.model.tensors import DTYPES, Array, TensorSpec
 
 SPEC = (TensorSpec(name="y", dtype="float32", shape=(1, 2)),)
 GOOD = [{"name": "y", "dtype": "float32", "shape": [1, 2], "size_bytes": 8}]

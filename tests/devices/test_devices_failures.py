@@ -12,11 +12,11 @@ from devices_models import float_conv, make_job, text_model
 from onnx import helper
 
 from edgekit._proc import run_process
-from edgekit.devices.child import REPLAY_SAVED, Runner, collect_run, describe_job
 from edgekit.devices.device import DeviceRun
+from edgekit.devices.emulators.qnn_sim import QnnSimulator, provider_options
 from edgekit.devices.find import find_device
-from edgekit.devices.host import Host
-from edgekit.devices.qnn_sim import QnnSimulator, provider_options
+from edgekit.devices.local.host import Host
+from edgekit.devices.process.child import REPLAY_SAVED, Runner, collect_run, describe_job
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target

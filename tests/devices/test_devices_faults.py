@@ -15,10 +15,10 @@ from far_root.keeper import Far, far_side
 from faults import ADB_FAULTS, SSH_FAULTS, AdbFault, SshFault
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.adb import AdbDevice
 from edgekit.devices.device import Device, Job
-from edgekit.devices.runner import NativeRunner
-from edgekit.devices.ssh import SshDevice
+from edgekit.devices.local.runner import NativeRunner
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import EdgekitError
 
 STEP_S, JOB_S = 25.0, 40.0

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from edgekit._ort import VERSION
-from edgekit.devices.adb import AdbDevice
-from edgekit.devices.cache import find_installed, installing
-from edgekit.devices.child import FAR
+from edgekit.devices.emulators.xnnpack_wasm import find_node
 from edgekit.devices.find import device_names, find_device, install_device, list_devices
 from edgekit.devices.labelled import Labelled
+from edgekit.devices.process.cache import find_installed, installing
+from edgekit.devices.process.child import FAR
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.devices.ssh import SshDevice
-from edgekit.devices.xnnpack_wasm import find_node
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target

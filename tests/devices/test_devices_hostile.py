@@ -13,14 +13,14 @@ from devices_models import float_conv, make_job
 from onnx import helper
 
 from edgekit._proc import Finished, run_process
-from edgekit.devices.child import ORT_RUNNER, Runner, collect_run, printable
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.exchange import read_run
 from edgekit.devices.find import find_device
+from edgekit.devices.process.child import ORT_RUNNER, Runner, collect_run, printable
+from edgekit.devices.process.exchange import read_run
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
-from edgekit.model import load_model
-from edgekit.tensors import Tensors
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors
 
 NAMES = (
     "; touch pwned", "$(touch pwned)", "`touch pwned`", "| touch pwned", "&& touch pwned", "../../pwned", "/tmp/pwned",

@@ -14,12 +14,12 @@ from far_root.keeper import far_side
 from onnx import numpy_helper
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.adb import AdbDevice
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.runner import NativeRunner
-from edgekit.devices.ssh import SshDevice
+from edgekit.devices.local.runner import NativeRunner
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
 from edgekit.evidence import Evidence
-from edgekit.verify.device_layers import find_device_layer
+from edgekit.verify.devices.device_layers import find_device_layer
 
 
 class Altered(msgspec.Struct, frozen=True, kw_only=True):

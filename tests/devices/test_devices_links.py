@@ -17,22 +17,22 @@ from far_root.client import Adb
 from far_root.keeper import Far, far_side
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.adb import BASE, AdbDevice, AdbLink
-from edgekit.devices.arm64 import Arm64
 from edgekit.devices.device import Device, Job
-from edgekit.devices.host import Host
-from edgekit.devices.runner import NativeRunner
-from edgekit.devices.ssh import SshDevice
-from edgekit.devices.store import KEPT_SETS
+from edgekit.devices.emulators.arm64 import Arm64
+from edgekit.devices.local.host import Host
+from edgekit.devices.local.runner import NativeRunner
+from edgekit.devices.remote.adb import BASE, AdbDevice, AdbLink
+from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.store import KEPT_SETS
 from edgekit.evidence import Evidence
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 _HOSTILE = "a b'$(touch owned);\"&#.onnx"
 
 _HANGING_RUN = """
 from pathlib import Path
 from edgekit._proc import stream_process
-from edgekit.devices.adb import AdbLink
+from edgekit.devices.remote.adb import AdbLink
 link = AdbLink(serial={serial!r})
 folder = link.push({{"runner": Path({program!r})}})
 try:

@@ -12,17 +12,17 @@ import pytest
 from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
 
 from edgekit._proc import run_process
-from edgekit.devices.child import Runner, describe_job
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
-from edgekit.devices.link import LocalLink
-from edgekit.devices.pipe import run_over
-from edgekit.devices.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
+from edgekit.devices.local.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
+from edgekit.devices.process.child import Runner, describe_job
+from edgekit.devices.process.link import LocalLink
+from edgekit.devices.process.pipe import run_over
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
-from edgekit.samples import Samples
+from edgekit.model.tensors import DTYPES, Tensors
 from edgekit.target import load_target
-from edgekit.tensors import DTYPES, Tensors
 
 MAX_BYTES = 300_000
 PAIRS = [("host:native", "host"), ("arm64:native", "arm64")]

@@ -14,8 +14,8 @@ from test_devices_native import require_runner
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
-from edgekit.devices.exchange import encode_tensors
-from edgekit.devices.runner import host_abi, runner_sources
+from edgekit.devices.local.runner import host_abi, runner_sources
+from edgekit.devices.process.exchange import encode_tensors
 
 pytestmark = pytest.mark.fuzz
 

@@ -11,16 +11,16 @@ from devices_models import make_job, qdq_conv
 from test_devices_native import require_runner
 
 from edgekit.convert.convert import convert_model
-from edgekit.devices.child import Runner, describe_job
 from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.emulators.qnn_sim import PROVIDER, provider_options
 from edgekit.devices.find import find_device
-from edgekit.devices.link import LocalLink, list_model_files
-from edgekit.devices.pipe import run_over
-from edgekit.devices.qnn_sim import PROVIDER, provider_options
-from edgekit.devices.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
+from edgekit.devices.local.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
+from edgekit.devices.process.child import Runner, describe_job
+from edgekit.devices.process.link import LocalLink, list_model_files
+from edgekit.devices.process.pipe import run_over
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from devices_models import float_conv, make_job, noise_samples, text_model
 
-from edgekit.devices.child import ORT_RUNNER, Runner, describe_job
+from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.host import Host
-from edgekit.devices.link import LocalLink, digest_files, list_model_files
-from edgekit.devices.pipe import run_over
+from edgekit.devices.local.host import Host
+from edgekit.devices.process.child import ORT_RUNNER, Runner, describe_job
+from edgekit.devices.process.link import LocalLink, digest_files, list_model_files
+from edgekit.devices.process.pipe import run_over
 from edgekit.errors import BundleError, DataError
 from edgekit.evidence import Evidence
-from edgekit.samples import Samples
-from edgekit.tensors import Tensors
+from edgekit.model.tensors import Tensors
 
 RUNNER = Runner(device="liar", evidence=Evidence.DEVICE)
 PYTHON = (sys.executable, "-P", str(ORT_RUNNER), "--pipe")

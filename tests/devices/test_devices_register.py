@@ -7,8 +7,8 @@ import pytest
 from devices_models import float_conv, make_job
 
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.host import Host
 from edgekit.devices.labelled import Labelled, address_of, kind_of
+from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice, choose_devices, read_devices
 from edgekit.errors import UsageError
 from edgekit.target import Target, load_target

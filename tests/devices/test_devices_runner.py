@@ -14,10 +14,10 @@ from test_devices_native import require_runner
 
 from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.bundle.manifest import encode_json
-from edgekit.bundle.rows import write_rows
-from edgekit.devices.runner import host_abi
-from edgekit.tensors import DTYPES, Array
+from edgekit.bundle.golden.rows import write_rows
+from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.devices.local.runner import host_abi
+from edgekit.model.tensors import DTYPES, Array
 
 
 def run_runner(*words: str | Path) -> "subprocess.CompletedProcess[str]":

@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.find import find_device
-from edgekit.devices.host import Host
+from edgekit.devices.local.host import Host
 from edgekit.devices.plain import plain_target
 from edgekit.devices.self_test import try_device
 from edgekit.evidence import Evidence
-from edgekit.samples import Samples
-from edgekit.tensors import Tensors
+from edgekit.model.tensors import Tensors
 
 
 @pytest.mark.parametrize("name", ["host", "emulated", "xnnpack-wasm", "qnn-htp-sim", "arm64"])

@@ -15,18 +15,31 @@ def test_the_house_stands() -> None:
     assert list(find_breaks(ROOT)) == []
 
 
+def test_circles_and_crowds_in_a_folder_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "edgekit" / "model"
+    folder.mkdir(parents=True)
+    for index in range(13):
+        (folder / f"m{index}.py").write_text(f"from edgekit.model.m{(index + 1) % 2} import x\n" if index < 2 else "")
+    found = "\n".join(find_breaks(tmp_path))
+    assert "a circle of imports, m0 -> m1 -> m0" in found or "a circle of imports, m1 -> m0 -> m1" in found
+    assert "13 modules, at most 12" in found
+
+
 @pytest.mark.parametrize(
     ("file", "source", "message"),
     [
-        ("model.py", "from edgekit.pipeline import x", "does not point down"),
-        ("check/rules.py", "from edgekit.quantize.plan import x", "does not point down"),
-        ("check/rules.py", "import onnxruntime", "only edgekit/_ort.py"),
-        ("model.py", "import subprocess", "only edgekit/_proc.py"),
-        ("model.py", "def f():\n    import json", "not at the top"),
-        ("model.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: pass", "no TYPE_CHECKING"),
+        ("model/model.py", "from edgekit.jobs.build import x", "does not point down"),
+        ("check/macs.py", "from edgekit.quantize.plan import x", "does not point down"),
+        ("quantize/graph/layers.py", "from edgekit.quantize.plan import x", "does not point down"),
+        ("quantize/graph/layers.py", "from edgekit.quantize.soups import x", "'soups' has no floor in 'quantize'"),
+        ("quantize/graph/layers.py", "from edgekit.convert._tables import x", "is the inside of another room"),
+        ("check/macs.py", "import onnxruntime", "only edgekit/_ort.py"),
+        ("model/model.py", "import subprocess", "only edgekit/_proc.py"),
+        ("model/model.py", "def f():\n    import json", "not at the top"),
+        ("model/model.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: pass", "no TYPE_CHECKING"),
         ("utils.py", "", "excludes nothing"),
-        ("model.py", "x = 1\n" * 401, "401 lines"),
-        ("model.py", "def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
+        ("model/model.py", "x = 1\n" * 401, "401 lines"),
+        ("model/model.py", "def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
     ],
 )
 def test_a_break_is_named(tmp_path: Path, file: str, source: str, message: str) -> None:

@@ -10,9 +10,7 @@ from tiny_models import parse_model
 from edgekit.check.report import CheckReport
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
-from edgekit.evidence import Evidence
-from edgekit.model import Model, load_model
-from edgekit.observe import (
+from edgekit.devices.observe import (
     NotObserved,
     Observed,
     compare_placement,
@@ -22,6 +20,8 @@ from edgekit.observe import (
     observe_target,
     predict_for_oracle,
 )
+from edgekit.evidence import Evidence
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import Target, load_target
 

@@ -7,7 +7,7 @@ import pytest
 from demo_paths import CALIBRATION, MODEL
 from package_loaders import OLDER, PLAIN
 
-from edgekit.pipeline import build
+from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.target import target_names
 

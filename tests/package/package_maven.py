@@ -7,7 +7,7 @@ import pytest
 from package_loaders import run_program
 
 from edgekit._files import digest_file
-from edgekit.devices.cache import cache_folder
+from edgekit.devices.process.cache import cache_folder
 
 ORT = (
     "com.microsoft.onnxruntime:onnxruntime:1.29.0",

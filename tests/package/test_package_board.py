@@ -13,9 +13,9 @@ from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, req
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.sign import make_key, sign_manifest
-from edgekit.devices.arm64 import enter_arm64
-from edgekit.devices.cache import cache_folder
+from edgekit.devices.emulators.arm64 import enter_arm64
 from edgekit.devices.find import find_device
+from edgekit.devices.process.cache import cache_folder
 from edgekit.errors import BundleError, UsageError
 from edgekit.package.package import package_bundles
 from edgekit.target import load_target

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 FLOAT, FLOAT16, DOUBLE, INT64, BOOL, STRING = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING

@@ -10,13 +10,13 @@ from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from tiny_models import parse_model
 
 from edgekit.bundle.folder import open_bundle
-from edgekit.checking import check_targets
 from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import DataError, EdgekitError, OutputError
-from edgekit.model import load_model
-from edgekit.pipeline import build
-from edgekit.quantization import quantize_for
+from edgekit.jobs.build import build
+from edgekit.jobs.check import check_targets
+from edgekit.jobs.quantize import quantize_for
+from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
 from edgekit.target import Thresholds, load_target, target_names

@@ -17,9 +17,9 @@ import pytest
 from tiny_models import parse_model
 
 from edgekit.errors import DataError, OutputError
-from edgekit.pipeline import build
-from edgekit.quantization import QuantizeOptions, quantize_for
-from edgekit.quantize.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from edgekit.jobs.build import build
+from edgekit.jobs.quantize import QuantizeOptions, quantize_for
+from edgekit.quantize.calibration.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import QuantizeReport
 

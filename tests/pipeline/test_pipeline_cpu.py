@@ -8,7 +8,7 @@ from demo_paths import CALIBRATION, MODEL
 from edgekit.bundle.folder import open_bundle
 from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice
-from edgekit.pipeline import build
+from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
 from edgekit.verify.on_devices import verify_on

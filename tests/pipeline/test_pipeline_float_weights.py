@@ -10,8 +10,8 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.folder import open_bundle
-from edgekit.pipeline import build
-from edgekit.prepare.float_weights import KEEP_FLOAT_WEIGHTS
+from edgekit.jobs.build import build
+from edgekit.prepare.weights.float_weights import KEEP_FLOAT_WEIGHTS
 from edgekit.recipe import Data, Recipe
 
 TEXT = (

@@ -10,12 +10,12 @@ import pytest
 from demo_paths import CALIBRATION, MODEL
 
 from edgekit.errors import UsageError
-from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
+from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import QuantPlan
-from edgekit.quantize.predict import Prediction
+from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.mixed_precision.goal_search import Trial, choose_trial
 from edgekit.recipe import Data, Recipe
-from edgekit.report.html import render_quantization
-from edgekit.search import Trial, choose_trial
+from edgekit.report.pages.html import render_quantization
 
 DATA = Data(source=str(CALIBRATION))
 RECIPE = Recipe(targets=("nnapi",), samples=32)

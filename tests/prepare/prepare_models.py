@@ -8,8 +8,8 @@ import onnx
 from onnx import parser
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.model import Model, load_model
-from edgekit.tensors import Array
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 

@@ -10,7 +10,7 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
-from edgekit.model import MAX_IR_VERSION, MAX_OPSET, Model, load_model
+from edgekit.model.model import MAX_IR_VERSION, MAX_OPSET, Model, load_model
 from edgekit.prepare.clean import prepare_model
 
 CONV = (

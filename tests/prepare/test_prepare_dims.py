@@ -7,10 +7,10 @@ import pytest
 from prepare_models import make_model
 
 from edgekit.errors import UsageError
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.derived_dims import derive_dim, solve_dim
-from edgekit.prepare.dims import find_dynamic_dims
+from edgekit.prepare.shapes.derived_dims import derive_dim, solve_dim
+from edgekit.prepare.shapes.dims import find_dynamic_dims
 
 TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
 

@@ -9,7 +9,7 @@ from onnx import numpy_helper
 from prepare_models import make_inputs, make_model, op_names, run_model
 
 from edgekit.check.advice import ADVISERS
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.prepare.fix import REWRITES, Fix, fix_model
 
 SUM = "g (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y) { s = Sum(a, b)  t = Sum(s)  y = Sum(t, c, a) }"

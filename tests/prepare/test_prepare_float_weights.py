@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.prepare.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights, keep_float_weights
+from edgekit.prepare.weights.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights, keep_float_weights
 from edgekit.target import load_target
 
 HEAD = (

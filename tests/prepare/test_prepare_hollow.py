@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from prepare_models import ZOO, make_model, op_names
 
 from edgekit.check.check import check_model
-from edgekit.model import Model, load_model
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model, sketch_model
 from edgekit.target import load_target, target_names
 

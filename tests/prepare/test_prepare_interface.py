@@ -7,7 +7,7 @@ import pytest
 from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 
 from edgekit.errors import RuntimeRefusal, UsageError
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
 
 HEADS = (

@@ -9,14 +9,14 @@ from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.data.images import Preprocess
 from edgekit.errors import ModelError, UsageError
-from edgekit.images import Preprocess
-from edgekit.model import Model, load_model
+from edgekit.jobs.prepare import PrepareOptions, prepare_for
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.external import place_weights, refuse_inline
 from edgekit.prepare.reface import InterfaceChanges, reface_model, remaining_preprocess
-from edgekit.steps import PrepareOptions, prepare_for
-from edgekit.tensors import Array
+from edgekit.prepare.weights.external import place_weights, refuse_inline
 
 IMAGENET = Preprocess(size=(6, 4), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 

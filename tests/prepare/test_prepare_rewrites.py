@@ -7,7 +7,7 @@ import onnx
 import pytest
 from prepare_models import make_inputs, make_model, op_names, run_model
 
-from edgekit.model import Model, load_model, save_proto
+from edgekit.model.model import Model, load_model, save_proto
 from edgekit.prepare.fix import FIXES, REWRITES, SPELLINGS, fix_model
 
 WITH = {

@@ -8,12 +8,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.conversion import ConvertOptions, convert_for
 from edgekit.errors import ModelError, UsageError
-from edgekit.model import Model, load_model
+from edgekit.jobs.convert import ConvertOptions, convert_for
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.recipe import Recipe
-from edgekit.tensors import Array
 
 
 def make_block(path: Path) -> Model:

@@ -7,10 +7,10 @@ import numpy as np
 from onnx import numpy_helper
 from quantize_models import make_model, make_samples
 
-from edgekit.model import Model, load_model, save_proto
-from edgekit.quantize.graph import read_graph
-from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model, save_proto
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.graph.graph import read_graph
 
 SEPARABLE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
   a = Conv<kernel_shape=[1,1]>(x, w1, b1) r = Relu(a)

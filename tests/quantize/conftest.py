@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from quantize_models import conv_net, random_samples
 
-from edgekit.model import Model
+from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model
 
 

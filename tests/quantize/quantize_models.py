@@ -7,9 +7,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, parser
 
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array, Tensors
 
 CONV_NET = """
   <ir_version: 8, opset_import: ["" : 17]>

@@ -21,7 +21,7 @@ from quantize_models import (
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit._proc import run_process
 from edgekit.errors import DataError, ModelError
-from edgekit.model import Model, load_model
+from edgekit.model.model import Model, load_model
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
 
@@ -96,7 +96,7 @@ def test_hash_seed_does_not_change_the_bytes(net: Model, calibration: Calibratio
         msgspec.json.encode(plan_quantization(net, calibration, load_target("qnn"), "int8"))
     )
     script = (
-        "import sys, pathlib, msgspec; from edgekit.model import load_model; from edgekit.quantize import *;"
+        "import sys, pathlib, msgspec; from edgekit.model.model import load_model; from edgekit.quantize import *;"
         "folder = pathlib.Path(sys.argv[1]); model = load_model(folder / 'conv_net.onnx');"
         "plan = msgspec.json.decode((folder / 'plan.json').read_bytes(), type=QuantPlan);"
         "print(quantize_model(model, plan, folder / 'out.onnx').model.sha256)"

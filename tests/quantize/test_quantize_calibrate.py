@@ -7,13 +7,13 @@ import pytest
 from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.data.samples import spread_indices
 from edgekit.errors import DataError, ModelError, UsageError
-from edgekit.model import Model
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model
-from edgekit.quantize.calibrate import MEASURED_SAMPLES
-from edgekit.quantize.ranges import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
-from edgekit.samples import spread_indices
-from edgekit.tensors import Array
+from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
+from edgekit.quantize.ranges.methods import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
 
 
 def every_activation(model: Model, names: list[str]) -> list[dict[str, Array]]:

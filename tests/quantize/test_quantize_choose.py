@@ -7,12 +7,13 @@ from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
-from edgekit.model import Model
+from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.build import build_qdq
-from edgekit.quantize.correct import Rounding
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.judge import judge_candidate, judge_points
+from edgekit.quantize.graph.compared_tensors import judge_points
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.qdq.build import build_qdq
+from edgekit.quantize.rounding.weights import Rounding
 from edgekit.target import load_target
 
 NARROW = (

@@ -4,11 +4,11 @@ import numpy as np
 from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.data.samples import Samples
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.columns import FLOOR, are_scores, tensors_of_columns
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.predict import predict_drop
-from edgekit.samples import Samples
+from edgekit.quantize.accuracy.predict import predict_drop
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.raw_scores import FLOOR, are_scores, tensors_of_columns
 from edgekit.target import load_target
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)

@@ -12,11 +12,11 @@ from quantize_models import dequantized_constants, make_model, make_samples
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit._proc import run_process
 from edgekit.convert.cpu_kernels import find_integer_nodes
-from edgekit.model import Model, load_model
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
-from edgekit.samples import Samples
 from edgekit.target import load_target
-from edgekit.tensors import Array, Tensors
 
 SETTINGS = {
     "arm64": {"arch": "arm64"},

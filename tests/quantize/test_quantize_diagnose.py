@@ -5,12 +5,12 @@ import numpy as np
 from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.model import Model
+from edgekit.model.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization
-from edgekit.quantize.build import build_qdq
-from edgekit.quantize.diagnose import diagnose_quantization, rank_activations
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.surgery import SWITCHES, swap_weights, switch_activations
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.mixed_precision.sensitivity import diagnose_quantization, rank_activations
+from edgekit.quantize.mixed_precision.variants import SWITCHES, swap_weights, switch_activations
+from edgekit.quantize.qdq.build import build_qdq
 from edgekit.target import load_target
 
 WEIGHTS_ONLY = SessionSettings(level=Level.DISABLED)

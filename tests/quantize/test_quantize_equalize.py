@@ -12,16 +12,16 @@ from quantize_models import make_model, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
-from edgekit.model import Model, load_model, save_proto
-from edgekit.quantization import QuantizeOptions, plan_for, quantize_for
+from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
+from edgekit.model.model import Model, load_model, save_proto
+from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
-from edgekit.quantize.gates import BACK, cut_tails
-from edgekit.quantize.graph import float_activations, read_graph
-from edgekit.quantize.seams import find_seams
+from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
+from edgekit.quantize.equalization.pairs import find_seams
+from edgekit.quantize.equalization.silu import BACK, cut_tails
+from edgekit.quantize.graph.graph import float_activations, read_graph
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Target, load_target
-from edgekit.tensors import Array
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 from collapsing_models import DETECTOR, SEGMENTATION, SEPARABLE, SPECTRUM, SUBPIXEL, draw_samples, make_collapsing
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.model import Model
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.ranges import TensorRange
-from edgekit.quantize.shared import share_ranges, shared_tensors
-from edgekit.samples import Samples
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.ranges.joined import share_ranges, shared_tensors
+from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.target import load_target
-from edgekit.tensors import Array, Tensors
 
 TARGETS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qnn", {}),

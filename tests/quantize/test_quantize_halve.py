@@ -7,9 +7,9 @@ from demo_paths import MODEL
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.model import load_model, read_proto
+from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import prepare_model
-from edgekit.quantize.halve import halve_model
+from edgekit.quantize.weight_only.fp16 import halve_model
 
 SAMPLE = {"image": np.random.default_rng(0).random((1, 1, 32, 32), dtype=np.float32)}
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from edgekit.quantize.histogram import PARTS, HistogramGrower
-from edgekit.samples import spread_indices
+from edgekit.data.samples import spread_indices
+from edgekit.quantize.ranges.histogram import PARTS, HistogramGrower
 
 floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
 

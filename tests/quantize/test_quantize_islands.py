@@ -6,8 +6,8 @@ from quantize_models import make_model, make_samples, op_types, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.islands import float_islands
+from edgekit.quantize.graph.float_regions import float_islands
+from edgekit.quantize.graph.graph import read_graph
 from edgekit.target import load_target
 
 FRONT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y)

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from quantize_models import make_model
 
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.judge import JudgePoint, judge_points, powers_of, ratio_db
+from edgekit.quantize.accuracy.sqnr import ratio_db
+from edgekit.quantize.graph.compared_tensors import JudgePoint, judge_points
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.mixed_precision.score import powers_of
 
 
 def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import pytest
 from quantize_models import make_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.layers import Cut, Layer, cut_vectors, read_layers
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.layers import Cut, Layer, cut_vectors, read_layers
 
 CASES = {
     "plain": ("Conv<kernel_shape=[3,3]>", (6, 4, 3, 3), (1, 4, 9, 9)),

@@ -9,12 +9,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.errors import ModelError, UsageError
-from edgekit.model import Model, find_quantized_form, load_model, read_proto
+from edgekit.model.model import Model, find_quantized_form, load_model, read_proto
+from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
-from edgekit.quantize.blocks import quantize_blocks
-from edgekit.quantize.lighten import WEIGHT_FORMS, LightenOptions, WeightForm, lighten_model
-from edgekit.quantize.qoperator import write_qoperator
-from edgekit.tensors import Array
+from edgekit.quantize.qdq.qoperator import write_qoperator
+from edgekit.quantize.weight_only.blocks import quantize_blocks
+from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, LightenOptions, WeightForm, lighten_model
 
 
 def make_perceptron(path: Path) -> Model:

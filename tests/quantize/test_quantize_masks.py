@@ -9,12 +9,12 @@ from onnx import numpy_helper
 from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.model import Model, load_model
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph import read_graph
-from edgekit.samples import Samples
+from edgekit.quantize.graph.graph import read_graph
 from edgekit.target import load_target
-from edgekit.tensors import Array
 
 TOKENS = 8
 MASKS = {

@@ -9,16 +9,16 @@ from collapsing_models import SUBPIXEL, make_collapsing
 from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.model import Model
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 from edgekit.progress import say_nothing
 from edgekit.quantize import Calibration, calibrate_model, quantize_model
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.pictures import give_headroom
-from edgekit.quantize.predict import Prediction, predict_drop
-from edgekit.samples import Samples
-from edgekit.search import PLAIN_DROP, plan_sparingly
+from edgekit.quantize.accuracy.predict import Prediction, predict_drop
+from edgekit.quantize.calibration.image_headroom import give_headroom
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, plan_sparingly
 from edgekit.target import load_target
-from edgekit.tensors import Array
 
 
 def smooth_images(count: int, brightest: float) -> list[Array]:

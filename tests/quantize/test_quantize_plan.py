@@ -7,9 +7,9 @@ from quantize_models import make_model, make_samples, random_samples
 
 from edgekit.check.check import check_model
 from edgekit.errors import DataError, ModelError, UsageError
-from edgekit.model import Model
+from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph import read_graph
+from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.plan import relieve_tensors
 from edgekit.target import load_target
 

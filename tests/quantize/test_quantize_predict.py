@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples
 
-from edgekit.model import Model
-from edgekit.quantize.predict import Prediction, predict_drop
-from edgekit.samples import Samples
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model
+from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.target import TaskLimit
-from edgekit.verify.drop import measure_drop
+from edgekit.verify.tasks.drop import measure_drop
 
 CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
   <float[4] b = {BIAS}> { y = Add(x, b) }"""

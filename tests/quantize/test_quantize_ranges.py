@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from quantize_models import make_model
 
-from edgekit.quantize.graph import read_graph
-from edgekit.quantize.histogram import Histogram, HistogramGrower
-from edgekit.quantize.ranges import (
+from edgekit.model.tensors import Array
+from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.ranges.histogram import Histogram, HistogramGrower
+from edgekit.quantize.ranges.methods import (
     TensorRange,
     _least_divergent_cut,
     entropy_range,
@@ -15,7 +16,6 @@ from edgekit.quantize.ranges import (
     quantization_error,
     read_by,
 )
-from edgekit.tensors import Array
 
 
 def histogram_of(values: Array) -> Histogram:

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from edgekit.quantize.rounding import (
+from edgekit.model.tensors import Array
+from edgekit.quantize.rounding.gptq import (
     Rounded,
     refit_weights,
     round_nearest,
@@ -9,7 +10,6 @@ from edgekit.quantize.rounding import (
     shrink_moment,
     weight_scale,
 )
-from edgekit.tensors import Array
 
 
 def correlated(groups: int, size: int, seed: int = 0) -> Array:

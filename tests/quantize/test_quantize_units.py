@@ -9,11 +9,11 @@ from onnx import numpy_helper
 from quantize_models import make_model, random_samples
 
 from edgekit.check.check import check_model
-from edgekit.model import Model
-from edgekit.observe import NotObserved, observe_target
+from edgekit.devices.observe import NotObserved, observe_target
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
-from edgekit.tensors import Array
 
 NET = """
   <ir_version: 8, opset_import: ["" : 17]>

@@ -16,14 +16,14 @@ from test_report_junit import BAD, DEAD, GOOD, _hostile, _report
 from test_report_render import HOSTILE
 from test_report_render import _report as _build
 
-from edgekit.report.charts import Picture, draw_image, draw_worst, place_bars
-from edgekit.report.html import render_build, render_comparison, render_verify
-from edgekit.samples import Samples
-from edgekit.verify.attribute import share_loss
+from edgekit.data.samples import Samples
+from edgekit.report.pages.charts import Picture, draw_image, draw_worst, place_bars
+from edgekit.report.pages.html import render_build, render_comparison, render_verify
+from edgekit.verify.causes.attribute import share_loss
 from edgekit.verify.facts import Located
-from edgekit.verify.layers import LayerReport
-from edgekit.verify.models import ModelComparison
+from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.report import AttributionStep, VerifyReport
+from edgekit.verify.two_models import ModelComparison
 
 STEPS = share_loss(
     [

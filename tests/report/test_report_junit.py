@@ -9,10 +9,10 @@ import pytest
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.evidence import Evidence
-from edgekit.report.html import render_verify
 from edgekit.report.junit import render_junit
+from edgekit.report.pages.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
-from edgekit.verify.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import Cost, RunReport, SkippedDevice, VerifyReport
 
 HOSTILE = "</testcase><script>alert(1)</script>\"'&]]>\x00\x1b[31m\x85\ud800\ufffe"

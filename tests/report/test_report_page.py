@@ -11,9 +11,9 @@ import pytest
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.cli.main import run_command
-from edgekit.report.check_page import render_check
 from edgekit.report.checked import CheckSummary
-from edgekit.report.drawing import draw_blocks
+from edgekit.report.pages.check_page import render_check
+from edgekit.report.pages.drawing import draw_blocks
 from edgekit.target import target_names
 
 webdriver: Any = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")

@@ -6,12 +6,12 @@ import msgspec
 from rich.console import Console
 
 from edgekit.evidence import Evidence
-from edgekit.report.html import render_build
+from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build
 from edgekit.target import Thresholds
-from edgekit.verify.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 
 HOSTILE = "<script>alert(1)</script>"

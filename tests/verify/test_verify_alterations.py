@@ -13,17 +13,17 @@ from verify_devices import InProcess
 from verify_models import make_images, save_network
 
 from edgekit._files import digest_file
-from edgekit.bundle.expected import LAYERS
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.golden.expected import LAYERS
+from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.errors import BundleError
-from edgekit.model import load_model
-from edgekit.pipeline import build
+from edgekit.jobs.build import build
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Array
 from edgekit.recipe import Data, Recipe
-from edgekit.tensors import Array
-from edgekit.verify.fingerprints import fingerprint_layers
+from edgekit.verify.causes.fingerprints import fingerprint_layers
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 
 @pytest.fixture(scope="module", params=["nnapi", "coreml"])

@@ -11,18 +11,18 @@ from verify_models import break_layer, make_images, quantize
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import make_golden
-from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.evidence import Evidence
-from edgekit.model import Model, load_model
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Tensors
 from edgekit.plain import to_json
-from edgekit.report.html import render_verify
+from edgekit.report.pages.html import render_verify
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
-from edgekit.tensors import Tensors
-from edgekit.verify.attribute import attribute_loss, explain_report, share_loss
+from edgekit.verify.causes.attribute import attribute_loss, explain_report, share_loss
 from edgekit.verify.report import AttributionStep, Step
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 
 @pytest.fixture(scope="module")

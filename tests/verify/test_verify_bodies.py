@@ -8,11 +8,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples
-from edgekit.verify.fingerprints import find_changed_layer, fingerprint_layers
-from edgekit.verify.layers import compare_layers
-from edgekit.verify.outliers import find_first_bad
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
+from edgekit.verify.causes.fingerprints import find_changed_layer, fingerprint_layers
+from edgekit.verify.layers.comparison import compare_layers
+from edgekit.verify.layers.outliers import find_first_bad
 
 SAMPLES = Samples(
     source="drawn",

@@ -11,19 +11,19 @@ from onnx import TensorProto, helper
 from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
-from edgekit.bundle.golden import make_golden, read_labels
+from edgekit.bundle.golden.golden import make_golden, read_labels
+from edgekit.data.labels import Boxes
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.host import Host
+from edgekit.devices.local.host import Host
 from edgekit.errors import BundleError, DataError
 from edgekit.evidence import Evidence
-from edgekit.labels import Boxes
-from edgekit.model import load_model
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors
 from edgekit.plain import to_json
 from edgekit.target import TaskLimit
-from edgekit.tensors import Tensors
-from edgekit.verify.attribute import keep_attribution, share_loss
+from edgekit.verify.causes.attribute import keep_attribution, share_loss
 from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report
-from edgekit.verify.verify import read_known, read_report, verify_bundle, write_report
+from edgekit.verify.run import read_known, read_report, verify_bundle, write_report
 
 
 @pytest.fixture

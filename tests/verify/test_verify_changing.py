@@ -8,15 +8,15 @@ from bundle_models import make_bundle, make_detector_bundle, make_scenes, save_d
 from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.data.npz import read_rows
 from edgekit.devices.find import find_device
-from edgekit.npz import read_rows
+from edgekit.model.tensors import Tensors
 from edgekit.package.variant import describe_variants
 from edgekit.prepare.clean import prepare_model
-from edgekit.quantize.calibrate import calibrate_model
-from edgekit.report.html import render_verify
+from edgekit.quantize.calibration.calibrate import calibrate_model
+from edgekit.report.pages.html import render_verify
 from edgekit.target import load_target
-from edgekit.tensors import Tensors
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import pytest
 from verify_devices import breaking_after, from_list
 
 from edgekit.evidence import Evidence
+from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
-from edgekit.tensors import Tensors
-from edgekit.verify.compare import compare_outputs
-from edgekit.verify.outputs import OutputReport, judge_output
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import RunReport
 
 ROWS: list[Tensors] = [

@@ -12,16 +12,16 @@ from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess, turning
 from verify_models import LAYERS, break_layer, make_images, quantize, turn_layer
 
+from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Tensors
 from edgekit.target import Precision, load_target
-from edgekit.tensors import Tensors
-from edgekit.verify.device_layers import find_device_layer
+from edgekit.verify.devices.device_layers import find_device_layer
+from edgekit.verify.devices.probes import plan_probes
 from edgekit.verify.facts import Located
-from edgekit.verify.probes import plan_probes
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 

@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from edgekit.data.wilson import wilson_interval
+from edgekit.model.tensors import Array
 from edgekit.target import TaskLimit, Thresholds
-from edgekit.tensors import Array
-from edgekit.verify.intervals import bootstrap_pairs, interval_of_pairs
-from edgekit.verify.outputs import OutputReport, judge_output
-from edgekit.verify.scores import TaskReport, judge_task
-from edgekit.wilson import wilson_interval
+from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
+from edgekit.verify.metrics.outputs import OutputReport, judge_output
+from edgekit.verify.tasks.scores import TaskReport, judge_task
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
 LUCK = 0.05

@@ -8,15 +8,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.model import Model, load_model
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.halve import halve_model
-from edgekit.samples import Samples
+from edgekit.quantize.weight_only.fp16 import halve_model
 from edgekit.target import load_target
-from edgekit.verify.layers import compare_layers
-from edgekit.verify.models import compare_models
-from edgekit.verify.outliers import find_first_bad
+from edgekit.verify.layers.comparison import compare_layers
+from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.two_models import compare_models
 
 WIDTH = 24
 

@@ -13,10 +13,10 @@ from edgekit.bench.latency import Latency
 from edgekit.bundle.folder import Bundle
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.tensors import Tensors
+from edgekit.model.tensors import Tensors
 from edgekit.verify.history import diff_runs, find_last_good, hold_against, list_runs, read_run, record_report
 from edgekit.verify.report import VerifyReport, recheck_report
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from onnx import TensorProto, helper
 from tiny_models import parse_model
 from verify_models import LAYERS, break_layer, make_images, quantize, save_network
 
+from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples
-from edgekit.verify.layers import compare_layers
-from edgekit.verify.models import compare_models
-from edgekit.verify.outliers import find_first_bad
+from edgekit.model.model import Model, load_model
+from edgekit.verify.layers.comparison import compare_layers
+from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.two_models import compare_models
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,18 @@ from verify_models import make_images, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden import make_golden, read_outputs
-from edgekit.model import load_model
-from edgekit.pipeline import build
+from edgekit.bundle.golden.golden import make_golden, read_outputs
+from edgekit.data.samples import Samples
+from edgekit.jobs.build import build
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
-from edgekit.samples import Samples
-from edgekit.tensors import Tensors
-from edgekit.verify.buckets import fill_buckets
-from edgekit.verify.compare import compare_outputs
-from edgekit.verify.liars import find_half_values, find_order, find_sameness
+from edgekit.verify.causes.honesty import find_half_values, find_sameness
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.dependence import find_order
+from edgekit.verify.metrics.sketch import fill_buckets
 from edgekit.verify.report import RunReport
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 COUNT = 16
 

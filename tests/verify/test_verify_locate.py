@@ -12,10 +12,10 @@ from verify_models import LAYERS, make_images, quantize, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.model import Model, load_model, read_proto
+from edgekit.model.model import Model, load_model, read_proto
 from edgekit.target import load_target
-from edgekit.verify.cuts import plan_cuts, save_beginning
-from edgekit.verify.locate import locate_on_device
+from edgekit.verify.devices.bisect import locate_on_device
+from edgekit.verify.devices.cuts import plan_cuts, save_beginning
 
 
 @pytest.fixture(scope="module")

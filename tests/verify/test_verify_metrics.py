@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from edgekit.tensors import Array, ranks_classes
-from edgekit.verify import metrics
-from edgekit.verify.intervals import bootstrap_sqnr
-from edgekit.wilson import wilson_interval
+from edgekit.data.wilson import wilson_interval
+from edgekit.model.tensors import Array, ranks_classes
+from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.intervals import bootstrap_sqnr
 
 FLOATS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=5), elements=st.floats(-1e3, 1e3, width=32))
 

@@ -10,14 +10,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from verify_models import break_layer, make_images, quantize, save_network
 
-from edgekit.model import Model, load_model
-from edgekit.quantize.halve import halve_model
-from edgekit.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
-from edgekit.tensors import Array
-from edgekit.verify.layers import LayerReport, compare_layers
-from edgekit.verify.models import compare_models
-from edgekit.verify.outliers import find_first_bad, judge_layers
-from edgekit.verify.overflows import settle_infinities
+from edgekit.model.model import Model, load_model
+from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
+from edgekit.model.tensors import Array
+from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.verify.layers.comparison import LayerReport, compare_layers
+from edgekit.verify.layers.outliers import find_first_bad, judge_layers
+from edgekit.verify.layers.overflows import settle_infinities
+from edgekit.verify.two_models import compare_models
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ from verify_devices import CPU_PROVIDER, Altering, InProcess
 from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, read_check, write_bundle
-from edgekit.bundle.golden import make_golden
+from edgekit.bundle.golden.golden import make_golden
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
 from edgekit.verify.report import RunReport, recheck_report
-from edgekit.verify.verify import verify_bundle
+from edgekit.verify.run import verify_bundle
 
 Change = Callable[[onnx.ModelProto], None]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from verify_devices import from_list
 
-from edgekit.tensors import Array, Tensors
-from edgekit.verify.suspects import find_suspects
+from edgekit.model.tensors import Array, Tensors
+from edgekit.verify.causes.suspects import find_suspects
 
 RNG = np.random.default_rng(0)
 ROWS: list[Tensors] = [

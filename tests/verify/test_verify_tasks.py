@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from verify_devices import from_list
 
+from edgekit.data.labels import FOLDERS, Boxes, Label, read_task_labels
+from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
-from edgekit.labels import FOLDERS, Boxes, Label, read_task_labels
-from edgekit.samples import Samples
+from edgekit.model.tensors import Tensors
 from edgekit.target import TaskLimit
-from edgekit.tensors import Tensors
-from edgekit.verify.scores import TaskReport, describe_difference, judge_task
-from edgekit.verify.tasks import METRICS, measure_task
+from edgekit.verify.tasks.scores import TaskReport, describe_difference, judge_task
+from edgekit.verify.tasks.tasks import METRICS, measure_task
 
 
 def measure(

@@ -14,14 +14,14 @@ from verify_models import make_images, quantize, save_network
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
+from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.evidence import Evidence
-from edgekit.model import Model
-from edgekit.samples import Samples
-from edgekit.tensors import Array, Tensors
-from edgekit.verify.suspects import find_suspects
-from edgekit.verify.traps import find_ignored_optimisations, find_input_mistake, list_traps, may_saturate
-from edgekit.verify.verify import verify_bundle
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array, Tensors
+from edgekit.verify.causes.suspects import find_suspects
+from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, may_saturate
+from edgekit.verify.run import verify_bundle
 
 VNNI = "flags : fpu sse avx2 avx512f avx512_vnni"
 NO_VNNI = "flags : fpu sse avx2 avx512f"

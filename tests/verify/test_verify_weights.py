@@ -9,14 +9,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from verify_models import break_layer, make_images, quantize
 
-from edgekit.model import Model, load_model
-from edgekit.tensors import Array
-from edgekit.verify.biases import find_unfit
-from edgekit.verify.layers import compare_layers
-from edgekit.verify.match import match_tensors
-from edgekit.verify.outliers import find_first_bad, judge_layers
-from edgekit.verify.regions import find_regions
-from edgekit.verify.weights import FAR_STEPS, Initializers, measure_weights
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
+from edgekit.verify.layers.biases import find_unfit
+from edgekit.verify.layers.comparison import compare_layers
+from edgekit.verify.layers.outliers import find_first_bad, judge_layers
+from edgekit.verify.layers.weights import FAR_STEPS, Initializers, measure_weights
+from edgekit.verify.matching.match import match_tensors
+from edgekit.verify.matching.regions import find_regions
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import onnx
 from verify_models import turn_weights
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
-from edgekit.samples import Samples
-from edgekit.tensors import Tensors
+from edgekit.model.tensors import Tensors
 
 Lie = Callable[[list[Tensors]], list[Tensors]]
 

@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.model import Model, load_model
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.apply import quantize_model
-from edgekit.quantize.calibrate import calibrate_model
-from edgekit.quantize.choose import plan_quantization
-from edgekit.samples import Samples
+from edgekit.quantize.calibration.calibrate import calibrate_model
+from edgekit.quantize.mixed_precision.choose import plan_quantization
 from edgekit.target import load_target
 
 LAYERS = 5

@@ -18,7 +18,7 @@ import numpy as np
 from edgekit._files import digest_file
 from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest import BundledFile, decode_manifest, encode_json
+from edgekit.bundle.manifest.manifest import BundledFile, decode_manifest, encode_json
 from edgekit.bundle.opening import opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key
 

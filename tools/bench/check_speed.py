@@ -19,7 +19,7 @@ from typing import Any
 
 from onnx.backend.test import loader
 
-from edgekit.checking import check_targets
+from edgekit.jobs.check import check_targets
 from edgekit.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]

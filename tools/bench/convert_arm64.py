@@ -14,9 +14,9 @@ from arm64_saver import convert_on_arm64
 
 from edgekit.convert.host_traits import describe_traits
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
-from edgekit.convert.ort_report import read_graph
-from edgekit.model import load_model
-from edgekit.skim import skim_model
+from edgekit.convert.ort_format.report import read_graph
+from edgekit.model.model import load_model
+from edgekit.model.skim import skim_model
 
 STYLES: tuple[Style, ...] = ("full", "runtime")
 

@@ -19,11 +19,11 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert import OrtOptions, write_ort
-from edgekit.convert.drawn import draw_samples
+from edgekit.data.random_samples import draw_samples
 from edgekit.errors import EdgekitError
-from edgekit.model import Model, load_model
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
-from edgekit.tensors import Array
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert import OrtOptions, write_ort
-from edgekit.model import load_model
+from edgekit.model.model import load_model
 
 SAVE = {
     "session.save_model_format": "ORT",

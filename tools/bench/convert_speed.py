@@ -23,7 +23,7 @@ from onnx import numpy_helper
 from onnxruntime.tools.convert_onnx_models_to_ort import OptimizationStyle, convert_onnx_models_to_ort
 
 from edgekit.convert import OrtOptions, write_ort
-from edgekit.model import Model, load_model
+from edgekit.model.model import Model, load_model
 
 MOST = 1.2
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light/light_resnet50.onnx"

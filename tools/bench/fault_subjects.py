@@ -12,13 +12,13 @@ from zoo_tasks import as_samples, read_inputs
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
-from edgekit.model import Model, iterate_graphs, load_model
+from edgekit.data.samples import Samples, limit_samples
+from edgekit.model.model import Model, iterate_graphs, load_model
+from edgekit.model.tensors import Tensors
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.halve import halve_model
-from edgekit.samples import Samples, limit_samples
+from edgekit.quantize.weight_only.fp16 import halve_model
 from edgekit.target import Target, load_target
-from edgekit.tensors import Tensors
 
 _DRAWN = {"ppocr_cls_mbv3": (1, 3, 48, 192), "mnist8_cntk": (1, 1, 28, 28)}
 """Models that the zoo has no inputs for, with the shape of drawn ones."""

@@ -18,7 +18,7 @@ from calibrate_ratio import random_images
 from onnx import numpy_helper
 from quantize_zoo import int8_targets
 
-from edgekit.model import load_model, read_proto
+from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples
-from edgekit.tensors import Array
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 
 _OPSET, _IR = 17, 9
 

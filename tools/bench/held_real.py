@@ -22,15 +22,15 @@ from quantize_zoo import score, score_outputs
 from stock_ort import quantize_stock
 from zoo_tasks import ZOO, ZooTask, suppress, write_calibration
 
+from edgekit.data.labels import Boxes
+from edgekit.data.samples import load_samples
 from edgekit.errors import EdgekitError
-from edgekit.labels import Boxes
-from edgekit.model import load_model
+from edgekit.jobs.quantize import quantize_for
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.clean import prepare_model
-from edgekit.quantization import quantize_for
 from edgekit.recipe import Data, Recipe
-from edgekit.samples import load_samples
 from edgekit.target import TaskLimit
-from edgekit.tensors import Array, Tensors
 
 _SURE = 0.25
 _STOCK = tuple(f"{method} {types} per channel" for method in ("minmax", "percentile") for types in ("u8u8", "u8s8"))

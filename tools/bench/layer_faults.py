@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 Fault = Callable[[onnx.ModelProto, str, np.random.Generator], bool]
 

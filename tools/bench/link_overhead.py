@@ -29,12 +29,12 @@ from far_root.client import adb_server  # noqa: E402
 from far_root.keeper import far_side  # noqa: E402
 
 from edgekit._ort import CPU_PROVIDER  # noqa: E402
-from edgekit.devices.adb import AdbDevice  # noqa: E402
 from edgekit.devices.device import Device, Job  # noqa: E402
-from edgekit.devices.native import HostNative  # noqa: E402
-from edgekit.devices.runner import build_runner, host_abi  # noqa: E402
-from edgekit.devices.ssh import SshDevice  # noqa: E402
-from edgekit.model import save_proto  # noqa: E402
+from edgekit.devices.local.native import HostNative  # noqa: E402
+from edgekit.devices.local.runner import build_runner, host_abi  # noqa: E402
+from edgekit.devices.remote.adb import AdbDevice  # noqa: E402
+from edgekit.devices.remote.ssh import SshDevice  # noqa: E402
+from edgekit.model.model import save_proto  # noqa: E402
 
 SAMPLES, ROUNDS, LIMIT = 100, 7, 1.5
 SHAPE = (1, 3, 224, 224)

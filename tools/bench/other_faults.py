@@ -7,7 +7,7 @@ import onnx
 from layer_faults import Fault, change_weight, find_node, find_weight
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16}
 _SLOPES = {"LeakyRelu": ("alpha", 0.01), "Elu": ("alpha", 1.0), "HardSigmoid": ("alpha", 0.2), "Gemm": ("alpha", 1.0)}

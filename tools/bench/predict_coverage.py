@@ -20,15 +20,15 @@ import numpy as np
 from quantize_zoo import int8_targets, read_scored
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
 
+from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.errors import EdgekitError
-from edgekit.model import Model, load_model
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.predict import MOST_SAMPLES, Prediction, predict_drop
-from edgekit.quantize.ranges import TensorRange
-from edgekit.samples import Samples, load_samples, select_samples, spread_indices
+from edgekit.quantize.accuracy.predict import MOST_SAMPLES, Prediction, predict_drop
+from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.target import TaskLimit, load_target
-from edgekit.verify.drop import measure_drop
+from edgekit.verify.tasks.drop import measure_drop
 
 CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet", "silero_vad"})
 SCALES = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 16.0)

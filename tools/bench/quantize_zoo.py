@@ -29,17 +29,17 @@ from stock_state import StockState, open_state
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
 
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.data.samples import Samples, fit_sample, load_samples
+from edgekit.data.wilson import Z95
 from edgekit.errors import EdgekitError
-from edgekit.model import Model, load_model
+from edgekit.jobs.quantize import quantize_for
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Tensors
 from edgekit.prepare.clean import prepare_model
-from edgekit.quantization import quantize_for
 from edgekit.recipe import Data, Recipe
-from edgekit.samples import Samples, fit_sample, load_samples
 from edgekit.target import load_target, target_names
-from edgekit.tensors import Tensors
-from edgekit.verify.scores import TaskReport
-from edgekit.verify.tasks import find_metric, measure_task
-from edgekit.wilson import Z95
+from edgekit.verify.tasks.scores import TaskReport
+from edgekit.verify.tasks.tasks import find_metric, measure_task
 
 MAX_DROP = 0.5
 _Stock = tuple[str, list[Tensors], int]

@@ -18,10 +18,10 @@ import numpy as np
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process, stream_process
-from edgekit.devices.exchange import FarJob, FarRun, decode_run, encode_tensors
-from edgekit.devices.runner import NativeRunner, build_runner, find_missing_runner, host_abi
-from edgekit.model import load_model
-from edgekit.tensors import Array
+from edgekit.devices.local.runner import NativeRunner, build_runner, find_missing_runner, host_abi
+from edgekit.devices.process.exchange import FarJob, FarRun, decode_run, encode_tensors
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Array
 
 HERE = Path(__file__).parent
 DEMO = HERE.parents[1] / "edgekit" / "demo" / "digits_mobilenet.onnx"

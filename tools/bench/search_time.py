@@ -20,7 +20,7 @@ import numpy as np
 from quantize_zoo import int8_targets
 from zoo_tasks import ZOO, load_task, write_calibration
 
-from edgekit.quantization import quantize_for
+from edgekit.jobs.quantize import quantize_for
 from edgekit.recipe import Data, Recipe
 
 LIMIT_SECONDS = 300.0

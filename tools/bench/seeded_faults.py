@@ -41,19 +41,19 @@ from other_faults import OTHERS
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
+from edgekit.data.samples import Samples, limit_samples, select_samples, spread_indices
 from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
-from edgekit.model import Model, load_model
-from edgekit.samples import Samples, limit_samples, select_samples, spread_indices
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Tensors
 from edgekit.target import Target
-from edgekit.tensors import Tensors
-from edgekit.verify.compare import compare_outputs
-from edgekit.verify.fingerprints import find_changed_layer, fingerprint_layers
-from edgekit.verify.layers import compare_layers
-from edgekit.verify.locate import locate_on_device
-from edgekit.verify.outliers import find_first_bad, judge_layers
-from edgekit.verify.outputs import judge_output
+from edgekit.verify.causes.fingerprints import find_changed_layer, fingerprint_layers
+from edgekit.verify.devices.bisect import locate_on_device
+from edgekit.verify.layers.comparison import compare_layers
+from edgekit.verify.layers.outliers import find_first_bad, judge_layers
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.outputs import judge_output
 
 DEFAULT = (
     "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import onnx
 
-from edgekit.model import Model
-from edgekit.samples import Samples, limit_samples
+from edgekit.data.samples import Samples, limit_samples
+from edgekit.model.model import Model
 
 _HISTOGRAM_BYTES = 300_000_000
 """Of float activations, which ONNX Runtime's histogram methods keep several times over, all samples at once."""

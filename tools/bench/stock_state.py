@@ -10,7 +10,7 @@ import onnxruntime
 from zoo_tasks import ZooTask
 
 from edgekit._files import digest_bytes, digest_file, write_file
-from edgekit.tensors import Tensors
+from edgekit.model.tensors import Tensors
 
 _BETWEEN = "/"
 """Between the number of a sample and the name of an output."""

@@ -30,14 +30,14 @@ from zoo_tasks import read_inputs
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import open_bundle
+from edgekit.data.samples import load_samples
 from edgekit.devices.bundled import make_job, plan_run
-from edgekit.devices.child import describe_job
 from edgekit.devices.find import find_device
+from edgekit.devices.process.child import describe_job
 from edgekit.devices.register import DeviceChoice
-from edgekit.model import load_model
-from edgekit.pipeline import build
+from edgekit.jobs.build import build
+from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
-from edgekit.samples import load_samples
 from edgekit.target import load_target
 from edgekit.verify.on_devices import verify_with
 

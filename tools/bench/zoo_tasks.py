@@ -23,12 +23,12 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.labels import Boxes, Label
-from edgekit.model import Model, load_model
+from edgekit.data.labels import Boxes, Label
+from edgekit.data.samples import Samples, fit_sample
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import prepare_model
-from edgekit.samples import Samples, fit_sample
 from edgekit.target import TaskLimit
-from edgekit.tensors import Array, Tensors
 
 ZOO = Path(__file__).parents[3] / "shared" / "zoo"
 _SUPERRES_SIDE = 224

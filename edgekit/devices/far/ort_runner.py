@@ -1,8 +1,8 @@
 """Runs a model over samples with ONNX Runtime, and writes what came out: `python ort_runner.py FOLDER` or `... --pipe`.
 
 It stands alone, on numpy and onnxruntime only, so that it runs wherever Python has these. FOLDER and its files, and
-the messages that pass through stdin and stdout with `--pipe`, are those of `edgekit/devices/exchange.py`. It exits with
-0 when it could write `run.json` or the last line, even if that holds a refusal.
+the messages that pass through stdin and stdout with `--pipe`, are those of `edgekit/devices/process/exchange.py`.
+It exits with 0 when it could write `run.json` or the last line, even if that holds a refusal.
 """
 
 import itertools
@@ -211,7 +211,7 @@ def _decode(data: bytes, dtype: str) -> Array:
 
 
 def _flatten(name: str, value: Any) -> dict[str, Any]:
-    """Makes tensors of maps and sequences, as `edgekit/tensors.py` does."""
+    """Makes tensors of maps and sequences, as `edgekit/model/tensors.py` does."""
     kind: str = type(value).__name__
     if kind == "dict":
         items: dict[Any, Any] = value

@@ -1,5 +1,5 @@
 // Runs a model over samples with onnxruntime-web's XNNPACK provider: `node web_runner.mjs FOLDER`.
-// FOLDER and its files are those of edgekit/devices/exchange.py; the job's `runtime` is the folder with node_modules.
+// FOLDER and its files are those of edgekit/devices/process/exchange.py; the job's `runtime` is the folder with node_modules.
 // It exits with 0 when it could write run.json, even if that holds a refusal.
 
 import { closeSync, existsSync, mkdirSync, openSync, readFileSync, renameSync, writeFileSync, writeSync } from "node:fs";

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from sklearn.datasets import load_sample_image
 
-from edgekit.labels import Boxes
-from edgekit.tensors import Array
+from edgekit.data.labels import Boxes
+from edgekit.model.tensors import Array
 
 KINDS = 6
 AUDIO_LENGTH, RATE = 4000, 8000

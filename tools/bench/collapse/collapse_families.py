@@ -13,7 +13,7 @@ from collapse_data import AUDIO_LENGTH, KINDS, RATE, Scenes, cut_photographs, dr
 from collapse_net import Net, spread_channels
 from collapse_train import Values, channel_highs, train_net
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 TRAIN, CALIBRATE, EVALUATE = 0, 1, 2
 _COUNTS = (4000, 96, 400)

@@ -11,7 +11,7 @@ from collapse_families import TRAIN, Family, class_loss, image_loss, mel_weights
 from collapse_net import Net
 from collapse_train import Values, train_net
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 _BINS, _STRIDES, _SIDE = 8, (8, 16), 64
 _COUNTS = (4000, 96, 240)

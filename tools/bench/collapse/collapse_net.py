@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 EPSILON = 1e-5
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekit.tensors import Array
-from edgekit.verify.detection import Detections, prepare_map
+from edgekit.model.tensors import Array
+from edgekit.verify.tasks.detection import Detections, prepare_map
 
 _LEAST_SCORE, _SAME_OBJECT, _MOST_BOXES = 0.02, 0.5, 50
 

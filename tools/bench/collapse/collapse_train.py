@@ -11,7 +11,7 @@ import optax
 from collapse_net import EPSILON, Net
 from jax import lax
 
-from edgekit.tensors import Array
+from edgekit.model.tensors import Array
 
 Values = dict[str, Any]
 Loss = Callable[[Values, Values], Any]

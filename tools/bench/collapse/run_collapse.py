@@ -25,14 +25,14 @@ from collapse_later import LATER
 from collapse_score import SCORES, UNITS
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.model import load_model
+from edgekit.data.samples import Samples
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize import calibrate_model, quantize_model
-from edgekit.quantize.predict import predict_drop
-from edgekit.samples import Samples
-from edgekit.search import Goal, plan_sparingly, search_quantization
+from edgekit.quantize.accuracy.predict import predict_drop
+from edgekit.quantize.mixed_precision.goal_search import Goal, plan_sparingly, search_quantization
 from edgekit.target import Target, load_target
-from edgekit.tensors import Array
 
 TARGETS = ("nnapi", "nnapi:api_level=28", "xnnpack", "qnn", "cpu")
 NETS = FAMILIES | LATER

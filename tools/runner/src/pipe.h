@@ -1,4 +1,4 @@
-// The pipe protocol: a job and samples come in, tensors and a report go out; see edgekit/devices/exchange.py.
+// The pipe protocol: a job and samples come in, tensors and a report go out; see edgekit/devices/process/exchange.py.
 #pragma once
 
 namespace edgekit {

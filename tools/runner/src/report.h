@@ -1,4 +1,4 @@
-// What the runner says of a run: edgekit's FarRun, see edgekit/devices/exchange.py.
+// What the runner says of a run: edgekit's FarRun, see edgekit/devices/process/exchange.py.
 #pragma once
 
 #include <string>

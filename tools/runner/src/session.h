@@ -14,7 +14,7 @@ namespace edgekit {
 
 using Words = std::vector<std::pair<std::string, std::string>>;
 
-// What edgekit's FarJob says; see edgekit/devices/exchange.py.
+// What edgekit's FarJob says; see edgekit/devices/process/exchange.py.
 struct Job {
   std::string model;
   std::string provider = "CPUExecutionProvider";

@@ -1,0 +1,156 @@
+"""The self-test of a bundle: a few golden samples, and what the model in the bundle should make of them."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
+from edgekit.bundle.golden.rows import write_rows
+from edgekit.bundle.manifest.manifest import ChosenSample, GoldenFacts
+from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.errors import RuntimeRefusal
+from edgekit.model.tensors import Array, Tensors
+from edgekit.target import Form, Precision
+
+EXPECTED, LAYERS = "expected.npz", "layers.json"
+"""What the model in the bundle gives for the chosen samples; and the fingerprints of its layers."""
+CANDIDATES = 16
+"""So many golden samples are looked at, spread evenly, to choose from."""
+
+_LEAST_TOLERANCE: dict[Precision, float] = {"int8": 0.02, "int16": 0.005, "fp16": 0.01, "fp32": 0.001}
+"""As a share of the largest number of the output: kernels differ by their order of sums and by how they round."""
+_ERROR_FACTOR = 2.0
+"""A device may be as far from the expected output again as that is from the float model's at its worst."""
+_RUNNABLE: tuple[Form, ...] = ("onnx", "full", "runtime")
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides whether a sample is chosen, and how far its outputs are off: `errors` and `sizes` by output.
+
+    `shapes` are those of the outputs.
+    """
+
+    row: int
+    reach: float
+    energy: float
+    noise: float
+    errors: dict[str, float]
+    sizes: dict[str, float]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def write_expected(
+    golden: Golden, files: Mapping[Form, Sequence[Path]], precision: Precision, out: Path
+) -> GoldenFacts:
+    """Writes `expected.npz` into the folder `out` and returns the golden facts with the self-test in them.
+
+    The bundle's own model runs on the CPU provider of this machine without optimisation. Of at most CANDIDATES golden
+    samples three are chosen: the one with the median output energy, the one with the largest input, and the one whose
+    output is furthest from the float model's. Outputs whose shape depends on the data are left out. Where no file of
+    the bundle runs here, or no output is left, there is no self-test, and `expected_from` says why.
+
+    Raises:
+        DataError: the golden samples cannot be read, or an output changes its shape.
+        OutputError: the file cannot be written.
+    """
+    form: Form | None = next((form for form in _RUNNABLE if files.get(form)), None)
+    if form is None:
+        return _untested(golden, "nothing: the bundle has no file that runs on a CPU")
+    try:
+        session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
+        seen = list(_look(session, golden))
+        chosen = _choose(seen)
+        fixed = {
+            spec.name
+            for spec in golden.outputs
+            if spec.is_static and len({item.shapes[spec.name] for item in seen}) == 1
+        }
+        if not fixed:
+            return _untested(golden, "nothing: the shape of each output depends on the data")
+        inputs = select_samples(read_inputs(golden), [item.row for item in chosen])
+        write_rows(out / EXPECTED, _run(session, inputs, fixed))
+    except RuntimeRefusal as error:
+        return _untested(golden, f"nothing: {error.message}")
+    return GoldenFacts(
+        samples=golden.samples,
+        has_labels=golden.has_labels,
+        chosen=chosen,
+        tolerance=_set_tolerance(seen, fixed, _LEAST_TOLERANCE[precision]),
+        expected_from=f"'{form}' on CPUExecutionProvider, not optimised",
+    )
+
+
+def _untested(golden: Golden, reason: str) -> GoldenFacts:
+    return GoldenFacts(
+        samples=golden.samples, has_labels=golden.has_labels, chosen=(), tolerance={}, expected_from=reason
+    )
+
+
+def _look(session: CpuSession, golden: Golden) -> Iterator[_Seen]:
+    rows = spread_indices(golden.samples, CANDIDATES)
+    inputs, outputs = (select_samples(samples, rows) for samples in (read_inputs(golden), read_outputs(golden)))
+    for row, sample, wanted in zip(rows, inputs, outputs, strict=True):
+        got = session.run(sample)
+        real = {name: value for name, value in wanted.items() if _is_real(value) and got[name].shape == value.shape}
+        errors = {name: got[name].astype(np.float64) - value for name, value in real.items()}
+        yield _Seen(
+            row=row,
+            reach=max((_largest(value) for value in sample.values() if value.dtype.kind in "fiu"), default=0.0),
+            energy=sum(_energy(value) for value in real.values()),
+            noise=sum(_energy(errors[name]) / max(_energy(value), 1e-30) for name, value in real.items()),
+            errors={name: _largest(value) for name, value in errors.items()},
+            sizes={name: _largest(value) for name, value in real.items()},
+            shapes={name: value.shape for name, value in got.items()},
+        )
+
+
+def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:
+    """Returns the chosen samples by row: each reason has one of its own, as long as there are so many."""
+    left, picked = list(seen), dict[int, str]()
+    for reason, choose in _REASONS.items():
+        if left:
+            chosen = choose(left)
+            picked[chosen.row] = reason
+            left.remove(chosen)
+    return tuple(msgspec.convert({"row": row, "reason": picked[row]}, ChosenSample) for row in sorted(picked))
+
+
+def _median_energy(seen: Sequence[_Seen]) -> _Seen:
+    return sorted(seen, key=lambda item: item.energy)[len(seen) // 2]
+
+
+_REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
+    "worst-error": lambda seen: max(seen, key=lambda item: item.noise),
+    "extreme": lambda seen: max(seen, key=lambda item: item.reach),
+    "typical": _median_energy,
+}
+"""What the samples are chosen for, in the order of choice."""
+
+
+def _set_tolerance(seen: Sequence[_Seen], fixed: Collection[str], share: float) -> dict[str, float]:
+    names = sorted({name for item in seen for name in item.errors if name in fixed})
+    worst = {name: max(item.errors.get(name, 0.0) for item in seen) for name in names}
+    size = {name: max(item.sizes.get(name, 0.0) for item in seen) for name in names}
+    wanted = {name: max(_ERROR_FACTOR * worst[name], share * (size[name] or 1.0)) for name in names}
+    return {name: float(f"{value:.1e}") for name, value in wanted.items() if math.isfinite(value)}
+
+
+def _run(session: CpuSession, samples: Samples, names: Collection[str]) -> Iterator[Tensors]:
+    for sample in samples:
+        yield {name: value for name, value in session.run(sample).items() if name in names}
+
+
+def _is_real(value: Array) -> bool:
+    return value.dtype.kind == "f"
+
+
+def _largest(value: Array) -> float:
+    return float(np.max(np.abs(value.astype(np.float64)), initial=0.0))
+
+
+def _energy(value: Array) -> float:
+    return float(np.sum(np.square(value.astype(np.float64))))

@@ -1,0 +1,231 @@
+"""The manifest of a bundle: what is in it, how an app must open it, and where it came from."""
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from edgekit.bundle.manifest.migrate import migrate_manifest
+from edgekit.data.images import Preprocess
+from edgekit.errors import BundleError, quote_error
+from edgekit.model.tensors import TensorSpec
+from edgekit.recipe import Licence
+from edgekit.target import Form, Platform, Precision, Thresholds, Verification
+
+MAX_MANIFEST_BYTES = 16 << 20
+SCHEMA_VERSION = 2
+
+
+_Value = TypeVar("_Value")
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class BundledFile(_Strict, frozen=True, kw_only=True):
+    """Digest and size of a file in the bundle."""
+
+    sha256: str
+    size_bytes: int
+
+
+class BundledTensor(TensorSpec, frozen=True, kw_only=True):
+    """An input or output with what an app must know to fill or read it.
+
+    `layout` names the axes ("NCHW"), empty where it is not known. `value_range` are the least and the largest number in
+    the golden samples, None for text. `preprocessing` makes an input of what the app has, `postprocessing` says what
+    an output means; both come from the recipe or from `--preprocess`.
+    """
+
+    layout: str
+    value_range: tuple[float, float] | None
+    preprocessing: Preprocess | str | None
+    postprocessing: str | None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its name, type and shape alone."""
+        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+
+
+class ChosenSample(_Strict, frozen=True, kw_only=True):
+    """A golden sample of the self-test: its row in the golden files, and why it was chosen."""
+
+    row: int
+    reason: Literal["typical", "extreme", "worst-error"]
+
+
+class GoldenFacts(_Strict, frozen=True, kw_only=True):
+    """The golden samples, and the self-test that a device runs on a few of them.
+
+    Row i of `golden/expected.npz` is what the model in the bundle should give for sample `chosen[i]`. A device passes
+    if no number of output `name` is further from it than `tolerance[name]`; outputs that are no floating point numbers
+    have no tolerance and are not judged. `expected_from` says what computed them.
+    """
+
+    samples: int
+    has_labels: bool
+    chosen: tuple[ChosenSample, ...]
+    tolerance: dict[str, float]
+    expected_from: str
+
+
+class Ancestry(_Strict, frozen=True, kw_only=True):
+    """The sha256 of everything that the bundle was made from; `quantized` is None for a float model.
+
+    `data` is the digest of the calibration samples' content, None where none were used.
+    """
+
+    source: str
+    prepared: str
+    quantized: str | None
+    data: str | None
+
+
+class ProviderShare(_Strict, frozen=True, kw_only=True):
+    """How many nodes a provider is expected to run, and their multiply-accumulates."""
+
+    nodes: int
+    macs: int
+
+
+class Placement(_Strict, frozen=True, kw_only=True):
+    """How many nodes the provider is expected to take, in how many pieces, and their share of the work.
+
+    `providers` says the same by provider, the CPU included. `node_list` is the sha256 of `check.json`, which lists the
+    nodes one by one.
+    """
+
+    nodes: int
+    taken: int
+    partitions: int
+    taken_macs: float
+    providers: dict[str, ProviderShare]
+    node_list: str
+
+
+class Tested(_Strict, frozen=True, kw_only=True):
+    """What the bundle was made with: ONNX Runtime, and Qualcomm's QAIRT and SoCs where a context was compiled."""
+
+    onnxruntime: str
+    qairt: str | None
+    socs: tuple[str, ...]
+
+
+class Provenance(_Strict, frozen=True, kw_only=True):
+    """How to make it again: the command without paths, and the recipe with every default written out."""
+
+    command: str
+    recipe: dict[str, Any]
+
+
+class Manifest(_Strict, frozen=True, kw_only=True):
+    """Everything an app or a device needs to know, without times, paths or host names.
+
+    `forms` names the files of each form of the model, the one to load first; `form` is the one an app should load.
+    `inputs` and `outputs` have the shapes of one sample. `files` covers every file of the bundle but the manifest
+    itself, its signature, and the `evidence` (accuracy and latency as they were measured, with device and
+    environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
+    `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
+    edgekit's layout of ORT-format files, None without such a file.
+    """
+
+    schema_version: Literal[2] = 2
+    name: str
+    target: str
+    settings: dict[str, str]
+    precision: Precision
+    provider: str
+    provider_options: dict[str, str]
+    session_config: dict[str, str]
+    minimum_ort: str
+    runtime: str
+    form: Form
+    forms: dict[Form, tuple[str, ...]]
+    files: dict[str, BundledFile]
+    inputs: tuple[BundledTensor, ...]
+    outputs: tuple[BundledTensor, ...]
+    golden: GoldenFacts
+    placement: Placement
+    thresholds: Thresholds
+    verification: tuple[Verification, ...]
+    ancestry: Ancestry
+    versions: dict[str, str]
+    source_size_bytes: int
+    model_size_bytes: int
+    platforms: dict[str, Platform]
+    tested: Tested
+    canonical_form: int | None
+    provenance: Provenance
+    licence: Licence
+    fallback: tuple[str, ...]
+    evidence: Literal["verify.json"] = "verify.json"
+
+    @property
+    def model_file(self) -> str:
+        """The file that an app should load."""
+        return self.forms[self.form][0]
+
+
+def encode_json(value: object) -> bytes:
+    """Returns canonical JSON: sorted keys, two spaces, a newline at the end; the same value gives the same bytes."""
+    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"
+
+
+def decode_manifest(data: bytes, source: str) -> Manifest:
+    """Returns a manifest, read strictly: an unknown, missing or ill-typed key is an error that names it.
+
+    A manifest of an older schema version becomes one of today. The bytes must be those that edgekit writes: another
+    order, a key that comes twice or other white space is an alteration, because readers would not agree on it.
+
+    Raises:
+        BundleError: the manifest is malformed, not canonical, of an unknown schema version, or contradicts itself.
+    """
+    raw = decode_plain(data, source)
+    manifest = convert_strictly(migrate_manifest(raw), Manifest, source)
+    check_canonical(raw, data, source)
+    for form in (manifest.form, *manifest.forms):
+        if not manifest.forms.get(form):
+            raise BundleError(f"'{source}' names no file for form '{form}'", hint="build the bundle again")
+    for name in (name for names in manifest.forms.values() for name in names):
+        if name not in manifest.files:
+            raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
+    return manifest
+
+
+def decode_plain(data: bytes, source: str) -> Any:
+    """Returns JSON of at most 16 MiB as plain data.
+
+    Raises:
+        BundleError: it is too large, too deep, or no JSON.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"'{source}' is larger than {MAX_MANIFEST_BYTES} bytes", hint="edgekit did not write it")
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
+
+
+def check_canonical(raw: Any, data: bytes, source: str) -> None:
+    """Refuses JSON that is not to the byte what `encode_json` makes of its content.
+
+    Raises:
+        BundleError: it is another spelling of the same content.
+    """
+    if encode_json(raw) != data:
+        raise BundleError(
+            f"'{source}' was altered: it is not spelt as edgekit writes it", hint="build the bundle again"
+        )
+
+
+def convert_strictly(raw: Any, kind: type[_Value], source: str) -> _Value:
+    """Returns plain data as a value of a kind.
+
+    Raises:
+        BundleError: a key is unknown, missing or ill-typed.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error

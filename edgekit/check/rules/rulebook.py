@@ -1,0 +1,140 @@
+"""The rules of a target as `targets/<name>/rules.toml` holds them, decoded strictly.
+
+The kinds of rule are in `edgekit/check/rules/kinds.py`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from edgekit.check.rules.kinds import Rule
+from edgekit.check.rules.units import Selector
+from edgekit.errors import TargetError
+from edgekit.target import Target
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Provider(_Strict, frozen=True, kw_only=True):
+    """What holds for every node.
+
+    `ort` is the version of ONNX Runtime that the rules describe; rules with `ort_minor` also tell of older ones.
+    `domains` are the operator domains it looks at (empty: it looks at the name only). `since_max` is the newest
+    operator version it knows, `opset_min` and `opset_max` the models it looks at. `bodies` of control flow are never
+    entered, placed like the main graph, or taken with their node when every node in them is supported ("whole").
+    `rules` are evaluated for every unit before its own. `risks` are those that do not refuse a unit but say why the
+    session may fail all the same. `alone` means that no other provider takes what it refuses: then there is no session.
+    """
+
+    name: str
+    ort: str
+    source: str
+    domains: tuple[str, ...] = ()
+    since_max: int = 10_000
+    opset_min: int = 0
+    opset_max: int = 10_000
+    bodies: Literal["never", "placed", "whole"] = "never"
+    alone: bool = False
+    rules: tuple[Rule, ...] = ()
+    risks: tuple[Rule, ...] = ()
+
+
+class Units(_Strict, frozen=True, kw_only=True):
+    """How it groups Q and DQ nodes: `qdq` False means not at all; `without` and `add` change ORT's own table.
+
+    `clip_from_ort_minor` is the ORT since which a unit absorbs an activation that its Q makes redundant.
+    """
+
+    qdq: bool
+    clip_from_ort_minor: int = 0
+    without: tuple[str, ...] = ()
+    add: dict[str, Selector] = {}
+
+
+class Placing(_Strict, frozen=True, kw_only=True):
+    """How supported units become partitions.
+
+    `style` "wave" is ORT's CreateSupportedPartitions, "node" takes each node by itself. Groups are given back when they
+    are one node of `drop_alone`, when all their nodes are of `drop_if_only`, or when no input of theirs is computed and
+    `drop_constant` is set. Everything after a node of `stop_ops` is left out. `fused` are activations taken only with
+    the operator in `fusers` that feeds them.
+    """
+
+    style: Literal["wave", "node"]
+    stop_ops: tuple[str, ...] = ()
+    drop_alone: tuple[str, ...] = ()
+    drop_if_only: tuple[str, ...] = ()
+    drop_constant: bool = False
+    fused: tuple[str, ...] = ()
+    fusers: tuple[str, ...] = ()
+
+
+class Derived(_Strict, frozen=True, kw_only=True):
+    """A parameter computed from another: the name whose list holds the value of `parameter`, else `default`."""
+
+    parameter: str
+    names: dict[str, tuple[str, ...]]
+    default: str
+
+
+class Op(_Strict, frozen=True, kw_only=True):
+    """Rules of some operators; every entry that names an operator adds to its rules.
+
+    `domains` empty means those of the provider.
+
+    `forms` are the element types it computes in, `since` the operator versions, `use` names groups of rules.
+    """
+
+    types: tuple[str, ...]
+    domains: tuple[str, ...] = ()
+    since: tuple[int, int] = (1, 10_000)
+    forms: tuple[str, ...] = ()
+    use: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    source: str = ""
+
+
+class RuleBook(_Strict, frozen=True, kw_only=True):
+    """All rules of a target."""
+
+    provider: Provider
+    units: Units
+    placing: Placing
+    derived: dict[str, Derived] = {}
+    groups: dict[str, tuple[Rule, ...]] = {}
+    op: tuple[Op, ...]
+
+
+def load_rules(target: Target) -> RuleBook:
+    """Returns the rules in the target's folder.
+
+    Raises:
+        TargetError: `rules.toml` is missing or malformed, or names a group of rules that it does not define.
+    """
+    file = target.folder / "rules.toml"
+    try:
+        book = msgspec.toml.decode(file.read_bytes(), type=RuleBook)
+    except OSError as error:
+        raise TargetError(f"cannot read '{file}': {error.strerror}", hint="a target needs a rules.toml") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TargetError(
+            f"'{file}' is malformed: {error}", hint="compare it with a target that edgekit ships"
+        ) from error
+    for op in book.op:
+        for group in op.use:
+            if group not in book.groups:
+                raise TargetError(
+                    f"'{file}' uses group '{group}', which it does not define", hint=f"add [groups] {group}"
+                )
+    return book
+
+
+def derive_settings(book: RuleBook, settings: dict[str, str]) -> dict[str, str]:
+    """Returns the settings with the derived ones added, and the minor version of ORT, by default the rules' own."""
+    found = {"ort_minor": settings.get("ort", book.provider.ort).split(".")[1], **settings}
+    for name, derived in book.derived.items():
+        value = settings.get(derived.parameter, "")
+        found[name] = next((key for key, values in derived.names.items() if value in values), derived.default)
+    return found

@@ -1,0 +1,386 @@
+"""Node units: the groups of DequantizeLinear, operator and QuantizeLinear that a provider takes or leaves as one.
+
+The grouping is ONNX Runtime's (core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc and shared/utils.cc).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from edgekit.check.graph import Graph, Node, Shape
+from edgekit.model.tensors import Array
+
+Selector = Literal[
+    "drop", "drop_dq", "unary", "binary", "variadic", "split", "conv", "matmul", "gemm", "norm", "batchnorm",
+    "compare", "where", "pad", "topk", "any", "first",
+]  # fmt: skip
+
+SELECTORS: dict[str, Selector] = {
+    **dict.fromkeys(
+        ("Gather", "Reshape", "Expand", "Flatten", "Transpose", "MaxPool", "Resize", "Squeeze", "Unsqueeze", "Tile"),
+        "drop",
+    ),
+    **dict.fromkeys(("ArgMax", "ArgMin"), "drop_dq"),
+    **dict.fromkeys(
+        (
+            "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LeakyRelu", "ReduceMean", "ReduceMin", "ReduceMax",
+            "ReduceProd", "ReduceSum", "Relu", "Gelu", "Elu", "HardSwish", "Sigmoid", "Slice", "LogSoftmax", "Softmax",
+            "Sqrt", "Atan", "Asin", "Sin", "Cos", "Sign", "Tanh", "Exp", "Log", "LRN", "Ceil", "Floor", "Round", "Abs",
+            "Neg", "DepthToSpace", "SpaceToDepth", "LpNormalization",
+        ),
+        "unary",
+    ),
+    "Clip": "any",
+    **dict.fromkeys(("Add", "Div", "Mul", "Pow", "Sub", "PRelu", "GridSample"), "binary"),
+    **dict.fromkeys(("Concat", "Max", "Min"), "variadic"),
+    "Split": "split",
+    **dict.fromkeys(("Conv", "ConvTranspose"), "conv"),
+    "MatMul": "matmul",
+    "Gemm": "gemm",
+    **dict.fromkeys(("InstanceNormalization", "LayerNormalization"), "norm"),
+    "BatchNormalization": "batchnorm",
+    **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), "compare"),
+    "Where": "where",
+    "Pad": "pad",
+    "TopK": "topk",
+}  # fmt: skip
+"""Which of ORT's group selectors looks at an operator (ORT 1.31)."""
+
+SELECTED_SINCE: dict[str, tuple[int, ...]] = {"MaxPool": (12,)}
+"""Operators that form a unit in some versions only."""
+
+_LIMITED = ("int8", "uint8", "int16", "uint16")
+_DATA_INPUTS = {"Where": 1}
+_UNCLIPPED = ("drop", "drop_dq", "split", "topk")
+_UNQUANTIZED_OUTPUT = ("gemm", "compare")
+_DQ_COUNTS: dict[Selector, int] = {
+    "drop": 1, "drop_dq": 1, "unary": 1, "split": 1, "topk": 1, "matmul": 2, "where": 2, "first": 1,
+}  # fmt: skip
+_GROUP_DOMAINS = ("", "com.microsoft")
+
+
+class Operand(msgspec.Struct, frozen=True, kw_only=True):
+    """An input or output of a unit; of a quantized one, the integer tensor and the names of its parameters."""
+
+    name: str
+    dtype: str | None
+    shape: Shape | None
+    scale: str | None = None
+    zero_point: str | None = None
+    axis: int = 1
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if it comes with a scale."""
+        return self.scale is not None
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """A node alone, or a node with the DQ, Q and redundant activation around it; members are node positions.
+
+    A DQ with several consumers is a member of several units, because ORT gives each unit a DQ of its own
+    (EnsureUniqueDQForNodeUnit).
+    """
+
+    node: Node
+    members: tuple[int, ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    is_qdq: bool = False
+
+    def has_input(self, position: int) -> bool:
+        """Returns True if there is an input at this position."""
+        return position < len(self.inputs) and bool(self.inputs[position].name)
+
+    def dtype_of(self, position: int) -> str | None:
+        """Returns the element type of an input, None if it is absent or unknown."""
+        return self.inputs[position].dtype if self.has_input(position) else None
+
+    def rank_of(self, position: int) -> int | None:
+        """Returns the rank of an input, None if it is absent or unknown."""
+        shape = self.inputs[position].shape if self.has_input(position) else None
+        return None if shape is None else len(shape)
+
+    @property
+    def form(self) -> str:
+        """The element type it computes in: "float32", or "qdq-uint8" for a quantized unit; "unknown" if not known."""
+        if not any(operand.name for operand in self.inputs):
+            return self.outputs[0].dtype or "unknown"
+        first = self.inputs[min(_DATA_INPUTS.get(self.node.op, 0), len(self.inputs) - 1)]
+        quantized = self.is_qdq and any(operand.is_quantized for operand in self.inputs)
+        if quantized and not first.is_quantized:
+            first = next(operand for operand in self.inputs if operand.is_quantized)
+        return f"qdq-{first.dtype}" if quantized else (first.dtype or "unknown")
+
+
+def group_units(
+    graph: Graph, selectors: Mapping[str, Selector] | None, *, absorb_clips: bool = True
+) -> tuple[Unit, ...]:
+    """Returns the units of a graph in the order of their target nodes; with no selectors each node is one.
+
+    `absorb_clips` lets a unit hold an activation that its Q makes redundant.
+    """
+    grouped: dict[int, Unit] = {}
+    for node in graph.nodes if selectors is not None else ():
+        selector = selectors.get(node.op) if selectors is not None else None
+        unit = _group(graph, node, selector, absorb_clips=absorb_clips) if selector is not None else None
+        if unit is not None:
+            grouped[node.index] = unit
+    inside = _claimed_nodes(graph, grouped)
+    return tuple(
+        grouped.get(node.index) or single_unit(graph, node) for node in graph.nodes if node.index not in inside
+    )
+
+
+def single_unit(graph: Graph, node: Node) -> Unit:
+    """Returns the unit of a node alone; the QLinear operators show their parameters as ORT's NodeUnit does."""
+    inputs, outputs = _linear_operands(graph, node) or (
+        tuple(_operand(graph, name) for name in node.inputs),
+        tuple(_operand(graph, name) for name in node.outputs),
+    )
+    return Unit(node=node, members=(node.index,), inputs=inputs, outputs=outputs)
+
+
+def _claimed_nodes(graph: Graph, grouped: Mapping[int, Unit]) -> set[int]:
+    """Returns the members of units that are no unit of their own: not a DQ that others read too."""
+    readers: dict[int, set[int]] = {}
+    for target, unit in grouped.items():
+        for member in unit.members:
+            if member != target:
+                readers.setdefault(member, set()).add(target)
+    claimed = set(readers)
+    for member, targets in readers.items():
+        node = graph.nodes[member]
+        if node.op == "DequantizeLinear" and set(graph.consumers.get(node.outputs[0], ())) - targets:
+            claimed.discard(member)
+    return claimed
+
+
+class _Surround(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies around a node: the DQ of each input, the Q of each output, a redundant activation in between."""
+
+    before: dict[int, Node]
+    after: list[tuple[int, Node]]
+    clip: Node | None
+
+
+def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit | None:
+    around = _look_around(graph, node, absorb_clips=absorb_clips)
+    if node.domain not in _GROUP_DOMAINS or node.since not in SELECTED_SINCE.get(node.op, (node.since,)):
+        return None
+    if around is None or not _accepts(graph, node, selector, around):
+        return None
+    if any(dq.outputs[0] in graph.outputs for dq in around.before.values()):
+        return None
+    before, after = around.before, dict(around.after)
+    middle = (node.index,) if around.clip is None else (node.index, around.clip.index)
+    members = (*(dq.index for dq in before.values()), *middle, *(q.index for _, q in around.after))
+    return Unit(
+        node=node,
+        members=tuple(dict.fromkeys(members)),
+        inputs=tuple(
+            _quantized(graph, before[at], 0) if at in before else _operand(graph, name)
+            for at, name in enumerate(node.inputs)
+        ),
+        outputs=tuple(
+            _quantized(graph, after[at], 1) if at in after else _operand(graph, name)
+            for at, name in enumerate(node.outputs)
+        ),
+        is_qdq=True,
+    )
+
+
+def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround | None:
+    dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.inputs))
+    before = {at: dq for at, dq in dqs if dq is not None}
+    clip = _redundant_candidate(graph, node) if absorb_clips and before else None
+    after = _quantizers(graph, clip or node)
+    if clip is not None and (len(after) != 1 or not _is_redundant(graph, clip, after[0][1])):
+        return None
+    return _Surround(before=before, after=after, clip=clip)
+
+
+def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) -> bool:
+    dtypes = [graph.value(dq.inputs[0]).dtype for dq in around.before.values()]
+    results = [graph.value(q.outputs[0]).dtype for _, q in around.after]
+    wanted = _wanted_dqs(node, selector, len(dtypes))
+    if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and around.clip is not None):
+        return False
+    if selector == "drop_dq":
+        return True
+    if selector == "topk":
+        return dtypes == results
+    if not _covers_outputs(graph, node, around) and not (selector in _UNQUANTIZED_OUTPUT and not results):
+        return False
+    if selector == "drop" and not _same_parameters(graph, around.before[min(around.before)], around.after[0][1]):
+        return False
+    return _dtypes_fit(selector, dtypes, results, node)
+
+
+def _wanted_dqs(node: Node, selector: Selector, found: int) -> int:
+    if selector in {"any", "pad", "batchnorm"}:
+        return found
+    return _DQ_COUNTS.get(selector, sum(bool(name) for name in node.inputs))
+
+
+def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Sequence[str | None], node: Node) -> bool:
+    if selector in {"binary", "variadic", "where", "pad", "compare"}:
+        return len({*dtypes, *results}) == 1
+    if any(result != dtypes[0] for result in results):
+        return False
+    biased = len(dtypes) == 3
+    refused = (
+        (selector in {"conv", "gemm", "matmul"} and dtypes[0] == "int8" and dtypes[1] != "int8"),
+        (selector in {"conv", "gemm", "norm"} and biased and dtypes[2] != "int32"),
+        (selector == "gemm" and biased and node.attributes.get("beta", 1.0) != 1.0),
+        (selector == "batchnorm" and len(dtypes) < 3),
+    )
+    return not any(refused)
+
+
+def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
+    outputs = [name for name in node.outputs if name]
+    if not around.after or any(name in graph.outputs for name in outputs):
+        return False
+    edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
+    return len(around.after) == len(outputs) and (around.clip is not None or edges == len(around.after))
+
+
+def _producer(graph: Graph, name: str, op: str) -> Node | None:
+    index = graph.producers.get(name)
+    node = graph.nodes[index] if index is not None else None
+    return node if node is not None and node.op == op and node.has_input(1) else None
+
+
+def _quantizers(graph: Graph, node: Node) -> list[tuple[int, Node]]:
+    return [
+        (position, graph.nodes[index])
+        for position, name in enumerate(node.outputs)
+        for index in graph.consumers.get(name, ())
+        if graph.nodes[index].op == "QuantizeLinear"
+        and graph.nodes[index].inputs[0] == name
+        and graph.nodes[index].has_input(1)
+    ]
+
+
+def _redundant_candidate(graph: Graph, node: Node) -> Node | None:
+    edges = [index for name in node.outputs for index in graph.consumers.get(name, ())]
+    if len(edges) != 1:
+        return None
+    follower = graph.nodes[edges[0]]
+    if follower.op not in {"Relu", "Clip"} or follower.outputs[0] in graph.outputs:
+        return None
+    return follower if len(graph.consumers.get(follower.outputs[0], ())) == 1 else None
+
+
+def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
+    """Returns True if the Q cuts off all that the activation does (qdq_util.cc, IsClipMadeRedundantByQ)."""
+    result = _quantized(graph, quantizer, 1)
+    parameters = read_parameters(graph, result)
+    if parameters is None or parameters[0].ndim != 0 or result.dtype not in _LIMITED:
+        return False
+    limits = np.iinfo(result.dtype)
+    scale, zero = float(parameters[0]), int(parameters[1].reshape(-1)[0])
+    if clip.op == "Relu":
+        return zero == limits.min
+    bounds = clip_bounds(graph, clip.inputs, clip.attributes)
+    if bounds is None or scale <= 0:
+        return False
+    low, high = (float(np.rint(bound / scale)) + zero for bound in bounds)
+    return low <= limits.min and limits.max <= high
+
+
+def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, object]) -> tuple[float, float] | None:
+    """Returns the bounds of a Clip, infinite where it has none, or None if a bound is no constant."""
+    bounds = [_number(attributes.get("min"), float("-inf")), _number(attributes.get("max"), float("inf"))]
+    for place, name in enumerate(inputs[1:3]):
+        if name:
+            array = graph.array(name)
+            if array is None or array.size != 1:
+                return None
+            bounds[place] = float(array.reshape(-1)[0])
+    return bounds[0], bounds[1]
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, (int, float)) else default
+
+
+def read_parameters(graph: Graph, operand: Operand) -> tuple[Array, Array] | None:
+    """Returns the scale and zero point of a quantized operand (a zero where it has none), or None if not constant."""
+    scale = graph.array(operand.scale or "")
+    if scale is None or scale.size == 0:
+        return None
+    zero = graph.array(operand.zero_point) if operand.zero_point else np.zeros(scale.shape, np.int32)
+    return None if zero is None or zero.size == 0 else (scale, zero)
+
+
+def _same_parameters(graph: Graph, dq: Node, q: Node) -> bool:
+    one, other = read_parameters(graph, _quantized(graph, dq, 0)), read_parameters(graph, _quantized(graph, q, 1))
+    if one is None or other is None or one[0].size != 1 or other[0].size != 1:
+        return False
+    return bool(one[0].item() == other[0].item() and one[1].item() == other[1].item())
+
+
+def _operand(graph: Graph, name: str) -> Operand:
+    value = graph.value(name)
+    return Operand(name=name, dtype=value.dtype, shape=value.shape)
+
+
+def _quantized(graph: Graph, node: Node, side: int) -> Operand:
+    """Returns the integer tensor of a DQ (side 0) or Q (side 1) with its parameters."""
+    name = node.inputs[0] if side == 0 else node.outputs[0]
+    value = graph.value(name)
+    return Operand(
+        name=name,
+        dtype=value.dtype,
+        shape=value.shape,
+        scale=node.inputs[1],
+        zero_point=node.inputs[2] if node.has_input(2) else None,
+        axis=node.integer("axis", 1),
+    )
+
+
+_UNARY_LINEAR = (
+    "QLinearSigmoid",
+    "QLinearAveragePool",
+    "QLinearGlobalAveragePool",
+    "QLinearLeakyRelu",
+    "QLinearReduceMean",
+)
+_BINARY_LINEAR = ("QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul")
+
+
+def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tuple[Operand, ...]] | None:
+    def at(data: str, position: int) -> Operand:
+        value = graph.value(data)
+        return Operand(
+            name=data,
+            dtype=value.dtype,
+            shape=value.shape,
+            scale=node.inputs[position] or None,
+            zero_point=node.inputs[position + 1] if node.has_input(position + 1) else None,
+            axis=0 if node.op == "QLinearConv" else node.integer("axis", 1),
+        )
+
+    if node.op in _UNARY_LINEAR and len(node.inputs) >= 4:
+        return (at(node.inputs[0], 1),), (at(node.outputs[0], 3),)
+    if node.op in _BINARY_LINEAR and len(node.inputs) >= 8:
+        bias = (_operand(graph, node.inputs[8]),) if node.has_input(8) else ()
+        return (at(node.inputs[0], 1), at(node.inputs[3], 4), *bias), (at(node.outputs[0], 6),)
+    if node.op == "DequantizeLinear" and len(node.inputs) >= 2:
+        return (at(node.inputs[0], 1),), (_operand(graph, node.outputs[0]),)
+    if node.op == "QuantizeLinear" and len(node.inputs) >= 2:
+        return (_operand(graph, node.inputs[0]),), (at(node.outputs[0], 1),)
+    return None
+
+
+def unit_of_each(units: Iterable[Unit]) -> dict[int, tuple[int, ...]]:
+    """Returns for each node position the positions of the units it is a member of."""
+    found: dict[int, list[int]] = {}
+    for position, unit in enumerate(units):
+        for member in unit.members:
+            found.setdefault(member, []).append(position)
+    return {member: tuple(positions) for member, positions in found.items()}

@@ -1,0 +1,1 @@
+"""The ORT format: its tables read and written, its canonical bytes, its census of operators."""

@@ -1,0 +1,220 @@
+"""Laying records out as an ORT-format file, front to back, by rules that leave no choice.
+
+Order: header; each distinct vtable once, sorted by its bytes; tables and vectors in the order of a walk from the root;
+each distinct string once, sorted; weights in the order of the walk, aligned so that they can be used where they lie.
+"""
+
+import functools
+import struct
+from pathlib import Path
+from typing import BinaryIO, TypeAlias, cast
+
+import msgspec
+
+from edgekit.convert.ort_format.schema import NUMBER_SIZES, ROOT, SCHEMA, UNIONS, Field
+from edgekit.convert.ort_format.tables import IDENTIFIER, Record, number
+from edgekit.errors import ModelError
+
+_MAX_BYTES = 2**31 - 1
+_HEADER_BYTES = 8
+_Link: TypeAlias = "int | bytes | _Blob"
+
+
+class _Blob:
+    """Weights, written last and straight from where they lie."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self.start = 0
+
+
+class _Block:
+    """A table or a vector, with the places in it that point to something behind it.
+
+    `lead` bytes stand before what has to be aligned.
+    """
+
+    def __init__(self, content: bytearray, *, align: int, lead: int, vtable: bytes = b"") -> None:
+        self.content = content
+        self.align = align
+        self.lead = lead
+        self.vtable = vtable
+        self.links: list[tuple[int, _Link]] = []
+        self.start = 0
+
+
+def write_tables(root: Record, path: Path) -> None:
+    """Writes the records of a file in their order.
+
+    Raises:
+        ModelError: the file would have 2 GB or more, which flatbuffers cannot address.
+    """
+    walk = _Walk()
+    walk.add_table(root, ROOT)
+    blocks, blobs = walk.blocks, walk.blobs
+    vtables = _place_vtables(blocks)
+    cursor = _HEADER_BYTES + sum(map(len, vtables))
+    for block in blocks:
+        cursor += -(cursor + block.lead) % block.align
+        block.start = cursor
+        cursor += len(block.content)
+    strings, cursor = _place_strings(blocks, cursor)
+    for blob in blobs:
+        cursor += 4
+        cursor += -cursor % _blob_alignment(len(blob.data))
+        blob.start = cursor
+        cursor += len(blob.data)
+    if cursor > _MAX_BYTES:
+        raise ModelError(f"'{path.name}' would have {cursor} bytes", hint="the ORT format ends at 2 GB: load the .onnx")
+    with path.open("wb") as file:
+        _write_all(file, blocks, vtables, strings, blobs)
+
+
+class _Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """How tables with the same fields look: where each field lies, in the order of slots."""
+
+    fields: tuple[tuple[int, Field], ...]
+    size: int
+    align: int
+    vtable: bytes
+
+
+class _Walk:
+    """Collects blocks and weights, a parent before what it points to."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self.blobs: list[_Blob] = []
+
+    def add_table(self, record: Record, kind: str) -> int:
+        shape = _shape_table(kind, frozenset(record))
+        block = self._add_block(_Block(bytearray(shape.size), align=shape.align, lead=0, vtable=shape.vtable))
+        index = len(self.blocks) - 1
+        for offset, field in shape.fields:
+            value = record[field.name]
+            if field.kind in NUMBER_SIZES:
+                block.content[offset : offset + NUMBER_SIZES[field.kind]] = cast("bytes", value)
+            elif isinstance(value, dict):
+                of = UNIONS[field.of][number(record, f"{field.name}_type")] if field.kind == "union" else field.of
+                block.links.append((offset, self.add_table(value, of)))
+            else:
+                block.links.append((offset, value if isinstance(value, bytes) else self._add_vector(value, field)))
+        return index
+
+    def _add_vector(self, value: memoryview | list[bytes] | list[Record], field: Field) -> _Link:
+        if isinstance(value, memoryview):
+            return self._add_blob(value) if field.kind == "blob" else self._add_numbers(value, field.kind[1:-1])
+        block = self._add_block(_Block(bytearray(4 + 4 * len(value)), align=4, lead=0))
+        index = len(self.blocks) - 1
+        struct.pack_into("<I", block.content, 0, len(value))
+        for place in range(len(value)):
+            item = value[place]
+            link = item if isinstance(item, bytes) else self.add_table(item, field.of)
+            block.links.append((4 + 4 * place, link))
+        return index
+
+    def _add_numbers(self, value: memoryview, kind: str) -> int:
+        count = struct.pack("<I", len(value) // NUMBER_SIZES[kind])
+        self._add_block(_Block(bytearray(count + bytes(value)), align=8 if NUMBER_SIZES[kind] == 8 else 4, lead=4))
+        return len(self.blocks) - 1
+
+    def _add_blob(self, value: memoryview) -> _Blob:
+        self.blobs.append(_Blob(value))
+        return self.blobs[-1]
+
+    def _add_block(self, block: _Block) -> _Block:
+        self.blocks.append(block)
+        return block
+
+
+@functools.cache
+def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
+    fields = [(slot, field) for slot, field in enumerate(SCHEMA[kind]) if field.name in present]
+    offsets, size, align = _place_fields(fields)
+    placed = tuple((offsets[slot], field) for slot, field in fields)
+    return _Shape(fields=placed, size=size, align=align, vtable=_make_vtable(offsets, size))
+
+
+def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int, int]:
+    """Returns the offset of each slot, the size and the alignment of a table.
+
+    One field of four bytes fills the gap behind the leading offset; then come those of eight, four and one byte.
+    """
+    sizes = {slot: NUMBER_SIZES.get(field.kind, 4) for slot, field in fields}
+    order = sorted(sizes, key=lambda slot: (-sizes[slot], slot))
+    first = next((slot for slot in order if sizes[slot] == 4), None)
+    eights = any(size == 8 for size in sizes.values())
+    offsets: dict[int, int] = {}
+    cursor = 4
+    if first is not None:
+        offsets[first] = cursor
+        cursor += 4
+    if eights:
+        cursor = 8
+    for slot in order:
+        if slot != first:
+            offsets[slot] = cursor
+            cursor += sizes[slot]
+    return offsets, cursor + -cursor % 4, 8 if eights else 4
+
+
+def _make_vtable(offsets: dict[int, int], size: int) -> bytes:
+    slots = [offsets.get(slot, 0) for slot in range(max(offsets, default=-1) + 1)]
+    vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
+    return vtable + bytes(-len(vtable) % 4)
+
+
+def _place_vtables(blocks: list[_Block]) -> dict[bytes, int]:
+    cursor = _HEADER_BYTES
+    places: dict[bytes, int] = {}
+    for vtable in sorted({block.vtable for block in blocks if block.vtable}):
+        places[vtable] = cursor
+        cursor += len(vtable)
+    return places
+
+
+def _place_strings(blocks: list[_Block], cursor: int) -> tuple[dict[bytes, int], int]:
+    cursor += -cursor % 4
+    places: dict[bytes, int] = {}
+    for string in sorted({link for block in blocks for _, link in block.links if isinstance(link, bytes)}):
+        places[string] = cursor
+        cursor += 4 + len(string) + 1
+        cursor += -cursor % 4
+    return places, cursor
+
+
+def _blob_alignment(size: int) -> int:
+    return 64 if size >= 64 else 16 if size >= 16 else 8
+
+
+def _write_all(
+    file: BinaryIO, blocks: list[_Block], vtables: dict[bytes, int], strings: dict[bytes, int], blobs: list[_Blob]
+) -> None:
+    file.write(struct.pack("<I", blocks[0].start) + IDENTIFIER)
+    file.writelines(vtables)
+    for block in blocks:
+        if block.vtable:
+            struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
+        for offset, link in block.links:
+            target = _resolve(link, blocks, strings)
+            struct.pack_into("<I", block.content, offset, target - block.start - offset)
+        _pad_to(file, block.start)
+        file.write(block.content)
+    for string, place in strings.items():
+        _pad_to(file, place)
+        file.write(struct.pack("<I", len(string)) + string + b"\0")
+    for blob in blobs:
+        _pad_to(file, blob.start - 4)
+        file.write(struct.pack("<I", len(blob.data)))
+        file.write(blob.data)
+    _pad_to(file, file.tell() + -file.tell() % 8)
+
+
+def _resolve(link: _Link, blocks: list[_Block], strings: dict[bytes, int]) -> int:
+    if isinstance(link, int):
+        return blocks[link].start
+    return strings[link] if isinstance(link, bytes) else link.start - 4
+
+
+def _pad_to(file: BinaryIO, position: int) -> None:
+    file.write(bytes(position - file.tell()))

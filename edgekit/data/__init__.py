@@ -1,0 +1,1 @@
+"""Samples, images and labels: read, drawn, judged before they are used."""

@@ -1,0 +1,190 @@
+"""Sample inputs judged before any work starts: what is refused, and what is only suspicious."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.errors import DataError
+from edgekit.model.tensors import Array, Tensors
+
+FEW_SAMPLES = 32
+"""With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
+_FAR = 100.0
+_PIXELS = (0.0, 255.0)
+_LEAST_PIXEL = 64.0
+"""Values between 0 and 255 that reach this are pixels that were resized, whole numbers of them any pixels."""
+_SOUND = 32768.0
+
+
+class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What all samples hold: the sha256 of their content, how many there are, and what looks wrong, a line each.
+
+    `digests` holds the sha256 of each sample by itself.
+    """
+
+    sha256: str
+    count: int
+    digests: tuple[bytes, ...]
+    warnings: tuple[str, ...]
+
+
+def refusing_bad(samples: Samples) -> Samples:
+    """Returns the same samples, looked at while they are read: for what reads them once, and wants no facts of them.
+
+    Reading raises DataError where a sample has a value that is not finite, or there are fewer or more than promised.
+    """
+
+    def read() -> Iterator[Tensors]:
+        count = 0
+        for sample in samples:
+            for name in sorted(sample):
+                _check_finite(sample[name], name, f"sample {count} of '{samples.source}'")
+            yield sample
+            count += 1
+        _check_count(count, samples)
+
+    return msgspec.structs.replace(samples, read=read)
+
+
+def check_samples(samples: Samples) -> SampleFacts:
+    """Reads every sample once, refuses NaN and infinity, and returns what was seen.
+
+    Raises:
+        DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
+    """
+    digest, contents, inputs = hashlib.sha256(), list[bytes](), dict[str, _Input]()
+    for index, sample in enumerate(samples):
+        for name in sorted(sample):
+            _check_finite(sample[name], name, f"sample {index} of '{samples.source}'")
+            inputs.setdefault(name, _Input()).add(sample[name])
+        contents.append(digest_sample(sample))
+        digest.update(contents[-1])
+    _check_count(len(contents), samples)
+    cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
+    doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
+    warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs))
+    return SampleFacts(sha256=digest.hexdigest(), count=len(contents), digests=tuple(contents), warnings=warnings)
+
+
+def digest_sample(sample: Tensors) -> bytes:
+    """Returns the sha256 of the content of one sample: names, types, shapes and every bit."""
+    digest = hashlib.sha256()
+    for name in sorted(sample):
+        digest.update(_content(name, sample[name]))
+    return digest.digest()
+
+
+def digest_samples(samples: Samples) -> str:
+    """Returns the sha256 of the content of samples: names, types, shapes and every bit, in their order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for name in sorted(sample):
+            digest.update(_content(name, sample[name]))
+    return digest.hexdigest()
+
+
+def warn_if_few(facts: SampleFacts) -> tuple[str, ...]:
+    """Returns the warnings of samples to calibrate with: those they have, and one if they are few."""
+    few = f"{facts.count} samples are few to calibrate with: about 100 make ranges and the judge's choice steady"
+    return (few, *facts.warnings) if facts.count < FEW_SAMPLES else facts.warnings
+
+
+class _Input:
+    """What one input was over the samples."""
+
+    def __init__(self) -> None:
+        self._lows: list[float] = []
+        self._highs: list[float] = []
+        self._constant: list[int] = []
+        self._whole = True
+        self._rank = 0
+
+    def add(self, value: Array) -> None:
+        if value.dtype.kind != "f" or not value.size:
+            return
+        low, high = float(value.min()), float(value.max())
+        if low == high and value.size > 1:
+            self._constant.append(len(self._lows))
+        self._lows.append(low)
+        self._highs.append(high)
+        self._rank = max(self._rank, value.ndim)
+        self._whole = self._whole and max(-low, high) <= _SOUND and bool((value == np.rint(value)).all())
+
+    def usual_reach(self) -> float:
+        """The median over the samples of the largest magnitude; 0 where no floats were seen."""
+        return float(np.median(np.maximum(np.abs(self._lows), np.abs(self._highs)))) if self._lows else 0.0
+
+    def raw(self) -> str:
+        """Returns what raw data the values look like, "" where they look normalised."""
+        low, high = min(self._lows), max(self._highs)
+        in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
+        if in_bytes and self._whole and high > 1:
+            return f"whole numbers from {low:g} to {high:g}, as raw pixels do"
+        if in_bytes and self._rank == 4 and high >= _LEAST_PIXEL:
+            return f"values from {low:g} to {high:g}, as resized pixels do"
+        if self._whole and low < 0 and max(-low, high) > _PIXELS[1]:
+            return f"whole numbers from {low:g} to {high:g}, as raw 16-bit sound does"
+        return ""
+
+    def doubts(self, name: str) -> Iterator[str]:
+        if not self._lows:
+            return
+        if self._constant:
+            some = _some(len(self._constant), len(self._lows))
+            yield f"input '{name}' is one number throughout in {some}, first in sample {self._constant[0]}"
+        if self.raw():
+            yield f"input '{name}' holds {self.raw()}: check that this model wants them unnormalised"
+        reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
+        usual, farthest = float(np.median(reach)), int(np.argmax(reach))
+        if reach[farthest] > _FAR * usual > 0:
+            yield (
+                f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
+                " it stretches every range"
+            )
+
+
+def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
+    """Yields a doubt where float inputs differ in reach as raw and normalised data do."""
+    reaches = {name: seen.usual_reach() for name, seen in inputs.items() if seen.usual_reach() > 0}
+    if len(reaches) < 2:
+        return
+    least, most = min(reaches, key=lambda name: reaches[name]), max(reaches, key=lambda name: reaches[name])
+    if reaches[most] > _FAR * reaches[least]:
+        yield (
+            f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g} in half of the samples:"
+            " check that both are normalised as the model wants"
+        )
+
+
+def _repeated(contents: Sequence[bytes]) -> Iterator[str]:
+    first: dict[bytes, int] = {}
+    again = [(index, first[own]) for index, own in enumerate(contents) if first.setdefault(own, index) != index]
+    if again:
+        index, before = again[0]
+        yield f"{_some(len(again), len(contents))} repeat an earlier one: sample {index} is sample {before} again"
+
+
+def _some(count: int, total: int) -> str:
+    return f"{count} of {total} samples"
+
+
+def _check_finite(value: Array, name: str, where: str) -> None:
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        kind = "NaN" if np.isnan(value).any() else "infinity"
+        raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
+
+
+def _check_count(count: int, samples: Samples) -> None:
+    if count != samples.count:
+        raise DataError(
+            f"'{samples.source}' gave {count} samples, then {samples.count}",
+            hint="it must give the same at each pass",
+        )
+
+
+def _content(name: str, value: Array) -> bytes:
+    data = repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+    return f"{name}:{value.dtype}:{value.shape};".encode() + data

@@ -1,0 +1,94 @@
+"""Images as model inputs: the preprocessing that an app must repeat, as data."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from edgekit.errors import DataError
+from edgekit.model.tensors import Array
+
+SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
+_MAX_PIXELS = 1 << 28
+
+
+class Preprocess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From an image file to a tensor: resize the shorter side, crop the centre, order, scale, normalise.
+
+    `size` is [width, height] of the tensor. With `resize` the shorter side is scaled to it and the centre is cropped,
+    otherwise the image is stretched to `size`. A value v becomes (v * scale - mean) / std, per channel in the order of
+    `color`.
+    """
+
+    size: tuple[int, int]
+    resize: int | None = None
+    resample: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
+    color: Literal["RGB", "BGR", "L"] = "RGB"
+    layout: Literal["NCHW", "NHWC"] = "NCHW"
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    dtype: Literal["float32", "float16", "uint8", "int8"] = "float32"
+
+
+def load_preprocess(path: Path) -> Preprocess:
+    """Reads a preprocessing file.
+
+    Raises:
+        DataError: the file is missing or malformed, or a key is unknown.
+    """
+    try:
+        preprocess = msgspec.toml.decode(path.read_bytes(), type=Preprocess)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}", hint="--preprocess takes a .toml file") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        keys = ", ".join(Preprocess.__struct_fields__)
+        raise DataError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+    channels = 1 if preprocess.color == "L" else 3
+    if any(len(values) not in {1, channels} for values in (preprocess.mean, preprocess.std)) or 0.0 in preprocess.std:
+        raise DataError(
+            f"'{path}': mean and std want 1 or {channels} numbers, and std none that is 0", hint="see --help"
+        )
+    return preprocess
+
+
+def read_image(path: Path, preprocess: Preprocess) -> Array:
+    """Returns an image as a tensor of shape [C, H, W] or [H, W, C].
+
+    Raises:
+        DataError: the file is no image, or far too large.
+    """
+    try:
+        with Image.open(path) as opened:
+            if opened.width * opened.height > _MAX_PIXELS:
+                raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
+            image = _resize(opened.convert("L" if preprocess.color == "L" else "RGB"), preprocess)
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
+    pixels = np.asarray(image).reshape(image.height, image.width, -1)
+    if preprocess.color == "BGR":
+        pixels = pixels[..., ::-1]
+    return _normalise(pixels, preprocess)
+
+
+def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
+    width, height = preprocess.size
+    method = Image.Resampling[preprocess.resample.upper()]
+    if preprocess.resize is None:
+        return image.resize((width, height), method)
+    factor = preprocess.resize / min(image.size)
+    image = image.resize((max(width, round(image.width * factor)), max(height, round(image.height * factor))), method)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def _normalise(pixels: Array, preprocess: Preprocess) -> Array:
+    if preprocess.dtype in {"float32", "float16"}:
+        mean, std = np.asarray(preprocess.mean, np.float32), np.asarray(preprocess.std, np.float32)
+        pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
+    elif preprocess.dtype == "int8":
+        pixels = pixels.astype(np.int16) - 128
+    pixels = pixels.astype(preprocess.dtype)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1) if preprocess.layout == "NCHW" else pixels)

@@ -1,0 +1,129 @@
+"""Labels: what is right for each sample, as a class, a text, a mask, an image, or boxes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.errors import DataError
+from edgekit.model.tensors import Array
+
+LabelKind = Literal["class", "text", "array", "boxes", "any"]
+FOLDERS = Path("folders")
+"""Given as the file of labels: the class of an image is the folder that it lies in."""
+
+_MAX_BYTES = 1 << 30
+
+
+class Boxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The objects in one image: boxes as [left, top, right, bottom] in the units of the model, and their classes."""
+
+    boxes: tuple[tuple[float, float, float, float], ...]
+    classes: tuple[int, ...]
+
+
+Label = int | str | Array | Boxes
+
+
+def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
+    """Returns the class of each sample, from a `.npy`, a text file with one class a line, or the folders of images.
+
+    Folders stand for classes where `path` is `folders`: by their names if these are numbers, else in their order.
+
+    Raises:
+        DataError: the file cannot be read, holds no whole numbers, or has another number of classes than samples.
+    """
+    if path == FOLDERS and samples.class_names:
+        return _number_folders(samples.class_names)
+    try:
+        values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
+    except OSError as error:
+        raise DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line") from error
+    except (ValueError, EOFError) as error:
+        raise DataError(f"'{path}' holds no labels", hint="give whole numbers, one class a line") from error
+    if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) != samples.count:
+        raise DataError(
+            f"'{path}' has {values.dtype} of shape {list(values.shape)} as labels",
+            hint=f"give {samples.count} whole numbers, one a sample of '{samples.source}'",
+        )
+    return tuple(int(value) for value in values)
+
+
+def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[Label]:
+    """Returns the label of each sample in the form that a metric wants.
+
+    A class is read as by `read_labels`; a text is a line of a text file; an array is a row of a `.npy`; boxes are the
+    entries of a JSON list of {"boxes": [[left, top, right, bottom]], "classes": [int]}. For "any" the file decides.
+
+    Raises:
+        DataError: the file cannot be read, is of another form, or has another number of labels than samples.
+    """
+    if kind == "any":
+        kind = _guess_kind(path)
+    if kind == "class":
+        return read_labels(path, samples)
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(f"'{path}' has more than {_MAX_BYTES} bytes of labels", hint="verify with fewer samples")
+        labels: Sequence[Label] = _READERS[kind](path)
+    except OSError as error:
+        raise DataError(f"cannot read labels '{path}': {error.strerror}", hint=_HINTS[kind]) from error
+    except (ValueError, EOFError, msgspec.DecodeError) as error:
+        raise DataError(f"'{path}' is malformed: {error}", hint=_HINTS[kind]) from error
+    if len(labels) != samples.count:
+        raise DataError(
+            f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'", hint=_HINTS[kind]
+        )
+    return labels
+
+
+def _number_folders(names: Sequence[str]) -> tuple[int, ...]:
+    if all(name.isascii() and name.isdigit() for name in names):
+        return tuple(int(name) for name in names)
+    order = {name: place for place, name in enumerate(sorted(set(names)))}
+    return tuple(order[name] for name in names)
+
+
+def _guess_kind(path: Path) -> LabelKind:
+    if path.suffix == ".json":
+        return "boxes"
+    if path.suffix == ".npy":
+        try:
+            return "class" if np.load(path, allow_pickle=False, mmap_mode="r").ndim == 1 else "array"
+        except (OSError, ValueError, EOFError):
+            return "array"
+    return "text" if path.suffix == ".txt" else "class"
+
+
+def _read_texts(path: Path) -> Sequence[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def _read_arrays(path: Path) -> Sequence[Array]:
+    values: Any = np.load(path, allow_pickle=False, mmap_mode="r")
+    if path.suffix != ".npy" or values.ndim < 2:
+        raise ValueError("it holds no array with a row a sample")
+    rows: Sequence[Array] = values
+    return rows
+
+
+def _read_boxes(path: Path) -> Sequence[Boxes]:
+    labels = msgspec.json.decode(path.read_bytes(), type=list[Boxes])
+    if any(len(label.boxes) != len(label.classes) for label in labels):
+        raise ValueError("an entry has another number of classes than boxes")
+    return labels
+
+
+_READERS: dict[str, Callable[[Path], Sequence[Label]]] = {
+    "text": _read_texts,
+    "array": _read_arrays,
+    "boxes": _read_boxes,
+}
+_HINTS = {
+    "text": "give a text file with one line a sample",
+    "array": "give a .npy with one row a sample",
+    "boxes": 'give a .json: [{"boxes": [[left, top, right, bottom]], "classes": [int]}, ...], one entry a sample',
+}

@@ -1,0 +1,135 @@
+"""Rows of `.npz` archives, read one at a time: the archive is never in memory whole.
+
+A tensor `y` whose shape changes from row to row is two arrays: `y` with the values of all rows one after another, and
+`y.shapes`, int64, with the shape of each.
+"""
+
+import contextlib
+import math
+import zipfile
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from edgekit.errors import DataError
+from edgekit.model.tensors import Array, Tensors
+
+SHAPES = ".shapes"
+
+_MAX_ROW_BYTES = 1 << 32
+_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class _Column(msgspec.Struct, frozen=True, kw_only=True):
+    file: IO[bytes]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    count: int
+    shapes: "_Column | None" = None
+
+
+def count_rows(path: Path) -> int:
+    """Returns how many rows the arrays of an archive have.
+
+    Raises:
+        DataError: the file is no archive of plain arrays, or its arrays have unequal lengths.
+    """
+    with _open_archive(path) as archive:
+        counts: dict[str, int] = {}
+        for name, column in _open_columns(archive, path).items():
+            column.file.close()
+            counts[name] = column.count if column.shapes is None else column.shapes.count
+            if column.shapes is not None:
+                column.shapes.file.close()
+    if len(set(counts.values())) > 1:
+        raise DataError(f"'{path}' has arrays of unequal length: {counts}", hint="array[i] is sample i in each array")
+    return next(iter(counts.values()), 0)
+
+
+def read_rows(path: Path) -> Iterator[Tensors]:
+    """Yields row i of every array, for each i in order.
+
+    Raises:
+        DataError: the file is no archive of plain arrays, or is damaged.
+    """
+    count = count_rows(path)
+    with contextlib.ExitStack() as opened:
+        archive = opened.enter_context(_open_archive(path))
+        columns = _open_columns(archive, path)
+        for column in columns.values():
+            opened.callback(column.file.close)
+            opened.callback(column.shapes.file.close if column.shapes else column.file.close)
+        for _ in range(count):
+            yield {name: _read_row(column, path) for name, column in columns.items()}
+        torn = next((name for name, column in columns.items() if column.shapes and column.file.read(1)), None)
+        if torn is not None:
+            raise DataError(f"array '{torn}' of '{path}' is longer than its shapes say", hint="build it again")
+
+
+@contextlib.contextmanager
+def _open_archive(path: Path) -> Generator[zipfile.ZipFile]:
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"'{path}' is not an .npz file, or is cut off", hint="write it with numpy.savez") from error
+    with archive:
+        yield archive
+
+
+def _column_names(archive: zipfile.ZipFile, path: Path) -> list[str]:
+    names = archive.namelist()
+    odd = next((name for name in names if not name.endswith(".npy")), None)
+    if odd is not None:
+        raise DataError(f"'{path}' holds '{odd}', which is no array", hint="write it with numpy.savez")
+    return [name.removesuffix(".npy") for name in names]
+
+
+def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
+    columns = {name: _open_column(archive, name, path) for name in _column_names(archive, path)}
+    for name in [name for name in columns if f"{name}{SHAPES}" in columns]:
+        shapes = columns[f"{name}{SHAPES}"]
+        if not columns[name].shape and shapes.dtype == np.dtype("<i8") and len(shapes.shape) == 1:
+            columns[name] = msgspec.structs.replace(columns[name], shapes=shapes)
+            del columns[f"{name}{SHAPES}"]
+    return columns
+
+
+def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
+    try:
+        file = archive.open(f"{name}.npy")
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
+    try:
+        shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        file.close()
+        raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
+    if dtype.hasobject or fortran or not shape:
+        file.close()
+        raise DataError(
+            f"array '{name}' of '{path}' holds objects, is in Fortran order, or is a scalar",
+            hint="save plain arrays with one row a sample: numpy.ascontiguousarray(array)",
+        )
+    return _Column(file=file, dtype=dtype, shape=tuple(shape[1:]), count=shape[0])
+
+
+def _read_row(column: _Column, path: Path) -> Array:
+    if column.shapes is not None:
+        dims = tuple(int(dim) for dim in _read_row(column.shapes, path))
+        if any(not 0 <= dim <= _MAX_ROW_BYTES for dim in dims):
+            raise DataError(f"'{path}' has a row of the shape {list(dims)}", hint="build it again")
+        column = msgspec.structs.replace(column, shape=dims, shapes=None)
+    size_bytes = column.dtype.itemsize * math.prod(column.shape)
+    if size_bytes > _MAX_ROW_BYTES:
+        raise DataError(f"'{path}' claims samples of {size_bytes} bytes", hint="one sample may have 4 GiB at most")
+    try:
+        data = column.file.read(size_bytes)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise DataError(f"'{path}' is damaged", hint="write it again with numpy.savez") from error
+    if len(data) < size_bytes:
+        raise DataError(f"'{path}' is cut off", hint="write it again with numpy.savez")
+    return np.frombuffer(data, column.dtype).reshape(column.shape)

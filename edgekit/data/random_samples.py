@@ -1,0 +1,37 @@
+"""Inputs drawn at random, the same at each call, for a model that came without samples."""
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
+
+_UNSET_DIM = 1
+
+
+def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | None:
+    """Returns samples for inputs that are tensors, or None if one is not; an unknown dimension gets the size 1.
+
+    Floats are normal, integers 0 or 1 (they are indices more often than not), strings a letter.
+    """
+    if not all(spec.is_tensor and spec.shape is not None for spec in inputs):
+        return None
+
+    def read() -> Iterator[Tensors]:
+        for index in range(count):
+            yield {spec.name: _draw(spec, index) for spec in inputs}
+
+    return Samples(source="drawn at random", count=count, read=read)
+
+
+def _draw(spec: TensorSpec, index: int) -> Array:
+    rng = np.random.default_rng([zlib.crc32(spec.name.encode()), index])
+    shape = [dim if isinstance(dim, int) else _UNSET_DIM for dim in spec.shape or ()]
+    if spec.dtype == "string":
+        return np.full(shape, "a", object)
+    dtype = np.dtype(DTYPES[spec.dtype])
+    if dtype.kind == "f":
+        return np.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+    return rng.integers(0, 2, shape).astype(dtype)

@@ -1,0 +1,286 @@
+"""Where sample inputs come from: they are streamed, one sample at a time."""
+
+import importlib
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import onnx
+import onnx.numpy_helper
+from google.protobuf.message import DecodeError
+
+from edgekit.data.images import SUFFIXES, Preprocess, read_image
+from edgekit.data.npz import count_rows, read_rows
+from edgekit.errors import DataError, quote_error, suggest_name
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
+
+_MOST_KEPT_BYTES = 32 << 20
+_FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
+_UNCOUNTED = -1
+
+
+class Samples(msgspec.Struct, frozen=True, kw_only=True):
+    """Sample inputs that can be read any number of times, always in the same order.
+
+    `read` starts a new pass and yields one sample at a time, each a tensor per model input with the batch axis of the
+    model. `source` names where they come from, for messages. `class_names` holds, for folders of images in folders,
+    the name of each sample's folder. `batches` says how many batches were cut into samples, 0 where they came singly.
+    """
+
+    source: str
+    count: int
+    read: Callable[[], Iterator[Tensors]]
+    class_names: tuple[str, ...] = ()
+    batches: int = 0
+
+    def __iter__(self) -> Iterator[Tensors]:
+        return self.read()
+
+
+def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preprocess | None = None) -> Samples:
+    """Opens sample inputs for a model with these inputs, and judges names, dtype and shape of the first.
+
+    Where the model takes one row and the data are batches, of any size and of several, each row is a sample.
+
+    Raises:
+        DataError: the source does not exist, has an unknown form, or does not fit the inputs.
+    """
+    other = next((spec for spec in inputs if not spec.is_tensor), None)
+    if other is not None:
+        raise DataError(
+            f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors",
+            hint="export the model with tensors as inputs",
+        )
+    raw = _open_source(source, inputs, preprocess)
+
+    names = [spec.name for spec in inputs]
+
+    def read() -> Iterator[Tensors]:
+        fitting: _Form | None = None
+        for index, sample in enumerate(raw):
+            form = _describe_form(sample)
+            if form == fitting:
+                yield {name: sample[name] for name in names}
+                continue
+            rows = [fit_sample(row, inputs, f"sample {index} of '{source}'") for row in _split_rows(sample, inputs)]
+            fitting = form if len(rows) == 1 and all(rows[0][name] is sample[name] for name in names) else None
+            yield from rows
+
+    batches, count = _count_samples(raw, inputs)
+    if count == 0:
+        raise DataError(f"'{source}' holds no sample", hint="give at least one, better 100")
+    samples = msgspec.structs.replace(raw, count=count, batches=batches if count != batches else 0, read=read)
+    next(iter(samples))
+    return samples
+
+
+def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
+    """Returns the samples at some positions, in their own order."""
+    wanted = frozenset(indices)
+
+    def read() -> Iterator[Tensors]:
+        for index, sample in zip(range(max(wanted, default=-1) + 1), samples, strict=False):
+            if index in wanted:
+                yield sample
+
+    names = tuple(name for index, name in enumerate(samples.class_names) if index in wanted)
+    return Samples(source=samples.source, count=len(wanted), read=read, class_names=names)
+
+
+def keep_small(samples: Samples) -> Samples:
+    """Returns samples that stay in memory once they were read to their end, where they have 32 MB at most."""
+    kept: list[tuple[Tensors, ...]] = []
+
+    def read() -> Iterator[Tensors]:
+        if kept:
+            yield from kept[0]
+            return
+        rows: list[Tensors] = []
+        size_bytes = 0
+        for sample in samples:
+            size_bytes += sum(value.nbytes for value in sample.values())
+            if size_bytes <= _MOST_KEPT_BYTES:
+                rows.append(sample)
+            else:
+                rows.clear()
+            yield sample
+        if size_bytes <= _MOST_KEPT_BYTES:
+            kept.append(tuple(rows))
+
+    return msgspec.structs.replace(samples, read=read)
+
+
+def spread_indices(count: int, wanted: int) -> tuple[int, ...]:
+    """Returns at most `wanted` positions spread evenly over `count` samples."""
+    if wanted >= count:
+        return tuple(range(count))
+    return tuple(index * count // wanted for index in range(wanted))
+
+
+def limit_samples(samples: Samples, most: int | None) -> Samples:
+    """Returns at most that many samples, spread evenly; all of them where `most` is None."""
+    return samples if most is None else select_samples(samples, spread_indices(samples.count, most))
+
+
+def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
+    """Returns a sample with the names, dtypes and shapes of the inputs, adding a batch axis of one where it is missing.
+
+    Raises:
+        DataError: an input is missing, unknown, of another dtype or of another shape.
+    """
+    names = [spec.name for spec in inputs]
+    for name in sample:
+        if name not in names:
+            raise DataError(f"{where} has '{name}', which is no model input", hint=suggest_name(name, names))
+    missing = next((name for name in names if name not in sample), None)
+    if missing is not None:
+        raise DataError(f"{where} lacks the model input '{missing}'", hint=f"it has: {', '.join(sample) or 'nothing'}")
+    return {spec.name: _fit(np.asarray(sample[spec.name]), spec, where) for spec in inputs}
+
+
+_Form = list[tuple[str, np.dtype[Any], tuple[int, ...]]]
+
+
+def _describe_form(sample: Tensors) -> _Form:
+    return [(name, value.dtype, value.shape) for name, value in sample.items()]
+
+
+def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tensors]:
+    """Yields the rows of a batch for a model of batch one, as batches of one; what is no batch as it is."""
+    sizes = {spec.name: _batch_size(sample[spec.name], spec) for spec in inputs if spec.name in sample}
+    batched = {size for size in sizes.values() if size != 1}
+    if len(batched) != 1:
+        yield sample
+        return
+    for row in range(batched.pop()):
+        yield {name: value if sizes.get(name, 1) == 1 else value[row : row + 1] for name, value in sample.items()}
+
+
+def _batch_size(value: Array, spec: TensorSpec) -> int:
+    """Returns how many rows a value has for an input that takes one, 1 where it is none or no batch."""
+    first, *rest = spec.shape or (None,)
+    is_batch = first == 1 and value.ndim == 1 + len(rest) and value.shape[0] > 1
+    return value.shape[0] if is_batch and shape_matches((1, *value.shape[1:]), spec) else 1
+
+
+def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> tuple[int, int]:
+    """Returns how many samples there are as they come, and how many when batches are cut; all may have to be read."""
+    takes_rows = any(spec.shape and spec.shape[0] == 1 for spec in inputs)
+    if raw.class_names or raw.count == 0 or (raw.count != _UNCOUNTED and not takes_rows):
+        return raw.count, raw.count
+    if Path(raw.source).is_file():
+        return raw.count, raw.count * sum(1 for _ in _split_rows(next(iter(raw)), inputs))
+    sizes = [sum(1 for _ in _split_rows(sample, inputs)) for sample in raw]
+    return len(sizes), sum(sizes)
+
+
+def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
+    if spec.dtype == "string" and value.dtype.kind in "UO":
+        value = value.astype(object)
+    elif value.dtype != np.dtype(DTYPES.get(spec.dtype, np.void)):
+        raise DataError(
+            f"{where} has {value.dtype} for input '{spec.name}', the model wants {spec.dtype}",
+            hint=f"save it with .astype('{spec.dtype}')",
+        )
+    for candidate in (value, value[np.newaxis]):
+        if shape_matches(candidate.shape, spec):
+            return candidate
+    raise DataError(
+        f"{where} has shape {list(value.shape)} for input '{spec.name}', the model wants {spec}",
+        hint="sample i is array[i]; a batch axis of one is added where it is missing",
+    )
+
+
+def _open_source(source: str, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Samples:
+    path = Path(source)
+    if path.suffix == ".npz" and path.is_file():
+        return Samples(source=source, count=count_rows(path), read=lambda: read_rows(path))
+    if path.is_dir():
+        return _from_folder(path, inputs, preprocess)
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
+        return _from_function(source)
+    state = "is no data that edgekit reads" if path.exists() else "does not exist"
+    raise DataError(f"the data '{source}' {state}", hint=_FORMS_HINT)
+
+
+def _from_folder(path: Path, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Samples:
+    if sets := sorted(path.glob("test_data_set_*"), key=_natural_key):
+        return _from_files(path, sets, lambda folder: _read_data_set(folder, inputs))
+    if files := sorted(path.glob("*.npz"), key=_natural_key):
+        return _from_files(path, files, _read_npz_sample)
+    if files := sorted(path.glob("*.npy"), key=_natural_key):
+        return _from_files(path, files, lambda file: {_only_input(inputs, path): _read_npy(file)})
+    files = sorted((file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES), key=_natural_key)
+    if not files:
+        raise DataError(f"'{path}' holds no sample", hint=_FORMS_HINT)
+    if preprocess is None:
+        raise DataError(f"'{path}' holds images", hint="say how the model wants them: --preprocess FILE.toml")
+    name = _only_input(inputs, path)
+    samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
+    return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
+
+
+def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Tensors]) -> Samples:
+    return Samples(source=str(path), count=len(files), read=lambda: (read_one(file) for file in files))
+
+
+def _from_function(source: str) -> Samples:
+    module, _, name = source.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function = cast("Callable[[], Iterable[Mapping[str, Array]]]", getattr(importlib.import_module(module), name))
+    except Exception as error:  # importing runs the user's own code
+        raise DataError(f"cannot load '{source}': {error}", hint="module:function, importable from here") from error
+
+    def read() -> Iterator[Tensors]:
+        try:
+            for sample in function():
+                yield {key: np.asarray(value) for key, value in sample.items()}
+        except Exception as error:  # so does reading
+            hint = "it must give dicts of arrays by input name"
+            raise DataError(f"'{source}' raises {type(error).__name__}: {quote_error(error)}", hint=hint) from error
+
+    return Samples(source=source, count=_UNCOUNTED, read=read)
+
+
+def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
+    tensors: dict[str, Array] = {}
+    for index, spec in enumerate(inputs):
+        file = folder / f"input_{index}.pb"
+        try:
+            tensors[spec.name] = onnx.numpy_helper.to_array(onnx.load_tensor(str(file)))
+        except (OSError, DecodeError, ValueError, TypeError) as error:
+            raise DataError(f"cannot read '{file}' for input '{spec.name}'", hint="it must be a TensorProto") from error
+    return tensors
+
+
+def _read_npz_sample(file: Path) -> Tensors:
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"cannot read '{file}'", hint="write it with numpy.savez") from error
+
+
+def _read_npy(file: Path) -> Array:
+    try:
+        return cast("Array", np.load(file, allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"cannot read '{file}'", hint="write it with numpy.save") from error
+
+
+def _only_input(inputs: Sequence[TensorSpec], path: Path) -> str:
+    if len(inputs) != 1:
+        names = ", ".join(spec.name for spec in inputs)
+        raise DataError(f"'{path}' gives one input, the model has {len(inputs)}", hint=f"give a .npz with {names}")
+    return inputs[0].name
+
+
+def _natural_key(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path)) if part]

@@ -1,0 +1,1 @@
+"""Devices that run a provider's or a vendor's real code on a plain PC."""

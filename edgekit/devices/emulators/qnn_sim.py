@@ -1,0 +1,147 @@
+"""Qualcomm's HTP library on this PC: the QNN plug-in provider with the simulator that its Linux wheel holds."""
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._ort import VERSION
+from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device, run_python
+from edgekit.devices.process.exchange import FarJob
+from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
+from edgekit.evidence import Evidence
+
+PROVIDER = "QNNExecutionProvider"
+ARCH_SOCS = {"v68": "30", "v69": "36", "v73": "43", "v75": "57", "v79": "69", "v81": "87"}
+"""One SoC number for each architecture of the HTP; the simulator computes by architecture."""
+
+_NO_DEVICE = frozenset({14, 22, 23, 24, 44, 79, 80, 81, 98, 121})
+_KNOWN_SOCS = frozenset(str(number) for number in range(1, 124) if number not in _NO_DEVICE)
+"""The SoC numbers that onnxruntime-qnn 2.7.0 makes a device for (measured: 0 to 130)."""
+
+_OPTIONS = frozenset({
+    "backend_type", "backend_path", "soc_model", "htp_arch", "device_id", "enable_htp_fp16_precision",
+    "htp_bf16_enable", "htp_performance_mode", "htp_graph_finalization_optimization_mode", "qnn_context_priority",
+    "vtcm_mb", "rpc_control_latency", "offload_graph_io_quantization", "enable_htp_spill_fill_buffer",
+    "enable_htp_shared_memory_allocator", "enable_vtcm_backup_buffer_sharing", "htp_share_resource_optimization",
+    "extended_udma", "enable_htp_monolithic_lstm", "enable_htp_fp16_clamp_overflow",
+    "enable_block_quant_weight_optimization", "disable_file_mapped_weights", "skip_qnn_version_check",
+})  # fmt: skip
+"""Options that mean something to a session on a device; the provider takes any other word without complaint."""
+
+_FALLBACK = "session.disable_cpu_ep_fallback"
+_FALLBACK_REFUSED = "fallback to CPU EP has been explicitly disabled"
+_COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
+
+
+class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTP simulator; `arch` overrides the SoC of the target, "" keeps it."""
+
+    arch: str = ""
+    evidence: Evidence = Evidence.SIMULATOR
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return f"qnn-htp-sim:{self.arch}" if self.arch else "qnn-htp-sim"
+
+    def find_missing(self) -> Missing | None:
+        """Returns what is lacking on this machine."""
+        if importlib.util.find_spec("onnxruntime_qnn") is None:
+            return Missing(reason="the wheel onnxruntime-qnn is not installed", command="pip install 'edgekit[qnn]'")
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job in the simulator, without the CPU where the provider takes every node.
+
+        Where it does not, the job runs again with the CPU allowed, a note says so, and the placement names the nodes.
+
+        Raises:
+            DeviceError: onnxruntime-qnn is not installed.
+            MissingExtraError: it cannot be imported.
+            TargetError: the target has an option that the provider would ignore or misread.
+        """
+        require_device(self.name, self.find_missing())
+        options = provider_options(job.target.session.provider_options, self.arch)
+        runner = Runner(device=self.name, evidence=self.evidence)
+        if job.model.suffix == ".ort":
+            return refuse_run(runner, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
+        described = describe_job(job, provider=PROVIDER)
+        strict = {**described.session_config, _FALLBACK: "1"}
+        far = msgspec.structs.replace(
+            described, library=_library_path(), provider_options=options, session_config=strict
+        )
+        _check_context(job.model, options["soc_model"])
+        (work / "strict").mkdir()
+        run = run_python(runner, job, far, work / "strict")
+        if run.failure is None or _FALLBACK_REFUSED not in run.failure:
+            return run
+        return _run_with_cpu(runner, job, far, work)
+
+
+def find_qnn_versions() -> dict[str, str]:
+    """Returns the versions of ONNX Runtime and of the provider's wheel, which holds Qualcomm's libraries."""
+    return {"onnxruntime": VERSION, "onnxruntime-qnn": version("onnxruntime-qnn")}
+
+
+def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:
+    """Returns a target's options for the simulator, with the SoC of `arch` where that is given.
+
+    Raises:
+        TargetError: an option or the SoC is unknown to the provider, which would not say so itself.
+        UsageError: there is no such architecture.
+    """
+    if arch and arch not in ARCH_SOCS:
+        raise UsageError(f"there is no HTP architecture '{arch}'", hint=suggest_name(arch, ARCH_SOCS))
+    for key in options:
+        if key not in _OPTIONS:
+            raise TargetError(f"'{key}' is no option of {PROVIDER}", hint=suggest_name(key, _OPTIONS))
+    soc = ARCH_SOCS[arch] if arch else options.get("soc_model", "")
+    if soc not in _KNOWN_SOCS:
+        known = ", ".join(f"{number} ({name})" for name, number in ARCH_SOCS.items())
+        raise TargetError(f"'{soc}' is no soc_model that the HTP simulator knows", hint=f"for example: {known}")
+    kept = {key: value for key, value in options.items() if key not in {"htp_arch", "backend_path"}}
+    return {**kept, "backend_type": "htp", "soc_model": soc}
+
+
+def _run_with_cpu(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRun:
+    config = {key: value for key, value in far.session_config.items() if key != _FALLBACK}
+    (work / "fallback").mkdir()
+    run = run_python(runner, job, msgspec.structs.replace(far, session_config=config), work / "fallback")
+    left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
+    note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
+    return msgspec.structs.replace(run, notes=(note, *run.notes))
+
+
+def _check_context(model: Path, soc: str) -> None:
+    """Refuses a context made for another SoC: the simulator runs it without complaint, a device does not."""
+    for entry in onnx.load(str(model), load_external_data=False).metadata_props:
+        if entry.key == _COMPATIBILITY:
+            made_for = _context_socs(entry.value)
+            if made_for and soc not in made_for:
+                raise TargetError(
+                    f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",
+                    hint=f"build the model for it: --target qnn with soc_model={soc}",
+                )
+
+
+def _context_socs(compatibility: str) -> tuple[str, ...]:
+    """Reads the SoCs from `v2:6:<QAIRT>:<backend>:<htp_archs>:<socs>:<vtcm>:0`."""
+    fields = compatibility.split(":")
+    if len(fields) < 6 or not re.fullmatch(r"\d+(,\d+)*", fields[5]):
+        return ()
+    return tuple(number for number in fields[5].split(",") if number != "0")
+
+
+def _library_path() -> str:
+    try:
+        import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        message = f"the QNN provider cannot be loaded: {error}"
+        raise MissingExtraError(message, hint="pip install 'edgekit[qnn]'") from error
+    return str(onnxruntime_qnn.get_library_path())

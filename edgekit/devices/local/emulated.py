@@ -1,0 +1,144 @@
+"""Our own arithmetic in place of a provider: 8-bit grids through Q and DQ nodes, half precision by rounding."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
+from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.local.half import FLOAT, HALF, round_to_half
+from edgekit.devices.process.child import describe_stop
+from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
+from edgekit.errors import EdgekitError, ModelError
+from edgekit.evidence import Evidence
+from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, load_model, read_proto
+
+_UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
+_ELEMENT_TYPES: dict[str, int] = {"tensor(float)": FLOAT, "tensor(float16)": HALF}
+
+
+class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+    """The target's arithmetic in this process, on the CPU provider with every optimisation off.
+
+    A model with Q and DQ nodes runs as it is: each of its quantized units computes in float and is then rounded onto
+    its grid. A model of precision fp16, whether its file says float32 or float16, is rounded to half around each node
+    that the check says the provider takes. The peak of memory is that of this process, with all it did before.
+    """
+
+    name: str = "emulated"
+    evidence: Evidence = Evidence.EMULATED
+
+    def find_missing(self) -> Missing | None:
+        """Returns None: nothing but onnxruntime is needed."""
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job, one in memory at a time."""
+        placement: tuple[PlacedNode, ...] = ()
+        load_ms, latency_ms, stopped, failure = 0.0, list[float](), False, None
+        try:
+            model = load_model(job.model)
+            proto = read_proto(model, weights=False)
+            placement = _predict_placement(proto, job)
+            emulation = _emulate(model, proto, job, work)
+            start = time.perf_counter()
+            session = CpuSession(emulation, _UNOPTIMIZED)
+            load_ms = (time.perf_counter() - start) * 1e3
+            stopped = _run_samples(session, job, work / "out", latency_ms)
+        except EdgekitError as error:
+            failure = error.message.replace(f"{work}/", "")
+        outputs, wrong = open_outputs(work / "out", job.outputs, self.name)
+        return DeviceRun(
+            device=self.name,
+            evidence=self.evidence,
+            outputs=outputs,
+            placement=placement,
+            placement_source="predicted",
+            load_ms=load_ms,
+            latency_ms=tuple(latency_ms[: outputs.count * job.repeat]),
+            peak_rss_bytes=_peak_rss_bytes(),
+            versions={"onnxruntime": VERSION},
+            notes=describe_stop(outputs.count, job) if stopped else (),
+            stopped_early=stopped,
+            failure=failure or wrong or None,
+        )
+
+
+def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[float]) -> bool:
+    """Runs the samples in order, and returns True if the time was over before the last."""
+    begin = time.perf_counter()
+    for index, sample in enumerate(job.samples):
+        if index >= LEAST_SAMPLES and time.perf_counter() - begin > job.budget_s:
+            return True
+        for _ in range(0 if index else job.warmup):
+            session.run(sample)
+        for turn in range(job.repeat):
+            start = time.perf_counter()
+            values = session.run(sample)
+            latency_ms.append((time.perf_counter() - start) * 1e3)
+            if turn == 0:
+                write_tensors(out / tensors_name(index), values)
+    return False
+
+
+def _predict_placement(proto: onnx.ModelProto, job: Job) -> tuple[PlacedNode, ...]:
+    taken = _taken_names(job)
+    stray = taken - {node.name for node in proto.graph.node}
+    if stray:
+        raise ModelError(
+            f"the check is of another model than '{job.model.name}': it has no node '{min(stray)}'",
+            hint="check it again",
+        )
+    return tuple(
+        PlacedNode(
+            name=node.name,
+            op=node.op_type,
+            domain=node.domain,
+            provider=job.target.provider if node.name in taken else CPU_PROVIDER,
+        )
+        for node in proto.graph.node
+    )
+
+
+def _taken_names(job: Job) -> frozenset[str]:
+    return frozenset(node.name for node in job.check.node_list if node.taken)
+
+
+def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path:
+    """Returns the file to run: the model, or for a float model in fp16 a copy that rounds to half."""
+    is_quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
+    if is_quantized or job.precision != "fp16":
+        return model.path
+    if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
+        raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
+    full = read_proto(model)
+    round_to_half(full, _taken_names(job), _find_types(full, work))
+    rounded = work / "half.onnx"
+    onnx.save(full, str(rounded))
+    return rounded
+
+
+def _find_types(proto: onnx.ModelProto, work: Path) -> dict[str, int]:
+    """Returns the ONNX element types of the floating-point values of the main graph, by name.
+
+    ONNX Runtime is asked, which knows the types of its own operators too. It tells the types of graph outputs only, so
+    every value is made one.
+    """
+    exposed = onnx.ModelProto()
+    exposed.CopyFrom(proto)
+    known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
+    inner = [name for node in proto.graph.node for name in node.output if name and name not in known]
+    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    onnx.save(exposed, str(work / "exposed.onnx"))
+    session = CpuSession(work / "exposed.onnx", _UNOPTIMIZED)
+    types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
+    words = zip(session.output_names, session.output_types, strict=True)
+    return types | {name: _ELEMENT_TYPES[word] for name, word in words if word in _ELEMENT_TYPES}
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,231 @@
+"""edgekit's own runner: a small program for machines without Python, built here for each kind of machine.
+
+Its sources ship with edgekit. What is built lies in the user's cache, in a folder named by kind and by the digest of
+the sources and flags, so that it is built once. ONNX Runtime's library is no part of it: it is sent along.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_bytes, digest_file, staged_entries, staged_folder, work_folder
+from edgekit._proc import run_process
+from edgekit.bundle.archive import unpack_archive
+from edgekit.devices.device import Missing
+from edgekit.devices.emulators.arm64 import find_arm64_library
+from edgekit.devices.process.cache import cache_folder
+from edgekit.errors import DeviceError, UsageError, suggest_name
+from edgekit.progress import Progress
+
+PROGRAM, LIBRARY = "edgekit-runner", "libonnxruntime.so"
+ANDROID_API = 29
+"""The oldest Android that the runner is built for."""
+
+_BUILD_TIMEOUT_S = 600.0
+
+
+class Abi(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of machine: `machine` is what `uname -m` says there, `compiler` makes programs for it on another."""
+
+    name: str
+    machine: str
+    android: bool
+    compiler: str = ""
+
+    @property
+    def is_host(self) -> bool:
+        """True for the kind of this machine."""
+        return self.name == host_abi()
+
+
+ABIS: dict[str, Abi] = {
+    "linux-x64": Abi(name="linux-x64", machine="x86_64", android=False, compiler="x86_64-linux-gnu-g++"),
+    "linux-arm64": Abi(name="linux-arm64", machine="aarch64", android=False, compiler="aarch64-linux-gnu-g++"),
+    "arm64-v8a": Abi(name="arm64-v8a", machine="aarch64", android=True),
+    "x86_64": Abi(name="x86_64", machine="x86_64", android=True),
+}
+
+
+class NativeRunner(msgspec.Struct, frozen=True, kw_only=True):
+    """A runner for a kind of machine, and the library of ONNX Runtime that it opens; both lie on this machine."""
+
+    abi: str
+    program: Path
+    library: Path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that a machine needs, by the names they must have beside each other."""
+        return {PROGRAM: self.program, LIBRARY: self.library}
+
+
+def host_abi() -> str:
+    """Returns the kind of this machine."""
+    return "linux-arm64" if platform.machine() == "aarch64" else "linux-x64"
+
+
+def find_runner(abi: str) -> NativeRunner | None:
+    """Returns the runner that was built from exactly these sources, with its library, or None.
+
+    Raises:
+        UsageError: there is no such kind of machine.
+    """
+    folder = _place(_known_abi(abi))
+    library = folder / LIBRARY if ABIS[abi].android else _find_wheel_library(abi)
+    if (folder / PROGRAM).is_file() and library is not None and library.is_file():
+        return NativeRunner(abi=abi, program=folder / PROGRAM, library=library)
+    return None
+
+
+def find_missing_runner(abi: str) -> Missing | None:
+    """Returns what is lacking for `find_runner` to find one, or None.
+
+    Raises:
+        UsageError: there is no such kind of machine.
+    """
+    if find_runner(abi) is not None:
+        return None
+    command = f"edgekit runner build --abi {abi}"
+    if ABIS[abi].android:
+        return Missing(
+            reason=f"the runner for Android {abi} is not built", command=f"{command} --ndk NDK --library AAR"
+        )
+    if _find_wheel_library(abi) is None:
+        return Missing(reason="the aarch64 onnxruntime is not installed", command="edgekit devices install arm64")
+    absent = [tool for tool in _needed_tools(ABIS[abi]) if shutil.which(tool) is None]
+    if absent:
+        package = "g++" if ABIS[abi].is_host else "g++-aarch64-linux-gnu"
+        packages = f"apt-get install cmake make {package}"
+        return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {command}")
+    return Missing(reason=f"the runner for {abi} is not built", command=command)
+
+
+def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, library: Path | None = None) -> NativeRunner:
+    """Returns the runner for a kind of machine, built if it is not in the cache.
+
+    For Android, `ndk` is the folder of the Android NDK, and `library` ONNX Runtime's archive (`.aar`) or its
+    `libonnxruntime.so` for that kind. On Linux the library is that of the onnxruntime wheel.
+
+    Raises:
+        UsageError: there is no such kind of machine, or Android needs an NDK and a library.
+        DeviceError: a tool is missing, or the compiler fails.
+        BundleError: the archive is damaged or unsafe.
+        OutputError: the cache cannot be written.
+    """
+    known = _known_abi(abi)
+    if (found := find_runner(abi)) is not None and library is None:
+        return found
+    flags = _android_flags(known, ndk, library) if known.android else _linux_flags(known)
+    with staged_folder(_place(known)) as staging, work_folder() as work:
+        if library is not None:
+            _take_library(known, library, staging / LIBRARY, work)
+        progress(f"compiling the runner for {abi}")
+        _compile(flags, work / "build")
+        shutil.copy(work / "build" / PROGRAM, staging / PROGRAM)
+    built = find_runner(abi)
+    if built is None:
+        missing = find_missing_runner(abi)
+        raise DeviceError(f"the runner for {abi} has no library", hint=(missing and missing.command) or "build again")
+    return built
+
+
+def copy_runner(runner: NativeRunner, out: Path) -> NativeRunner:
+    """Returns a copy of a runner and its library in the folder `out`, beside each other.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    with staged_entries(out) as staging:
+        for name, path in runner.files.items():
+            shutil.copy(path, staging / name)
+    return NativeRunner(abi=runner.abi, program=out / PROGRAM, library=out / LIBRARY)
+
+
+def runner_sources() -> Path:
+    """Returns the folder of the runner's sources."""
+    shipped = Path(__file__).parents[2] / "_runner"
+    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "runner"
+
+
+def _known_abi(abi: str) -> Abi:
+    if abi not in ABIS:
+        raise UsageError(f"there is no kind of machine '{abi}'", hint=suggest_name(abi, ABIS))
+    return ABIS[abi]
+
+
+def _place(abi: Abi) -> Path:
+    files = sorted(path for path in runner_sources().rglob("*") if path.is_file())
+    parts = [abi.name, str(ANDROID_API), *(f"{path.name} {digest_file(path)}" for path in files)]
+    return cache_folder() / "runner" / f"{abi.name}-{digest_bytes(chr(10).join(parts).encode())[:16]}"
+
+
+def _find_wheel_library(abi: str) -> Path | None:
+    """Returns the library of ONNX Runtime that the wheel of this Linux holds."""
+    if abi != host_abi():
+        return find_arm64_library() if abi == "linux-arm64" else None
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so*"))), None)
+
+
+def _needed_tools(abi: Abi) -> tuple[str, ...]:
+    return ("cmake", "make", "c++" if abi.is_host else abi.compiler)
+
+
+def _linux_flags(abi: Abi) -> list[str]:
+    missing = find_missing_runner(abi.name)
+    if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner"):
+        raise DeviceError(missing.reason, hint=missing.command)
+    if abi.is_host:
+        return ["-DEDGEKIT_STRICT=ON"]
+    cross = ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}"]
+    return ["-DEDGEKIT_STRICT=ON", f"-DCMAKE_CXX_COMPILER={abi.compiler}", *cross]
+
+
+def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str]:
+    if ndk is None or library is None:
+        raise UsageError(
+            f"Android {abi.name} needs --ndk and --library",
+            hint="--ndk FOLDER of the Android NDK, --library onnxruntime-android-VERSION.aar",
+        )
+    toolchain = ndk.absolute() / "build" / "cmake" / "android.toolchain.cmake"
+    if not toolchain.is_file():
+        raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint="give the folder of an NDK")
+    return [
+        f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", f"-DANDROID_ABI={abi.name}", f"-DANDROID_PLATFORM=android-{ANDROID_API}",
+        "-DANDROID_STL=c++_static",
+    ]  # fmt: skip
+
+
+def _compile(flags: Sequence[str], work: Path) -> None:
+    if shutil.which("cmake") is None:
+        raise DeviceError("cmake not found", hint="apt-get install cmake")
+    sources = str(runner_sources())
+    _run_step(["cmake", "-S", sources, "-B", str(work), "-G", "Unix Makefiles", *flags])
+    _run_step(["cmake", "--build", str(work), "--parallel", str(min(os.cpu_count() or 1, 8))])
+
+
+def _run_step(argv: Sequence[str]) -> None:
+    finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
+    if not finished.succeeded:
+        lines = [line.strip() for line in (finished.stdout + finished.stderr).splitlines()]
+        reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
+        raise DeviceError(f"cmake {finished.ending}: {reason[:400]}", hint="check the compiler or the NDK")
+
+
+def _take_library(abi: Abi, library: Path, target: Path, work: Path) -> None:
+    if not library.is_file():
+        raise UsageError(f"there is no file '{library}'", hint="--library onnxruntime-android-VERSION.aar")
+    source = library
+    if library.suffix == ".aar":
+        unpack_archive(library, work / "aar")
+        source = work / "aar" / "jni" / abi.name / LIBRARY
+        if not source.is_file():
+            raise UsageError(f"'{library}' holds no {LIBRARY} for {abi.name}", hint="give ONNX Runtime's own archive")
+    shutil.copyfile(source, target)

@@ -1,0 +1,258 @@
+"""Asking a real provider where it puts each node of a model, and comparing that with what check predicts."""
+
+import re
+from collections.abc import Collection, Mapping
+
+import msgspec
+import numpy as np
+
+from edgekit._files import work_folder
+from edgekit._ort import CPU_PROVIDER, Level
+from edgekit.check.check import check_model
+from edgekit.check.graph import read_graph
+from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.data.samples import Samples
+from edgekit.devices.device import Device, Job
+from edgekit.devices.emulators import qnn_sim, xnnpack_wasm
+from edgekit.devices.find import find_device
+from edgekit.devices.local import coreml
+from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
+from edgekit.evidence import Evidence
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.target import Target
+
+_ORACLES = {
+    qnn_sim.PROVIDER: "qnn-htp-sim",
+    xnnpack_wasm.PROVIDER: "xnnpack-wasm",
+    coreml.PROVIDER: "coreml",
+}
+"""The device that runs a provider's own code, by provider."""
+
+_XNNPACK_RULES = {"ort": "1.16.3"}
+"""The XNNPACK device is this ONNX Runtime, so the rules are asked as of that version."""
+
+_OLD_RULES = "observed in ONNX Runtime 1.16 and compared with its rules; newer versions may take more"
+
+_TOKEN = re.compile(r"_token_\d+$")
+"""What ONNX Runtime's layout change adds to the name of a node that it makes anew."""
+
+_MAX_SAMPLE_ELEMENTS = 1 << 27
+
+
+class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that check and the provider place differently: True where it is taken."""
+
+    name: str
+    op: str
+    predicted: bool
+    observed: bool
+
+
+class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a session put the nodes that it still had: the provider of each by the name it has in the model.
+
+    `reasons` tell why the provider left a node, where it says so. `partitions` counts the pieces that it got, where
+    that is known. `failure` says why no session could be made.
+    """
+
+    providers: dict[str, str]
+    reasons: dict[str, str] = {}
+    partitions: int | None = None
+    notes: tuple[str, ...] = ()
+    failure: str | None = None
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a real provider did with a model.
+
+    `nodes` counts the nodes of the model that could be found again in the session, `taken` those that the provider
+    took; `not_taken` names the others. `failure` says why no session could be made; then the nodes are those that were
+    placed until then. `notes` tell what was done differently from an app on the target.
+    """
+
+    device: str
+    evidence: Evidence
+    nodes: int
+    taken: int
+    not_taken: tuple[str, ...]
+    disagreements: tuple[Disagreement, ...]
+    failure: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def refused(self) -> bool:
+        """True if the vendor's own code made no session, which no rule can outweigh."""
+        return self.failure is not None and self.evidence.is_at_least(Evidence.SIMULATOR)
+
+
+class NotObserved(msgspec.Struct, frozen=True, kw_only=True):
+    """Why no real provider was asked, with the command that changes it where there is one."""
+
+    reason: str
+
+
+def observe_target(model: Model, target: Target) -> Observed | NotObserved:
+    """Returns where the target's real provider puts the nodes of a prepared model, and where the prediction differs.
+
+    The model is opened with the CPU allowed to take what the provider leaves, and run once on random numbers.
+
+    Raises:
+        TargetError: the target has an option that the provider would ignore or misread.
+    """
+    if target.provider == CPU_PROVIDER:
+        return _observe_kernels(model, target)
+    name = _ORACLES.get(target.provider)
+    if name is None:
+        return NotObserved(reason=f"nothing outside a device runs {target.provider}; edgekit verify imitates it")
+    device = find_device(name, target)
+    missing = device.find_missing()
+    if missing is not None:
+        command = f"; to observe: {missing.command}" if missing.command else ""
+        return NotObserved(reason=f"'{name}' cannot run here: {missing.reason}{command}")
+    try:
+        placement = observe_placement(model, target, device)
+    except (DeviceError, MissingExtraError, ModelError) as error:
+        return NotObserved(reason=f"'{name}': {error.message}; {error.hint}")
+    return compare_placement(predict_for_oracle(model, target), placement, device)
+
+
+def _observe_kernels(model: Model, target: Target) -> Observed:
+    """Returns which nodes compute in integers on the CPU provider, which takes every node that it has a kernel for."""
+    report, failure, seen = check_model(model, target), None, dict[str, bool]()
+    try:
+        seen = find_integer_nodes(model, signed=target.conversion.cpu == "arm")
+    except RuntimeRefusal as error:
+        failure = error.message
+    nodes = [node for node in report.node_list if node.name in seen and not node.is_quantizer]
+    quantized = any(node.is_quantizer for node in report.node_list)
+    return Observed(
+        device="host",
+        evidence=Evidence.SAME_EP,
+        nodes=len(nodes),
+        taken=sum(seen[node.name] or not quantized for node in nodes),
+        not_taken=tuple(node.name for node in nodes if quantized and not seen[node.name]),
+        disagreements=tuple(
+            Disagreement(name=node.name, op=node.op, predicted=node.integers, observed=seen[node.name])
+            for node in nodes
+            if quantized and (node.integers or node.remarks) and node.integers != seen[node.name]
+        ),
+        failure=failure,
+        notes=("of a quantized model the nodes that compute in integers are counted",) if quantized else (),
+    )
+
+
+def predict_for_oracle(model: Model, target: Target) -> CheckReport:
+    """Returns the prediction by the rules of the ONNX Runtime that the target's oracle has."""
+    rules = _XNNPACK_RULES if target.provider == xnnpack_wasm.PROVIDER else {}
+    return check_model(model, msgspec.structs.replace(target, settings={**target.settings, **rules}))
+
+
+def compare_placement(report: CheckReport, placement: ObservedPlacement, device: Device) -> Observed:
+    """Returns a prediction beside the placement that a device observed, node by node."""
+    matched = match_nodes(report, placement.providers)
+    return Observed(
+        device=device.name,
+        evidence=device.evidence,
+        nodes=len(matched),
+        taken=sum(taken for _, taken in matched),
+        not_taken=tuple(node.name for node, taken in matched if not taken),
+        disagreements=tuple(
+            Disagreement(name=node.name, op=node.op, predicted=node.taken, observed=taken)
+            for node, taken in matched
+            if node.taken != taken
+        ),
+        failure=placement.failure,
+        notes=placement.notes,
+    )
+
+
+def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tuple[CheckedNode, bool], ...]:
+    """Returns the checked nodes that a session still had, each with whether a provider other than the CPU took it."""
+    return tuple((node, providers[node.name] != CPU_PROVIDER) for node in report.node_list if node.name in providers)
+
+
+def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
+    """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
+
+    Inputs whose size is not known, or is very large, are not run: the session is made all the same. XNNPACK's is made
+    without the fusions that would rename what the CPU keeps.
+
+    Raises:
+        DeviceError: the device is not there.
+        ModelError: the model cannot be lowered to what the device reads.
+    """
+    drawn = draw_samples(model, samples)
+    job = Job(
+        model=model.path,
+        target=target,
+        precision=target.precision,
+        outputs=model.outputs,
+        check=check_model(model, target),
+        samples=drawn,
+    )
+    is_xnnpack = target.provider == xnnpack_wasm.PROVIDER
+    if is_xnnpack:
+        job = msgspec.structs.replace(job, level=Level.DISABLED)
+    with work_folder() as work:
+        run = device.run_job(job, work)
+    providers = {node.name: node.provider for node in run.placement}
+    names = {node.name: node.op for node in read_graph(model).nodes}
+    opened = run.load_ms > 0
+    notes = (*((_OLD_RULES,) if is_xnnpack else ()), *run.notes)
+    if opened and run.failure:
+        notes = (*notes, f"the run on random numbers failed: {run.failure}")
+    return ObservedPlacement(
+        providers=_add_fused_nodes(names, providers) if is_xnnpack and providers else name_as_model(providers, names),
+        notes=notes,
+        failure=None if opened else run.failure,
+    )
+
+
+def name_as_model(providers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Returns providers by the names that nodes have in the model, without what a change of the layout adds."""
+    added = {_TOKEN.sub("", name): provider for name, provider in providers.items() if name not in names}
+    return added | dict(providers)
+
+
+def draw_samples(model: Model, count: int) -> Samples:
+    """Returns `count` samples of random numbers for a model, always the same; none where an input has no fixed size.
+
+    Whole numbers are 0 or 1, which are valid as an index almost everywhere.
+    """
+    fits = all(
+        spec.is_static and spec.is_tensor and _count_elements(spec) <= _MAX_SAMPLE_ELEMENTS for spec in model.inputs
+    )
+    rng = np.random.default_rng(0)
+    drawn: list[Tensors] = [{spec.name: _draw(rng, spec) for spec in model.inputs} for _ in range(count if fits else 0)]
+    return Samples(source="random numbers", count=len(drawn), read=lambda: iter(drawn))
+
+
+def _draw(rng: np.random.Generator, spec: TensorSpec) -> Array:
+    shape = _fixed_shape(spec)
+    if spec.dtype == "string":
+        return np.full(shape, "a", dtype=object)
+    if spec.dtype.startswith("float"):
+        return rng.standard_normal(shape, dtype=np.float32).astype(spec.dtype)
+    return rng.integers(0, 2, shape).astype(spec.dtype)
+
+
+def _count_elements(spec: TensorSpec) -> int:
+    return int(np.prod(_fixed_shape(spec), dtype=object))
+
+
+def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(dim for dim in spec.shape or () if isinstance(dim, int))
+
+
+def _add_fused_nodes(names: Mapping[str, str], providers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the place of every node of the model: XNNPACK renames what it takes, the CPU's nodes keep their names.
+
+    A Transpose that is on neither side was cancelled when the layout changed; it is left out.
+    """
+    return {
+        name: providers.get(name, xnnpack_wasm.PROVIDER)
+        for name, op in names.items()
+        if op != "Transpose" or name in providers
+    }

@@ -1,0 +1,1 @@
+"""How a device's process is started and fed: jobs and tensors in, tensors and a report out."""

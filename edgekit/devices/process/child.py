@@ -1,0 +1,209 @@
+"""Runs a far-side program in a child process of its own, and judges what came back."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit._proc import Finished, run_process
+from edgekit.data.samples import Samples
+from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.process.exchange import FarJob, FarRun, open_outputs, read_run, write_job
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+
+FAR = Path(__file__).parents[1] / "far"
+ORT_RUNNER = FAR / "ort_runner.py"
+REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
+MAX_LOG = 8192
+_MOST_VERSIONS = 32
+
+_NOTHING = FarRun(
+    status="running",
+    message="",
+    load_ms=0.0,
+    latency_ms=(),
+    peak_rss_bytes=0,
+    versions={},
+    placement=(),
+    placement_source="session",
+)
+
+
+class Runner(msgspec.Struct, frozen=True, kw_only=True):
+    """The device that a child process stands for."""
+
+    device: str
+    evidence: Evidence
+
+
+def require_device(name: str, missing: Missing | None) -> None:
+    """Returns if nothing is missing.
+
+    Raises:
+        DeviceError: the device cannot run on this machine.
+    """
+    if missing is not None:
+        hint = missing.command or "use another device: edgekit devices list"
+        raise DeviceError(f"'{name}' cannot run here: {missing.reason}", hint=hint)
+
+
+def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
+    """Returns the far-side job that opens the model as an app on the target would, on a provider.
+
+    Options are those of the target where the provider is the target's. On the CPU provider nothing can fall back to
+    the CPU, and ONNX Runtime refuses a session that forbids it; the entry is left out. So is the one that replays
+    optimisations saved in the file, unless the file is known to be what was built: they are as good as code.
+    """
+    session = job.target.session
+    config = dict(session.config)
+    if provider == CPU_PROVIDER:
+        config.pop("session.disable_cpu_ep_fallback", None)
+    if not job.digests_hold:
+        config.pop(REPLAY_SAVED, None)
+    return FarJob(
+        model=str(job.model.resolve()),
+        provider=provider,
+        provider_options=session.provider_options if provider == job.target.provider else {},
+        session_config=config,
+        level=job.level,
+        threads=job.threads,
+        samples=job.samples.count,
+        warmup=job.warmup,
+        repeat=job.repeat,
+        budget_s=job.budget_s,
+        profile=job.model.suffix == ".ort",
+        custom_ops=tuple(map(str, job.custom_ops)),
+    )
+
+
+def refuse_run(runner: Runner, reason: str) -> DeviceRun:
+    """Returns the run of a job that could not be started on a device."""
+    return DeviceRun(
+        device=runner.device,
+        evidence=runner.evidence,
+        outputs=Samples(source=runner.device, count=0, read=lambda: iter(())),
+        placement=(),
+        placement_source="predicted",
+        load_ms=0.0,
+        latency_ms=(),
+        peak_rss_bytes=0,
+        versions={},
+        failure=reason,
+    )
+
+
+def run_python(runner: Runner, job: Job, far: FarJob, work: Path, emulator: Sequence[str] = ()) -> DeviceRun:
+    """Runs a job with the onnxruntime of this Python, in a child, which `emulator` executes if it is given."""
+    write_job(work, far, job.samples)
+    finished = run_process(
+        [*emulator, sys.executable, "-P", str(ORT_RUNNER), str(work)], timeout_s=job.timeout_s, cwd=work
+    )
+    return collect_run(runner, job, finished, work)
+
+
+def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> DeviceRun:
+    """Returns what a child left in its folder; whatever it did wrong is the run's failure."""
+    try:
+        far, wrong = read_run(work), ""
+    except DeviceError as error:
+        far, wrong = _NOTHING, error.message if finished.succeeded else ""
+    outputs, malformed = open_outputs(work / "out", job.outputs, runner.device)
+    shortage = find_shortage(outputs.count, far, job.samples.count, job.repeat)
+    failure = wrong or _failure(far, finished) or malformed or shortage
+    run = judge_run(runner, job, far, outputs, failure, job.repeat)
+    return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
+
+
+def judge_run(
+    runner: Runner, job: Job, far: FarRun | None, outputs: Samples, failure: str | None, repeat: int = 1
+) -> DeviceRun:
+    """Returns the run of a device from what its far side says, None where that is nothing, and what came back."""
+    far = far or _NOTHING
+    return DeviceRun(
+        device=runner.device,
+        evidence=runner.evidence,
+        outputs=outputs,
+        placement=_read_placement(far, job.model),
+        placement_source=far.placement_source,
+        load_ms=far.load_ms,
+        latency_ms=far.latency_ms[: outputs.count * repeat],
+        peak_rss_bytes=far.peak_rss_bytes,
+        versions={printable(key): printable(value) for key, value in list(far.versions.items())[:_MOST_VERSIONS]},
+        notes=describe_stop(outputs.count, job) if far.status == "stopped" else (),
+        stopped_early=far.status == "stopped",
+        failure=failure,
+        cpu_features=far.cpu_features,
+        before=far.before,
+        after=far.after,
+    )
+
+
+def describe_stop(count: int, job: Job) -> tuple[str, ...]:
+    """Returns the note of a run that stopped because its time was over."""
+    return (f"stopped after {count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
+
+
+def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
+    nodes = far.placement
+    if far.placed_whole:
+        graph = onnx.load(str(model), load_external_data=False).graph
+        return tuple(
+            PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=far.placed_whole)
+            for node in graph.node
+        )
+    return tuple(
+        PlacedNode(
+            name=printable(node.name, MAX_LOG),
+            op=printable(node.op),
+            domain=printable(node.domain),
+            provider=printable(node.provider),
+        )
+        for node in nodes
+    )
+
+
+def _failure(far: FarRun, finished: Finished) -> str:
+    if not finished.succeeded:
+        return f"the child process {finished.ending}{last_words(finished.stderr)}"
+    if far.status == "refused":
+        return describe_refusal(far)
+    return "" if far.status in {"done", "stopped"} else "the child process ended before its work was done"
+
+
+def describe_refusal(far: FarRun) -> str:
+    """Returns in one line why the far side did not do its work."""
+    return f"refused: {_clean_line(far.message)[:400]}"
+
+
+def find_shortage(count: int, far: FarRun, wanted: int, repeat: int = 1) -> str | None:
+    """Returns what is wrong with the number of samples and times that came back, None where it is right."""
+    due = range(min(LEAST_SAMPLES, wanted), wanted + 1) if far.status == "stopped" else (wanted,)
+    if count in due and count * repeat == len(far.latency_ms):
+        return None
+    return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
+
+
+def describe_log(finished: Finished) -> str:
+    """Returns the last lines that a program wrote, without what could steer a terminal."""
+    text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
+    return "\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:]
+
+
+def last_words(stderr: str) -> str:
+    """Returns the last line that a program wrote, after a colon; empty where it wrote none."""
+    lines = [line for text in stderr.splitlines() if (line := _clean_line(text))]
+    return f": {lines[-1][-300:]}" if lines else ""
+
+
+def printable(text: str, most: int = 200) -> str:
+    """Returns the beginning of what a device said, with a question mark for what could steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
+
+
+def _clean_line(text: str) -> str:
+    """Returns one line without what could steer a terminal."""
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())

@@ -1,0 +1,306 @@
+"""The files that pass between edgekit and a program that runs a model: a job and samples there, a run and tensors back.
+
+A folder holds `job.json`, `in/NNNNN.tensors`, and later `run.json` and `out/NNNNN.tensors`. A `.tensors` file is one
+line of JSON, a list of {name, dtype, shape, size_bytes}, and then the payloads one after another, little-endian and in
+C order; the payload of strings is a JSON array. What comes back is hostile until it has been checked.
+
+The same passes through pipes: into the program one line with the job and then a `.tensors` message a sample, out of it
+a message a sample and, last, one line with the run.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from edgekit._files import open_regular, write_file, write_new
+from edgekit._ort import Level
+from edgekit.data.samples import Samples
+from edgekit.devices.device import LEAST_SAMPLES, DeviceState
+from edgekit.errors import DeviceError
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_SAMPLE_BYTES = 1 << 32
+MAX_RANK = 32
+MAX_RESULT_BYTES = 1 << 26
+
+_RUN = "run.json"
+_CHUNK_BYTES = 1 << 20
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class FarJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a far-side program is told; paths are as that program sees them.
+
+    `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
+    choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
+    placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
+    program must find. The program runs the first sample `warmup` times before it counts, then each sample `repeat`
+    times in a row, and gives a time for each of these runs. `custom_ops` are libraries of operators.
+    """
+
+    model: str
+    provider: str
+    library: str = ""
+    provider_options: dict[str, str] = {}
+    session_config: dict[str, str] = {}
+    level: Level = Level.ALL
+    threads: int = 0
+    samples: int
+    least_samples: int = LEAST_SAMPLES
+    budget_s: float = 3600.0
+    profile: bool = False
+    runtime: str = ""
+    warmup: int = 0
+    repeat: int = 1
+    custom_ops: tuple[str, ...] = ()
+
+
+class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node and the provider that ran it, as the far side saw them."""
+
+    name: str
+    op: str
+    domain: str
+    provider: str
+
+
+class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a far-side program says of its run.
+
+    `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
+    `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
+    one time a sample, or as many as the job said in `repeat`.
+    """
+
+    status: Literal["running", "done", "stopped", "refused"]
+    message: str
+    load_ms: Milliseconds
+    latency_ms: tuple[Milliseconds, ...]
+    peak_rss_bytes: Count
+    versions: dict[str, str]
+    placement: tuple[FarNode, ...]
+    placement_source: Literal["session", "profile", "log"]
+    placed_whole: str = ""
+    cpu_features: tuple[str, ...] = ()
+    before: DeviceState | None = None
+    after: DeviceState | None = None
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    size_bytes: Count
+
+
+def write_job(folder: Path, job: FarJob, samples: Samples) -> None:
+    """Writes a job and its samples into a folder, one sample in memory at a time.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    for index, sample in enumerate(samples):
+        write_tensors(folder / "in" / tensors_name(index), sample)
+    write_file(folder / "job.json", msgspec.json.encode(job))
+
+
+def read_run(folder: Path) -> FarRun:
+    """Returns what the far side says of its run.
+
+    Raises:
+        DeviceError: there is no `run.json`, or it is not what a far-side program writes.
+    """
+    with _open_regular(folder / _RUN) as stream:
+        return decode_run(stream.read(MAX_RESULT_BYTES + 1))
+
+
+def decode_run(data: bytes) -> FarRun:
+    """Returns what the far side says of its run.
+
+    Raises:
+        DeviceError: it is not what a far-side program writes.
+    """
+    if len(data) > MAX_RESULT_BYTES:
+        raise _malformed(Path(_RUN), f"it is larger than {MAX_RESULT_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data, type=FarRun)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(Path(_RUN), str(error)) from error
+
+
+def open_outputs(folder: Path, outputs: Sequence[TensorSpec], source: str) -> tuple[Samples, str]:
+    """Returns the outputs that came back, up to the first that is missing or malformed, and what is wrong with that.
+
+    The text is empty where nothing is malformed.
+    """
+    count, wrong = 0, f"'{folder.name}' from the device is a link" if folder.is_symlink() else ""
+    while not wrong and os.path.lexists(file := folder / tensors_name(count)):
+        try:
+            check_tensors(file, outputs)
+            count += 1
+        except DeviceError as error:
+            wrong = error.message
+
+    def read() -> Iterator[Tensors]:
+        for index in range(count):
+            yield read_tensors(folder / tensors_name(index), outputs)
+
+    return Samples(source=source, count=count, read=read), wrong
+
+
+def tensors_name(index: int) -> str:
+    """Returns the file name of a sample."""
+    return f"{index:05d}.tensors"
+
+
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """Writes the tensors of one sample into a file that is not there yet, straight: nobody else sees the folder.
+
+    Raises:
+        OutputError: the folder cannot be written, or there is such a file.
+    """
+    write_new(path, (encode_tensors(tensors),))
+
+
+def encode_tensors(tensors: Tensors) -> bytes:
+    """Returns the tensors of one sample as a message."""
+    entries: list[_Entry] = []
+    payloads: list[bytes] = []
+    for name, value in tensors.items():
+        is_text = value.dtype.kind in "OU"
+        payload = msgspec.json.encode([str(item) for item in value.flat]) if is_text else _little_endian(value)
+        dtype = "string" if is_text else value.dtype.name
+        entries.append(_Entry(name=name, dtype=dtype, shape=value.shape, size_bytes=len(payload)))
+        payloads.append(payload)
+    return b"".join((msgspec.json.encode(entries), b"\n", *payloads))
+
+
+def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> None:
+    """Copies one message from a pipe into the new file `path`; no more is read than what `specs` allow.
+
+    Raises:
+        DeviceError: it is no message, it does not hold exactly these tensors, or it ends early.
+        OutputError: the folder cannot be written, or there is such a file.
+    """
+    line = stream.readline(MAX_HEADER_BYTES + 1)
+    left = sum(entry.size_bytes for entry in _decode_header(line, path, specs))
+    if left > MAX_SAMPLE_BYTES:
+        raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
+    write_new(path, _take_message(stream, line, left, path))
+    check_tensors(path, specs)
+
+
+def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iterator[bytes]:
+    yield line
+    while left:
+        chunk = stream.read(min(left, _CHUNK_BYTES))
+        if not chunk:
+            raise _malformed(path, "it ends early")
+        yield chunk
+        left -= len(chunk)
+
+
+def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:
+    """Checks a file of tensors against what is expected, without reading numbers.
+
+    Raises:
+        DeviceError: it is not a file of tensors, or it does not hold exactly these.
+    """
+    with _open_regular(path) as stream:
+        for entry in _read_header(stream, path, specs):
+            if entry.dtype == "string":
+                _read_payload(stream, entry, path)
+            else:
+                stream.seek(entry.size_bytes, os.SEEK_CUR)
+
+
+def read_tensors(path: Path, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+    """Returns the tensors of one sample by name.
+
+    Raises:
+        DeviceError: it is not a file of tensors, or it does not hold exactly the tensors of `specs`.
+    """
+    with _open_regular(path) as stream:
+        return {entry.name: _read_payload(stream, entry, path) for entry in _read_header(stream, path, specs)}
+
+
+def _open_regular(path: Path) -> IO[bytes]:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        message = f"cannot read '{path.name}' from the device: {error.strerror}"
+        raise DeviceError(message, hint="the device gave no such file") from error
+
+
+def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
+    line = stream.readline(MAX_HEADER_BYTES + 1)
+    entries = _decode_header(line, path, specs)
+    size_bytes = len(line) + sum(entry.size_bytes for entry in entries)
+    if size_bytes > MAX_SAMPLE_BYTES or size_bytes != os.fstat(stream.fileno()).st_size:
+        raise _malformed(path, "its size is not what its header says")
+    return entries
+
+
+def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
+    if not line.endswith(b"\n"):
+        raise _malformed(path, "its header has no end")
+    try:
+        entries = msgspec.json.decode(line, type=list[_Entry])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(path, f"its header is wrong: {error}") from error
+    _check_names(path, [entry.name for entry in entries], [spec.name for spec in specs])
+    by_name = {spec.name: spec for spec in specs}
+    for entry in entries:
+        _check_entry(path, entry, by_name[entry.name])
+    return entries
+
+
+def _check_names(path: Path, got: Sequence[str], wanted: Sequence[str]) -> None:
+    if sorted(got) != sorted(wanted):
+        raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
+
+
+def _check_entry(path: Path, entry: _Entry, spec: TensorSpec) -> None:
+    if entry.dtype != spec.dtype or entry.dtype not in DTYPES:
+        raise _malformed(path, f"'{entry.name}' is {entry.dtype[:40]}, the model gives {spec.dtype}")
+    if not shape_matches(entry.shape, spec):
+        raise _malformed(path, f"'{entry.name}' has shape {list(entry.shape)[:16]}, the model gives [{spec}]")
+    if len(entry.shape) > MAX_RANK or math.prod(dim or 1 for dim in entry.shape) > MAX_SAMPLE_BYTES:
+        raise _malformed(path, f"the shape of '{entry.name}' is too large")
+    if entry.dtype != "string" and entry.size_bytes != np.dtype(DTYPES[entry.dtype]).itemsize * math.prod(entry.shape):
+        raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
+
+
+def _read_payload(stream: IO[bytes], entry: _Entry, path: Path) -> Array:
+    data = stream.read(entry.size_bytes)
+    if entry.dtype != "string":
+        dtype = np.dtype(DTYPES[entry.dtype])
+        value = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
+        return value.reshape(entry.shape)
+    try:
+        items = msgspec.json.decode(data, type=list[str])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(path, f"the strings of '{entry.name}' are wrong: {error}") from error
+    if len(items) != math.prod(entry.shape):
+        raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
+    return np.array(items, dtype=object).reshape(entry.shape)
+
+
+def _little_endian(value: Array) -> bytes:
+    return np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).tobytes()
+
+
+def _malformed(path: Path, reason: str) -> DeviceError:
+    return DeviceError(f"'{path.name}' from the device is malformed: {reason[:400]}", hint="do not trust this device")
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name[:80]}'" for name in sorted(names)[:10]) or "nothing"

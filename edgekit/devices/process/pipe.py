@@ -1,0 +1,126 @@
+"""Runs a job through a link, on a program that reads samples from its stdin and writes tensors to its stdout.
+
+Nothing but the files of the job is ever stored on the other side. What comes back is checked while it is read, and
+what is wrong with it ends the run: the first line that is wrong is the failure, with the device and the step.
+"""
+
+import select
+from collections.abc import Iterator, Sequence
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+
+import msgspec
+
+from edgekit._proc import Finished, stream_process
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.process.child import Runner, describe_log, describe_refusal, find_shortage, judge_run, last_words
+from edgekit.devices.process.exchange import (
+    MAX_RESULT_BYTES,
+    FarJob,
+    FarRun,
+    decode_run,
+    encode_tensors,
+    open_outputs,
+    receive_tensors,
+    tensors_name,
+)
+from edgekit.devices.process.link import Link
+from edgekit.errors import DeviceError
+
+
+class _Answer(msgspec.Struct, kw_only=True):
+    """What has come back so far; `run` stays None until the last line is there.
+
+    `cut` says that what is wrong came last: it may be no more than the end of a program that died.
+    """
+
+    count: int = 0
+    run: FarRun | None = None
+    wrong: str = ""
+    cut: bool = False
+
+
+def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Path, *, runner: Runner) -> DeviceRun:
+    """Runs a job with the command `program` of the machine that a link leads to.
+
+    `far` is the job with paths of that machine. Samples are streamed: neither side holds more than a few in memory.
+    Outputs are kept in the folder `work`. The run ends when `job.timeout_s` is over, and so does the program there,
+    because its stdin and stdout are closed.
+
+    Raises:
+        DeviceError: the local program of the link cannot be started.
+        DataError: the samples of the job cannot be read.
+    """
+    answer = _Answer()
+    finished = stream_process(
+        link.wrap(program),
+        timeout_s=job.timeout_s,
+        feed=_messages(far, job),
+        take=partial(_receive, answer, job, work / "out"),
+    )
+    outputs, _ = open_outputs(work / "out", job.outputs, runner.device)
+    reason = _find_failure(answer, finished, job, far.repeat)
+    failure = reason and f"'{link.name}' {_describe_step(answer, job)}: {reason}"
+    run = judge_run(runner, job, answer.run, outputs, failure, far.repeat)
+    return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
+
+
+def _messages(far: FarJob, job: Job) -> Iterator[bytes]:
+    yield msgspec.json.encode(far) + b"\n"
+    for sample in job.samples:
+        yield encode_tensors(sample)
+
+
+def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) -> None:
+    """Reads messages until the last line; what is wrong stands in the answer."""
+    try:
+        while first := _peek(stream):
+            if first == b"{":
+                answer.run = decode_run(_read_line(stream))
+                if _peek(stream):
+                    answer.wrong = "it wrote more after its last line"
+                return
+            if answer.count == job.samples.count:
+                answer.wrong = "it gave more outputs than it got samples"
+                return
+            receive_tensors(stream, folder / tensors_name(answer.count), job.outputs)
+            answer.count += 1
+    except DeviceError as error:
+        answer.wrong = error.message
+        answer.cut = _has_ended(stream)
+
+
+def _peek(stream: BufferedReader) -> bytes:
+    return stream.peek(1)[:1]
+
+
+def _has_ended(stream: BufferedReader) -> bool:
+    """Returns True if nothing will come any more, without waiting for what may come."""
+    return bool(select.select([stream.fileno()], [], [], 0)[0]) and not _peek(stream)
+
+
+def _read_line(stream: BufferedReader) -> bytes:
+    line = stream.readline(MAX_RESULT_BYTES + 1)
+    return line if line.endswith(b"\n") or len(line) > MAX_RESULT_BYTES else b""
+
+
+def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) -> str | None:
+    far = answer.run
+    if finished.timed_out:
+        return f"ran out of time ({job.timeout_s:g} s)"
+    if answer.wrong and (finished.succeeded or not answer.cut):
+        return answer.wrong
+    if far is not None and far.status == "refused":
+        return describe_refusal(far)
+    if not finished.succeeded:
+        return f"the program {finished.ending}{last_words(finished.stderr)}"
+    if far is None or far.status == "running":
+        return f"the program ended before its work was done{last_words(finished.stderr)}"
+    return find_shortage(answer.count, far, job.samples.count, repeat)
+
+
+def _describe_step(answer: _Answer, job: Job) -> str:
+    if answer.count == job.samples.count:
+        return "after the last sample"
+    return f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"

@@ -1,0 +1,1 @@
+"""Devices behind adb or ssh, and what is stored on them."""

@@ -1,0 +1,262 @@
+"""Phones and boards that `adb` reaches: files go there by digest, and a native program runs the model."""
+
+import contextlib
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._proc import Finished, run_process
+from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.local.runner import ABIS, find_missing_runner
+from edgekit.devices.process.child import require_device
+from edgekit.devices.remote.remote import Session, given_runner, native_program, run_remote
+from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
+from edgekit.errors import DeviceError, EdgekitError
+from edgekit.evidence import Evidence
+
+ADB = "adb"
+BASE = "/data/local/tmp/edgekit"
+"""Where edgekit keeps its files: the one folder of a phone in which adb's user may write and start programs."""
+
+_STEP_S = 30.0
+SLOWEST_BYTES_PER_S = 256 << 10
+"""Files that come slower than this are given up: adb's client itself waits for ever."""
+
+_SERIAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_STATES = (
+    (
+        "authoriz",  # "unauthorized", or "still authorizing" just before
+        "it has not been told to trust this computer: confirm the dialog on its screen",
+        "{adb} get-state",
+    ),
+    ("offline", "it is offline", "adb disconnect {serial} && adb connect {serial}"),
+    ("no permissions", "this user may not open its USB port", "apt-get install android-sdk-platform-tools-common"),
+    ("more than one", "there are several devices: name one as adb:SERIAL", "adb devices -l"),
+    ("not found", "adb knows no device '{serial}'", "{find}"),
+    ("no devices", "adb knows no device", "adb devices -l"),
+)
+"""What adb says of a device that cannot be used, the same in our words, and what to do next."""
+
+
+class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that adb knows by `serial`, or the only one where that is "". A step may take `step_timeout_s`.
+
+    `run` names the folder of the program that this link starts: a link is made for one run.
+    """
+
+    serial: str = ""
+    step_timeout_s: float = _STEP_S
+    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
+    run: str = msgspec.field(default_factory=run_name)
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return f"adb:{self.serial}" if self.serial else ADB
+
+    def find_missing(self) -> Missing | None:
+        """Returns why adb cannot run a program on this device, and what to do about it."""
+        if shutil.which(ADB) is None:
+            return Missing(reason="adb not found", command="apt-get install adb")
+        if self.serial and not _SERIAL.fullmatch(self.serial):
+            return Missing(reason=f"'{self.serial[:80]}' is no serial of a device", command="adb devices -l")
+        finished = self._adb(["get-state"])
+        if finished.stdout.strip() != "device":
+            return self._describe_state(finished)
+        features = self._adb(["features"]).stdout.split()
+        if "shell_v2" not in features:
+            return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
+        return None
+
+    def push(self, files: Mapping[str, Path]) -> str:
+        """Returns the folder on the device that holds these files.
+
+        Raises:
+            DeviceError: the device does not answer, has no space, or holds other bytes than were sent.
+        """
+        return push_set(self, BASE, files)
+
+    def wrap(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """Returns the command that runs `argv` on the device."""
+        return (*self._command(), "shell", "-T", wrap_program(BASE, self.run, argv))
+
+    def stop(self) -> None:
+        """Ends the program of `wrap`, if it still runs, and removes what it left."""
+        end_run(self, BASE, self.run)
+
+    def clean(self) -> None:
+        """Removes everything that edgekit stored on the device.
+
+        Raises:
+            DeviceError: the device does not answer.
+        """
+        clean_store(self, BASE)
+
+    def read_properties(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns properties of the system by name, "" for those that it does not have.
+
+        Raises:
+            DeviceError: the device does not answer.
+        """
+        script = "\n".join(f"getprop {shlex.quote(name)}" for name in names)
+        lines = ask(self, script, step="reading its properties").splitlines()
+        return (*(one_line(line)[:80] for line in lines), *([""] * len(names)))[: len(names)]
+
+    def start_script(self, script: str, timeout_s: float) -> Finished:
+        """Runs a script in the device's shell."""
+        return self._adb(["shell", "-T", script], timeout_s)
+
+    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
+        """Copies files into a folder of the device, under plain names.
+
+        Raises:
+            DeviceError: adb could not copy them.
+        """
+        with linked_names(files) as paths:
+            for path in paths:  # one at a time: of several, adb's client loses the reason why one failed
+                size_bytes = Path(path).stat().st_size
+                timeout_s = self.step_timeout_s + size_bytes / self.slowest_bytes_per_s
+                finished = self._adb(["push", path, f"{folder}/"], timeout_s)
+                if not finished.succeeded:
+                    reason = _push_reason(finished)
+                    raise DeviceError(f"'{self.name}' while sending files: {reason}", hint="edgekit devices list")
+
+    def _describe_state(self, finished: Finished) -> Missing:
+        said = f"{finished.stdout}\n{finished.stderr}"
+        find = f"adb connect {self.serial}" if ":" in self.serial else "adb devices -l"
+        for words, reason, command in _STATES:
+            if words in said:
+                adb = " ".join(self._command())
+                values = {"serial": self.serial, "find": find, "adb": adb}
+                return Missing(reason=reason.format(**values), command=command.format(**values))
+        if finished.timed_out:
+            return Missing(reason="adb does not answer", command="adb kill-server")
+        state = one_line(finished.stdout) or one_line(finished.stderr) or "unknown"
+        return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
+
+    def _command(self) -> tuple[str, ...]:
+        return (ADB, "-s", self.serial) if self.serial else (ADB,)
+
+    def _adb(self, words: Sequence[str], timeout_s: float | None = None) -> Finished:
+        argv = [*self._command(), *words]
+        return run_process(argv, timeout_s=self.step_timeout_s if timeout_s is None else timeout_s)
+
+
+class Phone(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device says it is: the kind of its processor, its Android and its name."""
+
+    abi: str
+    release: str
+    model: str
+
+
+class AdbDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A phone or a board behind adb, by its serial; "" is the only one that is connected.
+
+    `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; without them those are used that
+    `edgekit runner build` made for its ABI. `libraries` are a plug-in provider's library and what that one loads.
+    `provider` is "" for the target's own; with another, a run shows no more than the CPU architecture.
+    """
+
+    serial: str = ""
+    runner: Path | None = None
+    library: Path | None = None
+    libraries: tuple[Path, ...] = ()
+    provider: str = ""
+    threads: int = 0
+    step_timeout_s: float = _STEP_S
+    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return self._link().name
+
+    @property
+    def evidence(self) -> Evidence:
+        """How good its word is."""
+        return self._session().evidence
+
+    def find_missing(self) -> Missing | None:
+        """Returns why this device cannot be used, and what to do about it."""
+        link = self._link()
+        missing = link.find_missing()
+        if missing is not None:
+            return missing
+        try:
+            return self._find_lacking(_look_at(link).abi)
+        except EdgekitError as error:
+            return Missing(reason=error.message.removeprefix(f"'{self.name}' "), command=error.hint)
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job on the device.
+
+        Raises:
+            DeviceError: the device is not there, or the runner for it is not built.
+            UsageError: a runner was given without its library.
+        """
+        link = self._link()
+        require_device(self.name, link.find_missing())
+        phone = _look_at(link)
+        require_device(self.name, self._find_lacking(phone.abi))
+        native = given_runner(phone.abi, self.runner, self.library)
+        if native is None:
+            raise DeviceError(f"'{self.name}' has no runner for {phone.abi}", hint="edgekit runner build")
+        run = run_remote(link, native_program(native, self.libraries), job, work, self._session())
+        about = {"android": phone.release, "model": phone.model, "abi": phone.abi}
+        return msgspec.structs.replace(run, versions={**run.versions, **{k: v for k, v in about.items() if v}})
+
+    def clean(self) -> None:
+        """Removes everything that edgekit stored on the device.
+
+        Raises:
+            DeviceError: the device does not answer.
+        """
+        self._link().clean()
+
+    def _find_lacking(self, abi: str) -> Missing | None:
+        return None if given_runner(abi, self.runner, self.library) else find_missing_runner(abi)
+
+    def _session(self) -> Session:
+        return Session(provider=self.provider, threads=self.threads)
+
+    def _link(self) -> AdbLink:
+        return AdbLink(
+            serial=self.serial, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s
+        )
+
+
+def _look_at(link: AdbLink) -> Phone:
+    """Returns what a device is.
+
+    Raises:
+        DeviceError: the device does not answer, or edgekit has no runner for its kind.
+    """
+    abi, release, model = link.read_properties(("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model"))
+    if abi not in ABIS:
+        raise DeviceError(f"'{link.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
+    return Phone(abi=abi, release=release, model=model)
+
+
+@contextlib.contextmanager
+def linked_names(files: Mapping[str, Path]) -> Generator[tuple[str, ...]]:
+    """Yields paths with plain names that lead to files, so that no client has to understand names of the user."""
+    with tempfile.TemporaryDirectory(prefix="edgekit-") as folder:
+        for name, path in files.items():
+            Path(folder, name).symlink_to(path.resolve())
+        yield tuple(f"{folder}/{name}" for name in files)
+
+
+def _push_reason(finished: Finished) -> str:
+    """Returns what adb says went wrong; it says so on either stream, between lines of progress."""
+    if finished.timed_out:
+        return "it does not answer"
+    lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
+    errors = [line for line in lines if "error: " in line]
+    line = one_line(errors[-1] if errors else "\n".join(lines))
+    return re.sub(r"'/[^']*/(\d+)'", r"file \1", line.removeprefix("adb: error: "))[-300:] or finished.ending

@@ -1,0 +1,99 @@
+"""Runs a job on another machine: the program and the model go there once, then samples stream."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.local.runner import LIBRARY, PROGRAM, NativeRunner, find_runner
+from edgekit.devices.process.child import Runner, describe_job, refuse_run
+from edgekit.devices.process.link import Link, list_model_files
+from edgekit.devices.process.pipe import run_over
+from edgekit.errors import EdgekitError, UsageError
+from edgekit.evidence import Evidence
+
+
+class StoppableLink(Link, Protocol):
+    """A link that can end the program it started."""
+
+    def stop(self) -> None:
+        """Ends the program, if it still runs, and removes what it left."""
+        ...
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs a model over there: files to push, and the command; `{folder}` in it is where they lie then.
+
+    `runtime` and `library` are files of it: ONNX Runtime's library, and that of a plug-in provider. `notes` go into
+    the report of each run.
+    """
+
+    files: Mapping[str, Path]
+    argv: tuple[str, ...]
+    runtime: str = ""
+    library: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """How a session is opened over there: on a provider, "" for the target's own, with `threads`, 0 for its choice."""
+
+    provider: str = ""
+    threads: int = 0
+
+    @property
+    def evidence(self) -> Evidence:
+        """How good a run's word is: another provider than the target's shows no more than the architecture."""
+        return Evidence.SAME_ARCH if self.provider else Evidence.DEVICE
+
+
+def native_program(native: NativeRunner, libraries: tuple[Path, ...] = ()) -> Program:
+    """Returns edgekit's own runner with ONNX Runtime's library, and a plug-in provider's with what that one loads."""
+    paths = ("env", "LD_LIBRARY_PATH={folder}", "ADSP_LIBRARY_PATH={folder}") if libraries else ()
+    return Program(
+        files={**native.files, **{path.name: path for path in libraries}},
+        argv=(*paths, f"{{folder}}/{PROGRAM}", "--pipe"),
+        runtime=LIBRARY,
+        library=libraries[0].name if libraries else "",
+    )
+
+
+def given_runner(abi: str, program: Path | None, library: Path | None) -> NativeRunner | None:
+    """Returns the runner that the user gave, or the one that was built for a kind of machine, or None.
+
+    Raises:
+        UsageError: one of the two files is given without the other.
+    """
+    if program is not None and library is not None:
+        return NativeRunner(abi=abi, program=program, library=library)
+    if program is not None or library is not None:
+        raise UsageError("a runner and a library are given together", hint="give both, or none")
+    return find_runner(abi)
+
+
+def run_remote(link: StoppableLink, program: Program, job: Job, work: Path, session: Session) -> DeviceRun:
+    """Runs every sample of a job on the machine of a link; whatever goes wrong on the way is the run's failure."""
+    runner = Runner(device=link.name, evidence=session.evidence)
+    try:
+        folder = link.push(program.files)
+        model = f"{link.push(list_model_files(job.model))}/{job.model.name}"
+    except EdgekitError as error:
+        return refuse_run(runner, error.message)
+    far = msgspec.structs.replace(
+        describe_job(job, provider=session.provider or job.target.provider),
+        model=model,
+        threads=session.threads or job.threads,
+        runtime=program.runtime and f"{folder}/{program.runtime}",
+        library=program.library and f"{folder}/{program.library}",
+    )
+    argv = [word.replace("{folder}", folder) for word in program.argv]
+    try:
+        run = run_over(link, argv, job, far, work, runner=runner)
+    except BaseException:
+        link.stop()
+        raise
+    if run.failure is not None:
+        link.stop()
+    return msgspec.structs.replace(run, notes=(*run.notes, *program.notes))

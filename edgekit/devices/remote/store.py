@@ -1,0 +1,324 @@
+"""Keeps sets of files on a machine that is reached through a shell, and runs programs there that leave nothing behind.
+
+Everything lies below one folder: a set of files under its digest, what is still arriving under `part-...`, and what a
+running program has open under `run-...`. The last two names hold the computer, process and thread they belong to, so
+that what one of them left that died, or whose link did, goes with the next contact. Scripts are POSIX shell, as small
+systems have it; every word that is not ours is quoted.
+"""
+
+import hashlib
+import os
+import platform
+import secrets
+import shlex
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import msgspec
+
+from edgekit._proc import Finished
+from edgekit.devices.process.link import digest_files, digest_unchanged
+from edgekit.errors import DeviceError
+
+KEPT_SETS = 12
+"""How many sets of files stay on a machine; those used longest ago go first."""
+
+_SPARE_BYTES = 4 << 20
+_SLOWEST_DIGEST_BYTES_PER_S = 4 << 20
+_LIST = ".files"
+_BEGIN = "EDGEKIT-BEGIN"
+_DONE = "EDGEKIT-DONE"
+_KINDS = frozenset({"part", "run"})
+_MAX_SCRIPT_BYTES = 60_000
+_KILL = "kill -9 -$p 2>/dev/null || kill -9 $p 2>/dev/null"
+_TEST = """h() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
+t() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "'$3' arrived damaged" >&2; exit 1; }; }
+"""
+_CLEAN_S = 5.0
+_CLEAN_PAUSE_S = 0.4
+
+
+class Shell(Protocol):
+    """A machine that runs scripts and takes files."""
+
+    @property
+    def name(self) -> str:
+        """The machine as the user names it."""
+        ...
+
+    @property
+    def step_timeout_s(self) -> float:
+        """How long a script may take."""
+        ...
+
+    def start_script(self, script: str, timeout_s: float) -> Finished:
+        """Runs a script with no standard input to its end."""
+        ...
+
+    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
+        """Copies files into an existing folder there, under the given plain names.
+
+        Raises:
+            DeviceError: they did not arrive.
+        """
+        ...
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies on the machine: the sizes of the wanted set's files, other files by digest, left-overs, free bytes."""
+
+    sizes: tuple[int, ...]
+    copies: Mapping[str, str]
+    left: tuple[str, ...]
+    free_bytes: int | None
+
+
+def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None) -> str:
+    """Returns what a script writes, sure to be whole.
+
+    A link that dies looks like success to some clients, so the script says itself that it came to its end.
+
+    Raises:
+        DeviceError: the machine did not run it to its end, or it failed; the message names machine and step.
+    """
+    whole = f"echo {_BEGIN}; (\n{script}\n); rc=$?; echo; echo {_DONE} $rc"
+    if len(whole.encode()) > _MAX_SCRIPT_BYTES:  # adb's names of services hold 64 kB
+        raise DeviceError(f"'{shell.name}' while {step}: too many files", hint="put the weights into one file")
+    finished = shell.start_script(whole, shell.step_timeout_s if timeout_s is None else timeout_s)
+    before, begin, rest = finished.stdout.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
+    output, done, code = rest.rpartition(f"\n{_DONE} ")
+    if begin and before.strip():
+        line = one_line(before)
+        raise DeviceError(
+            f"'{shell.name}' while {step}: its shell writes '{line[:80]}' before every command",
+            hint="make the shell's start-up files silent where no terminal is: that text would mix with tensors",
+        )
+    if not done:
+        raise DeviceError(f"'{shell.name}' while {step}: {_why(finished)}", hint="edgekit devices list")
+    if code.strip() != "0":
+        reason = one_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
+        raise DeviceError(f"'{shell.name}' while {step}: {reason[-300:]}", hint="look at the device")
+    return output
+
+
+def one_line(text: str) -> str:
+    """Returns the last line that says something, without what could steer a terminal."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return "".join(letter for letter in (lines[-1] if lines else "") if letter.isprintable())
+
+
+def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
+    """Returns the folder below `base` that holds these files; what is there already is not sent again.
+
+    Files that another set holds are copied there. All are compared with their digests before the set gets its name.
+
+    Raises:
+        DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
+    """
+    wanted = {_safe_name(name): path for name, path in sorted(files.items())}
+    digest = digest_files(files)
+    seen = _look(shell, base, digest, list(wanted))
+    gone = list(seen.left)
+    if seen.sizes == tuple(path.stat().st_size for path in wanted.values()):
+        if gone:
+            ask(shell, f"cd {shlex.quote(base)} || exit 1\n{_removals(base, gone)}", step="removing left-overs")
+        return f"{base}/{digest}"
+    if seen.sizes:  # it is there, but as a sudden end of the system leaves files
+        gone.append(digest)
+    part = _own_name("part")
+    try:
+        _fill(shell, base, part, digest, wanted, seen, gone)
+    except BaseException:
+        _remove(shell, base, part)
+        raise
+    return f"{base}/{digest}"
+
+
+def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
+    """Returns the script that runs a program with the shell's streams, and removes its folder when it ends.
+
+    The program is not the shell itself, so that the shell can still clean up when the link hangs up: it ends the
+    program then, and what that started. The program's process id lies in the folder for as long as it runs.
+    """
+    folder = shlex.quote(f"{base}/{run}")
+    words = " ".join(shlex.quote(word) for word in argv)
+    return (
+        f"umask 077; mkdir -p {folder} && cd {folder} || exit 125; ulimit -c 0; exec 3<&0; p=; s=; "
+        "command -v setsid >/dev/null && s=setsid; "
+        f"trap '{_KILL}; cd /; rm -rf {folder}; exit 129' HUP TERM; "
+        f"TMPDIR={folder} $s {words} <&3 3<&- & p=$!; exec 3<&- </dev/null; "
+        f"echo $p > pid; wait $p; rc=$?; cd /; rm -rf {folder}; exit $rc"
+    )
+
+
+def run_name() -> str:
+    """Returns a new name for the folder of a running program."""
+    return _own_name("run")
+
+
+def end_run(shell: Shell, base: str, run: str) -> None:
+    """Ends a program that may still run, and removes its folder; a machine that is gone is left alone."""
+    _remove(shell, base, run)
+
+
+def clean_store(shell: Shell, base: str) -> None:
+    """Removes everything below `base`.
+
+    Raises:
+        DeviceError: the machine does not answer.
+    """
+    ask(shell, f"rm -rf {shlex.quote(base)}", step="removing what edgekit stored")
+
+
+def _look(shell: Shell, base: str, digest: str, names: Sequence[str]) -> _Seen:
+    place = shlex.quote(base)
+    listed = " ".join(shlex.quote(name) for name in names)
+    script = f"""
+mkdir -p {place} && chmod 700 {place} && cd {place} || exit 1
+for f in */{_LIST}; do
+    [ -f "$f" ] && while read -r l; do echo "copy ${{f%/{_LIST}}} $l"; done < "$f"
+done
+for d in part-* run-*; do [ -e "$d" ] && echo "left $d"; done
+[ -f {digest}/{_LIST} ] && touch {digest} && (cd {digest} && wc -c {listed}) |
+    while read -r n l; do echo "size $n"; done
+df -Pk . | while read -r a b c d e; do echo "free $d"; done
+exit 0"""
+    lines = [[*line.split(" "), ""] for line in ask(shell, script, step="looking at what is there").splitlines()]
+    sizes = [int(words[1]) for words in lines if words[0] == "size" and _is_number(words[1])]
+    free = [int(words[1]) * 1024 for words in lines if words[0] == "free" and _is_number(words[1])]
+    copies = {w[2]: f"{w[1]}/{' '.join(w[3:-1])}" for w in lines if w[0] == "copy" and len(w) > 4}
+    return _Seen(
+        sizes=tuple(sizes[: len(names)]),
+        copies=copies,
+        left=tuple(words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])),
+        free_bytes=free[-1] if free else None,
+    )
+
+
+def _fill(
+    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
+) -> None:
+    digests = {name: digest_unchanged(path) for name, path in wanted.items()}
+    there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
+    needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
+    if seen.free_bytes is not None and seen.free_bytes < needed:
+        raise DeviceError(
+            f"'{shell.name}' while sending files: {needed >> 10} kB are needed below '{base}', "
+            f"{seen.free_bytes >> 10} kB are free",
+            hint="free space on the device",
+        )
+    place = shlex.quote(base)
+    digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
+    numbers = {name: str(index) for index, name in enumerate(wanted)}
+    missing = {numbers[name]: path for name, path in wanted.items()}
+    copies = "".join(
+        f"cp {shlex.quote(there[name])} {part}/{numbers[name]} && "
+        f"(t {part}/{numbers[name]} {digests[name]} x) && echo {numbers[name]} || rm -f {part}/{numbers[name]}\n"
+        for name in there
+    )
+    script = f"cd {place} || exit 1\n{_removals(base, gone)}{_TEST}umask 077\nmkdir {part} || exit 1\n{copies}exit 0"
+    for number in ask(shell, script, step="preparing its folder", timeout_s=shell.step_timeout_s + digest_s).split():
+        missing.pop(number, None)
+    if missing:
+        shell.send_files(missing, f"{base}/{part}")
+    script = f"cd {place}/{part} || exit 1\n{_check_script(wanted, numbers, digests)}{_publish_script(part, digest)}"
+    ask(shell, script, step="checking what arrived", timeout_s=shell.step_timeout_s + digest_s)
+
+
+def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digests: Mapping[str, str]) -> str:
+    """Returns the lines that compare each file with its digest and give it its name."""
+    lines = [_TEST]
+    for name, path in wanted.items():
+        number, quoted = numbers[name], shlex.quote(name)
+        parent = str(PurePosixPath(name).parent)
+        mode = "700" if os.access(path, os.X_OK) else "600"
+        lines += [
+            f"t {number} {digests[name]} {quoted}",
+            *([f"mkdir -p {shlex.quote(parent)} || exit 1"] if parent != "." else []),
+            f"chmod {mode} {number} && mv {number} {quoted} || exit 1",
+            f"printf '%s\\n' {shlex.quote(f'{digests[name]} {name}')} >> {_LIST} || exit 1",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _publish_script(part: str, digest: str) -> str:
+    """Returns the lines that give a whole set its name, and remove the sets that were used longest ago."""
+    return f"""cd .. || exit 1
+if [ -d {digest} ]; then rm -rf {part}; else mv {part} {digest} || exit 1; fi
+n=0
+for d in $(ls -t); do
+    case $d in
+    part-*|run-*) ;;
+    *) n=$((n + 1)); [ $n -le {KEPT_SETS} ] || rm -rf "$d" ;;
+    esac
+done"""
+
+
+def _remove(shell: Shell, base: str, name: str) -> None:
+    """Removes an own folder, if the machine can still be reached within some seconds."""
+    script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
+    deadline = time.monotonic() + _CLEAN_S
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            ask(shell, script, step="cleaning up", timeout_s=min(left, shell.step_timeout_s))
+            return
+        except DeviceError:
+            time.sleep(min(_CLEAN_PAUSE_S, left))
+
+
+def _removals(base: str, names: Sequence[str]) -> str:
+    """Returns the lines that end the programs of folders, where they still run, and remove the folders."""
+    ours = f"{{ [ ! -r /proc/$p/cmdline ] || grep -q {shlex.quote(base)} /proc/$p/cmdline; }}"
+    return "".join(
+        f"[ -f {name}/pid ] && read -r p < {name}/pid && {ours} && {{ {_KILL}; }}\nrm -rf {name}\n" for name in names
+    )
+
+
+def _own_name(kind: str) -> str:
+    return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
+
+
+def _is_left_over(name: str) -> bool:
+    """Returns True for a folder of this computer that nothing uses any more.
+
+    Its process is no more; or it is this one, and its thread is no more, or is this one, which has no folder now.
+    """
+    kind, computer, pid, thread, rest = [*name.split("-"), "", "", "", "", ""][:5]
+    if kind not in _KINDS or computer != _computer() or not _is_number(pid) or not _is_number(thread):
+        return False
+    if not rest.isalnum():
+        return False
+    if int(pid) == os.getpid():
+        others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
+        return int(thread) not in others
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) < 20
+
+
+def _computer() -> str:
+    return hashlib.sha256(f"{platform.node()} {os.getuid()}".encode()).hexdigest()[:8]
+
+
+def _safe_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name or name == _LIST or not name.isprintable():
+        raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
+    return name
+
+
+def _why(finished: Finished) -> str:
+    if finished.timed_out:
+        return "it does not answer"
+    return one_line(finished.stderr) or "the link broke before the end"

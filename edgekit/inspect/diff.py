@@ -1,0 +1,233 @@
+"""What is different between two versions of a bundle, or of a model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from edgekit._files import digest_file
+from edgekit.bundle.folder import VERIFY, Bundle, read_check
+from edgekit.bundle.opening import opened_bundle
+from edgekit.check.report import CheckReport
+from edgekit.errors import UsageError
+from edgekit.inspect.inspect import inspect_model
+from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
+from edgekit.plain import to_plain
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run import read_report
+
+_OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})
+_MODEL_FACTS = ("inputs", "outputs", "opsets", "ops", "parameters", "macs", "activation_bytes", "saved_optimizations")
+
+
+class FileChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is not the same on both sides; a size is None on the side that lacks it."""
+
+    name: str
+    old_bytes: int | None
+    new_bytes: int | None
+
+
+class FactChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A value that is not the same on both sides, by its path; None on the side that lacks it."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+class NodeChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that one side's provider takes and the other's does not, or that one side lacks (None)."""
+
+    name: str
+    op: str
+    old: bool | None
+    new: bool | None
+
+
+class AccuracyChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of an output on a device as the two `verify.json` give it, None where one has none."""
+
+    device: str
+    output: str
+    measure: Literal["sqnr_db", "top1_agreement", "cosine", "accuracy"]
+    old: float | None
+    new: float | None
+
+
+class LayerChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer whose operator or weights are not the same; None on the side that lacks it."""
+
+    name: str
+    old_op: str | None
+    new_op: str | None
+    old_bytes: int | None
+    new_bytes: int | None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """All differences between two bundles or two models.
+
+    `update_bytes` is what who has the old files must fetch: those that are new or changed. Evidence (`accuracy`) is
+    told but is no difference of the bundles.
+    """
+
+    old: str
+    new: str
+    kind: Literal["bundle", "model"]
+    old_bytes: int
+    new_bytes: int
+    update_bytes: int
+    files: tuple[FileChange, ...]
+    facts: tuple[FactChange, ...]
+    placement: tuple[FactChange, ...]
+    nodes: tuple[NodeChange, ...]
+    layers: tuple[LayerChange, ...]
+    accuracy: tuple[AccuracyChange, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """True if both sides are the same to the byte."""
+        return not (self.files or self.facts or self.placement or self.nodes or self.layers)
+
+
+def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delta:
+    """Returns what is different between two bundles (folders or archives) or two models (.onnx or .ort).
+
+    Raises:
+        UsageError: one is a model and the other is not, or a bundle of several targets is given without `target`.
+        BundleError: a bundle is damaged or not safe to open.
+        ModelError: a model cannot be read.
+    """
+    kinds = {path.suffix in MODEL_SUFFIXES and path.is_file() for path in (old, new)}
+    if len(kinds) > 1:
+        raise UsageError(f"'{old}' and '{new}' are a model and a bundle", hint="give two models or two bundles")
+    if kinds == {True}:
+        return _compare_models(old, new)
+    with opened_bundle(old, target=target) as first, opened_bundle(new, target=target) as second:
+        return _compare_bundles((str(old), first), (str(new), second))
+
+
+def _compare_models(old: Path, new: Path) -> Delta:
+    sizes = tuple(path.stat().st_size for path in (old, new))
+    same = digest_file(old) == digest_file(new)
+    facts = [_pick(to_plain(inspect_model(path)), _MODEL_FACTS) for path in (old, new)]
+    layers = () if same else tuple(_compare_layers(measure_layers(old), measure_layers(new)))
+    return Delta(
+        old=str(old),
+        new=str(new),
+        kind="model",
+        old_bytes=sizes[0],
+        new_bytes=sizes[1],
+        update_bytes=0 if same else sizes[1],
+        files=() if same else (FileChange(name=new.name, old_bytes=sizes[0], new_bytes=sizes[1]),),
+        facts=tuple(_compare_facts(facts[0], facts[1])),
+        placement=(),
+        nodes=(),
+        layers=layers,
+        accuracy=(),
+    )
+
+
+def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
+    first, second = old[1].manifest, new[1].manifest
+    files = [name for name in sorted({*first.files, *second.files}) if first.files.get(name) != second.files.get(name)]
+    plain = [_without(to_plain(manifest), _OWN_SECTION) for manifest in (first, second)]
+    models = [_find_layers(bundle) for _, bundle in (old, new)]
+    return Delta(
+        old=old[0],
+        new=new[0],
+        kind="bundle",
+        old_bytes=sum(entry.size_bytes for entry in first.files.values()),
+        new_bytes=sum(entry.size_bytes for entry in second.files.values()),
+        update_bytes=sum(second.files[name].size_bytes for name in files if name in second.files),
+        files=tuple(
+            FileChange(
+                name=name,
+                old_bytes=first.files[name].size_bytes if name in first.files else None,
+                new_bytes=second.files[name].size_bytes if name in second.files else None,
+            )
+            for name in files
+        ),
+        facts=tuple(_compare_facts(plain[0], plain[1])),
+        placement=tuple(_compare_facts(to_plain(first.placement), to_plain(second.placement))),
+        nodes=tuple(_compare_nodes(read_check(old[1]), read_check(new[1]))),
+        layers=tuple(_compare_layers(models[0], models[1])),
+        accuracy=tuple(_compare_accuracy(_read_evidence(old[1]), _read_evidence(new[1]))),
+    )
+
+
+def _find_layers(bundle: Bundle) -> tuple[LayerSize, ...]:
+    names = (bundle.manifest.model_file, *bundle.manifest.forms.get("onnx", ()))
+    model = next((bundle.folder / name for name in names if Path(name).suffix in MODEL_SUFFIXES), None)
+    return () if model is None else measure_layers(model)
+
+
+def _compare_facts(old: Any, new: Any, key: str = "") -> Iterator[FactChange]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        first, second = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
+        for name in sorted({*first, *second}):
+            yield from _compare_facts(first.get(name), second.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield FactChange(key=key, old=old, new=new)
+
+
+def _compare_nodes(old: CheckReport, new: CheckReport) -> Iterator[NodeChange]:
+    first, second = ({node.name: node for node in check.node_list} for check in (old, new))
+    ops = {node.name: node.op for node in (*old.node_list, *new.node_list)}
+    for name, op in ops.items():
+        before, after = first.get(name), second.get(name)
+        taken = (None if before is None else before.taken, None if after is None else after.taken)
+        if taken[0] != taken[1]:
+            yield NodeChange(name=name, op=op, old=taken[0], new=taken[1])
+
+
+def _compare_layers(old: Sequence[LayerSize], new: Sequence[LayerSize]) -> Iterator[LayerChange]:
+    first, second = ({layer.name: layer for layer in layers} for layers in (old, new))
+    for name in dict.fromkeys((*first, *second)):
+        before, after = first.get(name), second.get(name)
+        if before == after:
+            continue
+        yield LayerChange(
+            name=name,
+            old_op=None if before is None else before.op,
+            new_op=None if after is None else after.op,
+            old_bytes=None if before is None else before.weight_bytes,
+            new_bytes=None if after is None else after.weight_bytes,
+        )
+
+
+def _read_evidence(bundle: Bundle) -> VerifyReport | None:
+    path = bundle.folder / VERIFY
+    return read_report(path) if path.is_file() else None
+
+
+def _compare_accuracy(old: VerifyReport | None, new: VerifyReport | None) -> Iterator[AccuracyChange]:
+    first, second = _list_figures(old), _list_figures(new)
+    for place in dict.fromkeys((*first, *second)):
+        device, output, measure = place
+        before, after = first.get(place), second.get(place)
+        if before != after:
+            change = {"device": device, "output": output, "measure": measure, "old": before, "new": after}
+            yield msgspec.convert(change, AccuracyChange)
+
+
+def _list_figures(report: VerifyReport | None) -> Mapping[tuple[str, str, str], float | None]:
+    figures: dict[tuple[str, str, str], float | None] = {}
+    for run in () if report is None else report.runs:
+        for output in run.outputs:
+            figures[run.device, output.name, "sqnr_db"] = output.sqnr_db
+            figures[run.device, output.name, "cosine"] = output.cosine
+            figures[run.device, output.name, "top1_agreement"] = output.top1_agreement
+        if run.accuracy is not None:
+            figures[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
+    return figures
+
+
+def _pick(table: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: table[key] for key in keys if key in table}
+
+
+def _without(table: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in keys}

@@ -1,0 +1,158 @@
+"""What a model contains, before anything is done to it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import helper
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.check.graph import Graph, read_graph
+from edgekit.check.macs import count_macs, value_bytes
+from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
+from edgekit.errors import RuntimeRefusal
+from edgekit.model.model import (
+    Model,
+    QuantizedForm,
+    find_quantized_form,
+    iterate_graphs,
+    load_model,
+    read_proto,
+    tensor_dtype,
+)
+from edgekit.model.tensors import TensorSpec
+
+_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc"})
+
+
+class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of an ONNX file.
+
+    `nodes` and `ops` count the bodies of control flow as well. `macs` are the multiply-accumulates of one inference
+    where shapes are known. `weight_bytes` goes by element type. `activation_bytes` is the most that is alive at once
+    when the nodes of the main graph run in their order and each value is freed after its last use; values of unknown
+    shape count as nothing. `quantized` says how the model is quantized, empty for a float one. `custom_ops` are
+    operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`; `runs` is None unless libraries for them
+    were given: then it says whether ONNX Runtime loads the model with these.
+    """
+
+    name: str
+    sha256: str
+    size_bytes: int
+    ir_version: int
+    opsets: dict[str, int]
+    producer: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: int
+    ops: dict[str, int]
+    parameters: int
+    weight_bytes: dict[str, int]
+    macs: int
+    activation_bytes: int
+    is_static: bool
+    is_quantized: bool
+    quantized: QuantizedForm
+    custom_ops: tuple[str, ...]
+    runs: bool | None
+    has_control_flow: bool
+    external_files: tuple[str, ...]
+    metadata: dict[str, str]
+
+
+def inspect_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> OnnxReport | OrtFileReport:
+    """Returns what an ONNX or ORT-format file contains; weights in external files are not read.
+
+    Args:
+        path: the file.
+        custom_ops: libraries with custom operators, with which ONNX Runtime is asked to load an ONNX file.
+
+    Raises:
+        ModelError: the file cannot be read.
+        UsageError: a library is missing.
+    """
+    return inspect_ort(path) if path.suffix == ".ort" else _inspect_onnx(path, custom_ops)
+
+
+def _inspect_onnx(path: Path, custom_ops: Sequence[Path]) -> OnnxReport:
+    model = load_model(path, custom_ops=custom_ops)
+    proto = read_proto(model, weights=False)
+    graphs = list(iterate_graphs(proto.graph))
+    nodes = [node for graph in graphs for node in graph.node]
+    ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
+    weights = [*(tensor for graph in graphs for tensor in graph.initializer), *_constants(nodes)]
+    graph = read_graph(model)
+    return OnnxReport(
+        name=model.name,
+        sha256=model.sha256,
+        size_bytes=model.size_bytes,
+        ir_version=model.ir_version,
+        opsets=model.opsets,
+        producer=f"{proto.producer_name} {proto.producer_version}".strip(),
+        inputs=model.inputs,
+        outputs=model.outputs,
+        nodes=len(nodes),
+        ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
+        parameters=sum(_count_values(tensor) for tensor in weights),
+        weight_bytes=_weight_bytes(weights),
+        macs=sum(count_macs(graph, node) for node in graph.nodes),
+        activation_bytes=_peak_activation_bytes(graph),
+        is_static=model.is_static,
+        is_quantized=any(node.op_type in {"QuantizeLinear", "DequantizeLinear"} for node in nodes),
+        quantized=find_quantized_form(proto),
+        custom_ops=tuple(sorted({f"{node.domain}.{node.op_type}" for node in nodes if _is_custom(node)})),
+        runs=_loads(model) if custom_ops else None,
+        has_control_flow=len(graphs) > 1,
+        external_files=model.external_files,
+        metadata={entry.key: entry.value for entry in proto.metadata_props},
+    )
+
+
+def _is_custom(node: onnx.NodeProto) -> bool:
+    return node.domain not in _KNOWN_DOMAINS
+
+
+def _loads(model: Model) -> bool:
+    try:
+        CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+    except RuntimeRefusal:
+        return False
+    return True
+
+
+def _peak_activation_bytes(graph: Graph) -> int:
+    last = {name: max(users, default=-1) for name, users in graph.consumers.items()}
+    last |= dict.fromkeys(graph.outputs, len(graph.nodes))
+    alive, peak = dict[str, int](), 0
+    for node in graph.nodes:
+        made = (*node.inputs, *node.outputs)
+        alive |= {name: value_bytes(graph.value(name)) for name in made if name and name not in graph.constants}
+        peak = max(peak, sum(alive.values()))
+        alive = {name: size for name, size in alive.items() if last.get(name, -1) > node.index}
+    return peak
+
+
+def _constants(nodes: list[onnx.NodeProto]) -> list[onnx.TensorProto]:
+    return [
+        attribute.t
+        for node in nodes
+        if node.op_type == "Constant"
+        for attribute in node.attribute
+        if attribute.name == "value"
+    ]
+
+
+def _count_values(tensor: onnx.TensorProto) -> int:
+    return int(np.prod(tensor.dims, dtype=np.int64))
+
+
+def _weight_bytes(weights: list[onnx.TensorProto]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for tensor in weights:
+        kind = tensor_dtype(tensor.data_type)
+        itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        sizes[kind] += _count_values(tensor) * itemsize
+    return dict(sorted(sizes.items()))

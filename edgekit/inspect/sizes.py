@@ -1,0 +1,197 @@
+"""Where the bytes are: file by file, and in a model layer by layer."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._files import digest_bytes
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.manifest.checks import iterate_files
+from edgekit.bundle.multi import MultiBundle
+from edgekit.bundle.opening import opened_any
+from edgekit.check.graph import read_graph
+from edgekit.check.macs import count_macs
+from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_graphs
+from edgekit.convert.ort_format.tables import open_tables, records, table, text, texts
+from edgekit.model.model import iterate_graphs, load_model, read_proto
+
+MODEL_SUFFIXES = frozenset({".onnx", ".ort"})
+
+
+class FileSize(msgspec.Struct, frozen=True, kw_only=True):
+    """A file and its bytes."""
+
+    name: str
+    size_bytes: int
+
+
+class LayerSize(msgspec.Struct, frozen=True, kw_only=True):
+    """A node with the weights that it is the first to use, through nodes that only carry them.
+
+    `macs` are the multiply-accumulates of one inference, None where the file does not tell shapes (ORT format).
+    `sha256` covers the weights.
+    """
+
+    name: str
+    op: str
+    weight_bytes: int
+    macs: int | None
+    sha256: str
+
+
+class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of a bundle or model, and the layers of `model`, largest first; "" where no file shows its layers.
+
+    `other_bytes` is what the model's file holds besides weights: the graph, names, saved optimisations.
+    """
+
+    subject: str
+    files: tuple[FileSize, ...]
+    model: str
+    layers: tuple[LayerSize, ...]
+    other_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """All files together."""
+        return sum(file.size_bytes for file in self.files)
+
+
+class _Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as this module needs it."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class _Weight(msgspec.Struct, frozen=True, kw_only=True):
+    size_bytes: int
+    sha256: str
+
+
+def measure_sizes(path: Path) -> SizeReport:
+    """Returns the sizes of a model, or of a bundle as folder or archive.
+
+    Raises:
+        ModelError: the model cannot be read.
+        BundleError: the bundle is damaged or not safe to open.
+    """
+    if path.suffix in MODEL_SUFFIXES:
+        return _report(str(path), _model_files(path), path)
+    with opened_any(path) as found:
+        files = [FileSize(name=name, size_bytes=file.stat().st_size) for name, file in iterate_files(found.folder)]
+        return _report(str(path), files, _find_model(found))
+
+
+def measure_layers(path: Path) -> tuple[LayerSize, ...]:
+    """Returns the layers of an ONNX or ORT-format file in graph order, those without weights too.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    return _measure_ort(path) if path.suffix == ".ort" else _measure_onnx(path)
+
+
+def _report(subject: str, files: Sequence[FileSize], model: Path | None) -> SizeReport:
+    layers = () if model is None else measure_layers(model)
+    total = 0 if model is None else sum(file.size_bytes for file in _model_files(model))
+    return SizeReport(
+        subject=subject,
+        files=tuple(sorted(files, key=lambda file: -file.size_bytes)),
+        model="" if model is None else model.name,
+        layers=tuple(sorted(layers, key=lambda layer: -layer.weight_bytes)),
+        other_bytes=max(0, total - sum(layer.weight_bytes for layer in layers)),
+    )
+
+
+def _find_model(found: Bundle | MultiBundle) -> Path | None:
+    """Returns the file of a bundle that shows its layers: the one to load, else the ONNX file; None for several."""
+    if isinstance(found, MultiBundle):
+        return None
+    names = (found.manifest.model_file, *found.manifest.forms.get("onnx", ()))
+    return next((found.folder / name for name in names if Path(name).suffix in MODEL_SUFFIXES), None)
+
+
+def _model_files(path: Path) -> list[FileSize]:
+    beside = load_model(path).external_files if path.suffix == ".onnx" else ()
+    return [FileSize(name=name, size_bytes=(path.parent / name).stat().st_size) for name in (path.name, *beside)]
+
+
+def _measure_onnx(path: Path) -> tuple[LayerSize, ...]:
+    model = load_model(path)
+    graph = read_graph(model)
+    macs = {node.outputs[0]: count_macs(graph, node) for node in graph.nodes if node.outputs}
+    graphs = list(iterate_graphs(read_proto(model).graph))
+    nodes = [node for part in graphs for node in part.node]
+    weights = {tensor.name: _weigh(tensor) for part in graphs for tensor in part.initializer}
+    weights |= {node.output[0]: _weigh(node.attribute[0].t) for node in nodes if node.op_type == "Constant"}
+    steps = [
+        _Step(
+            name=node.name,
+            op=f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
+            inputs=tuple(node.input),
+            outputs=tuple(node.output),
+        )
+        for node in nodes
+        if node.op_type != "Constant"
+    ]
+    return _assign(steps, weights, macs)
+
+
+def _measure_ort(path: Path) -> tuple[LayerSize, ...]:
+    with open_tables(path) as file:
+        graphs = list(iterate_ort_graphs(table(table(file.root, "model"), "graph")))
+        weights: dict[str, _Weight] = {}
+        for tensor in (tensor for part in graphs for tensor in records(part, "initializers")):
+            data = bytes(tensor.get("raw_data", b""))  # type: ignore[arg-type]
+            weights[text(tensor, "name")] = _Weight(size_bytes=len(data), sha256=digest_bytes(data))
+        steps = [
+            _Step(
+                name=text(node, "name"),
+                op=".".join(filter(None, (text(node, "domain"), text(node, "op_type")))),
+                inputs=tuple(texts(node, "inputs")),
+                outputs=tuple(texts(node, "outputs")),
+            )
+            for part in graphs
+            for node in records(part, "nodes")
+        ]
+        return _assign(steps, weights, None)
+
+
+def _assign(
+    steps: Sequence[_Step], weights: Mapping[str, _Weight], macs: Mapping[str, int] | None
+) -> tuple[LayerSize, ...]:
+    """Gives each weight to the first node that computes with it; a node that reads nothing else only carries it on."""
+    constant, unassigned, layers = set(weights), {name: [weight] for name, weight in weights.items()}, list[LayerSize]()
+    for step in steps:
+        own = [weight for name in step.inputs for weight in unassigned.pop(name, ())]
+        read = [name for name in step.inputs if name]
+        if read and constant.issuperset(read):
+            constant.update(step.outputs)
+            unassigned[step.outputs[0]] = own
+            continue
+        first = step.outputs[0] if step.outputs else ""
+        layers.append(
+            LayerSize(
+                name=step.name or first,
+                op=step.op,
+                weight_bytes=sum(weight.size_bytes for weight in own),
+                macs=None if macs is None else macs.get(first, 0),
+                sha256=digest_bytes("".join(weight.sha256 for weight in own).encode()),
+            )
+        )
+    return tuple(layers)
+
+
+def _weigh(tensor: onnx.TensorProto) -> _Weight:
+    data = tensor.raw_data
+    if not data:
+        bare = onnx.TensorProto()
+        bare.CopyFrom(tensor)
+        bare.ClearField("name")
+        data = bare.SerializeToString(deterministic=True)
+    return _Weight(size_bytes=len(data), sha256=digest_bytes(data))

@@ -1,0 +1,1 @@
+"""What a user starts: each job calls the stages below it in their order."""

@@ -1,0 +1,145 @@
+"""Checking a model as the user has it against targets, and rewriting it for one."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgekit._files import work_folder
+from edgekit.check.check import check_model
+from edgekit.check.origin import tell_of_model, trace_model
+from edgekit.check.ort_opinion import ask_ort_checker
+from edgekit.check.recommend import recommend_target
+from edgekit.check.report import CheckReport, Verdict
+from edgekit.devices.observe import NotObserved, Observed, observe_target
+from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.model.model import Model, load_model
+from edgekit.plain import to_plain
+from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
+from edgekit.prepare.fix import FIXES, Fix, FixedModel, fix_model
+from edgekit.progress import Progress, say_nothing
+from edgekit.recipe import Recipe, load_targets
+from edgekit.report.checked import CheckSummary, describe_recommendation
+from edgekit.target import Target
+
+_FIX_ROUNDS = 4
+
+
+class TargetShare(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a model a target takes; the fields are those of `CheckReport`."""
+
+    nodes: int
+    taken: int
+    partitions: int
+    taken_macs: float
+    taken_bytes: float
+    verdict: Verdict
+
+
+class TargetGain(msgspec.Struct, frozen=True, kw_only=True):
+    """What a target takes of a model before and after the rewrites for it."""
+
+    target: str
+    before: TargetShare
+    after: TargetShare
+
+
+def check_targets(
+    model: Path, recipe: Recipe, progress: Progress | None = None, *, observe: bool = False, compare_ort: bool = False
+) -> CheckSummary:
+    """Prepares a model and returns what each target of the recipe would take of it.
+
+    With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
+    report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
+
+    A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
+
+    Raises:
+        EdgekitError: the model or the recipe is wrong.
+    """
+    progress = progress or say_nothing
+    targets, source = load_targets(recipe), load_model(model)
+    reports: dict[str, CheckReport] = {}
+    observed: dict[str, Observed | NotObserved] = {}
+    with work_folder() as work:
+        progress("prepare the model")
+        prepared, refusal = _prepare(source, work, recipe, observe=observe)
+        traced = trace_model(source, prepared, recipe.dims)
+        for target in targets:
+            progress(f"check {target.name}")
+            report = tell_of_model(check_model(prepared, target), traced)
+            if observe:
+                progress(f"observe {target.name}")
+                seen = observed[target.name] = observe_target(prepared, target)
+                if isinstance(seen, Observed):
+                    report = msgspec.structs.replace(report, evidence=seen.evidence.value)
+            reports[target.name] = report
+    refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
+    return CheckSummary(
+        model=source.name,
+        sha256=source.sha256,
+        targets=reports,
+        recommended=recommend_target(reports, {target.name: target for target in targets}, refused),
+        observed=observed,
+        ort=ask_ort_checker(model) if compare_ort else None,
+        refusal=refusal,
+    )
+
+
+def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
+    """Returns what a provider would be shown, or the model as it is and why ONNX Runtime refuses it."""
+    out = work / f"{source.name}.onnx"
+    try:
+        return (prepare_model if observe else sketch_model)(source, out, recipe.dims), None
+    except (ModelError, RuntimeRefusal) as error:
+        return sketch_unloaded(source, out, recipe.dims), error.message
+
+
+def fix_for_target(prepared: Model, out: Path, target: Target) -> tuple[FixedModel, TargetGain]:
+    """Writes a prepared model to `out` with the rewrites for every provider and those that gain something on a target.
+
+    After each round the model is checked again, for one rewrite can make room for the next.
+
+    Raises:
+        OutputError: `out` cannot be written.
+        TargetError: the target's rules are missing or malformed.
+    """
+    before = after = check_model(prepared, target)
+    fixes: list[Fix] = []
+    for _ in range(_FIX_ROUNDS):
+        fixed = fix_model(prepared, out, {*FIXES, *(advice.id for advice in after.advice)})
+        prepared, after = fixed.model, check_model(fixed.model, target)
+        fixes += fixed.fixes
+        if not fixed.fixes:
+            break
+    gain = TargetGain(target=target.name, before=_sum_up(before), after=_sum_up(after))
+    return FixedModel(model=prepared, fixes=tuple(fixes)), gain
+
+
+def _sum_up(report: CheckReport) -> TargetShare:
+    return TargetShare(
+        nodes=report.nodes,
+        taken=report.taken,
+        partitions=report.partitions,
+        taken_macs=report.taken_macs,
+        taken_bytes=report.taken_bytes,
+        verdict=report.verdict,
+    )
+
+
+def describe_checks(summary: CheckSummary) -> dict[str, Any]:
+    """Returns a check as its JSON document: what was observed stands in the target's own object."""
+    targets = to_plain(summary.targets)
+    for name, seen in summary.observed.items():
+        targets[name]["observed"] = to_plain(seen) if isinstance(seen, Observed) else None
+        if isinstance(seen, NotObserved):
+            targets[name]["not_observed"] = seen.reason
+    document = {
+        "model": summary.model,
+        "sha256": summary.sha256,
+        "targets": targets,
+        "recommendation": describe_recommendation(summary.recommended, summary.targets),
+        "recommended": to_plain(summary.recommended),
+        "refusal": summary.refusal,
+    }
+    return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}

@@ -1,0 +1,202 @@
+"""One conversion, from a model as the user has it: it is prepared, changed where that is wanted, and converted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import staged_entries, work_folder
+from edgekit._ort import Level
+from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
+from edgekit.convert.convert import ConvertedModel, convert_model, convert_styles
+from edgekit.convert.equality import Equality, compare_onnx
+from edgekit.convert.fates import OpFate
+from edgekit.convert.forms import ORT_FILES
+from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
+from edgekit.convert.ort_format.census import UnfusedNode
+from edgekit.data.samples import Samples, load_samples
+from edgekit.errors import ModelError
+from edgekit.model.model import Model, QuantizedForm, find_quantized_form, load_model, measure_files, read_proto
+from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.transformer import FuseOptions, fuse_transformer
+from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.qdq.qoperator import write_qoperator
+from edgekit.quantize.weight_only.convert import LightenOptions, LightModel, WeightForm, lighten_model
+from edgekit.recipe import Data, Recipe, load_targets
+from edgekit.target import Form, Target
+
+
+class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX twin too `with_onnx`.
+
+    Transformer patterns are fused first as `fuse` says, then weights are made smaller as `weights` says; with
+    `qoperator` a QDQ model gets integer operators in place of Q and DQ nodes.
+    `data` holds the inputs on which each file runs against its source, which it does not unless `checked`.
+    """
+
+    ort: OrtOptions = OrtOptions(style="full", cpu="arm", level=Level.ALL)
+    styles: tuple[Style, ...] = ("full", "runtime")
+    with_onnx: bool = False
+    context: ContextOptions = DEFAULT_CONTEXT
+    fuse: FuseOptions | None = None
+    weights: LightenOptions | None = None
+    qoperator: bool = False
+    custom_ops: tuple[Path, ...] = ()
+    data: Data | None = None
+    checked: bool = True
+
+
+class Fusion(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fusion of transformer patterns came to, and how the fused model compares with the one before."""
+
+    model_type: str
+    fused: dict[str, int]
+    nodes_before: int
+    nodes_after: int
+    equality: Equality
+
+
+class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Which nodes have weights of another form now, which were to keep theirs, and the sizes of the ONNX model."""
+
+    form: WeightForm
+    changed: tuple[str, ...]
+    kept: tuple[str, ...]
+    size_before: int
+    size_after: int
+
+
+class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The files written, by form, the one to load first, and what is known of them.
+
+    `reason` says why these forms. `quantized` is how the model was quantized before, empty for a float one: its
+    integers pass through as they are. `census` counts the nodes that an `.ort` file will run, `fates` says what became
+    of those of the source, `unfused` which quantized nodes keep a float activation, `equality` how the file compares
+    with its source, `host_traits` why another kind of CPU would write other bytes (nowhere else).
+    """
+
+    model: str
+    out: Path
+    target: str
+    reason: str
+    quantized: QuantizedForm
+    fusion: Fusion | None
+    weights: SmallWeights | None
+    files: dict[Form, tuple[str, ...]]
+    census: dict[Form, dict[str, int]]
+    fates: dict[Form, tuple[OpFate, ...]]
+    unfused: dict[Form, tuple[UnfusedNode, ...]]
+    equality: dict[Form, Equality]
+    host_traits: dict[Form, tuple[str, ...]]
+    sha256: dict[str, str]
+    size_bytes: dict[str, int]
+    versions: dict[str, str]
+    compatibility: str
+
+
+def convert_for(
+    model: Path, out: Path, recipe: Recipe, options: ConvertOptions, progress: Progress | None = None
+) -> ConvertReport:
+    """Writes a model into the folder `out`: for the one target of the recipe, or without one in the styles asked for.
+
+    Raises:
+        EdgekitError: the model or the recipe is wrong, ONNX Runtime refuses the model, or a file gives other results
+            than its source.
+    """
+    progress = progress or say_nothing
+    targets = load_targets(recipe)
+    _refuse_large(model, targets, options)
+    source = load_model(model, custom_ops=options.custom_ops)
+    with work_folder() as work, staged_entries(out) as staging:
+        progress("prepare the model")
+        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+        samples = _load_samples(options.data, prepared)
+        floating, fusion = _fuse(source, prepared, options, samples, recipe, work)
+        small = _lighten(floating, options, work)
+        current = floating if small is None else small.model
+        if options.qoperator:
+            current = write_qoperator(current, work / "qoperator.onnx", options.ort.cpu).model
+        progress("convert and compare")
+        if targets:
+            halved = floating if small is not None and small.form == "fp16" else None
+            converted = convert_model(
+                current, targets[0], staging, ort_source=halved, origin=source, samples=samples,
+                checked=options.checked, context=options.context,
+            )  # fmt: skip
+        else:
+            forms: Sequence[Form] = (*options.styles, "onnx") if options.with_onnx else options.styles
+            converted = convert_styles(
+                current, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
+            )
+    return _report(source, out, converted, fusion, small)
+
+
+def _fuse(
+    source: Model, prepared: Model, options: ConvertOptions, samples: Samples | None, recipe: Recipe, work: Path
+) -> tuple[Model, Fusion | None]:
+    """Returns the prepared model with its transformer patterns fused, where that is wanted, and what that came to."""
+    if options.fuse is None:
+        return prepared, None
+    fused = fuse_transformer(source, options.fuse, work / "fused.onnx")
+    changed = prepare_model(fused.model, work / "fused-prepared.onnx", recipe.dims)
+    equality = compare_onnx(prepared, changed, samples)
+    if not equality.passed:
+        raise ModelError(
+            f"fusing changes the results: error {equality.error:.2g}, at most {equality.tolerance:g} is allowed",
+            hint="name another --model-type, or leave --fuse out",
+        )
+    fusion = Fusion(
+        model_type=fused.model_type,
+        fused=fused.fused,
+        nodes_before=fused.nodes_before,
+        nodes_after=fused.nodes_after,
+        equality=equality,
+    )
+    return changed, fusion
+
+
+def _lighten(model: Model, options: ConvertOptions, work: Path) -> LightModel | None:
+    return None if options.weights is None else lighten_model(model, options.weights, work / "light.onnx")
+
+
+def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:
+    """Refuses at once, before gigabytes are read, what the ORT format cannot hold."""
+    forms = targets[0].conversion.forms if targets else options.styles
+    if set(forms) & set(ORT_FILES):
+        refuse_size(model, measure_files(model))
+
+
+def _load_samples(data: Data | None, prepared: Model) -> Samples | None:
+    return None if data is None else load_samples(data.source, prepared.inputs, data.preprocess)
+
+
+def _report(
+    source: Model, out: Path, converted: ConvertedModel, fusion: Fusion | None, small: LightModel | None
+) -> ConvertReport:
+    return ConvertReport(
+        model=source.name,
+        out=out,
+        target=converted.target,
+        reason=converted.reason,
+        quantized=find_quantized_form(read_proto(source, weights=False)),
+        fusion=fusion,
+        weights=None
+        if small is None
+        else SmallWeights(
+            form=small.form,
+            changed=small.changed,
+            kept=small.kept,
+            size_before=small.size_before,
+            size_after=small.size_after,
+        ),
+        files=converted.files,
+        census=converted.census,
+        fates=converted.fates,
+        unfused=converted.unfused,
+        equality=converted.equality,
+        host_traits=converted.host_traits,
+        sha256=converted.sha256,
+        size_bytes=converted.size_bytes,
+        versions=converted.versions,
+        compatibility=converted.compatibility,
+    )

@@ -1,0 +1,93 @@
+"""One stage at a time, for a model as the user has it: it is prepared, then the stage runs."""
+
+import resource
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from edgekit import _ort
+from edgekit._files import move_file, work_folder
+from edgekit.data.images import Preprocess
+from edgekit.jobs.check import TargetGain, fix_for_target
+from edgekit.model.model import Model
+from edgekit.prepare import Fix, fix_model
+from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.reface import InterfaceChanges, reface_model, remaining_preprocess
+from edgekit.prepare.weights.external import place_weights, refuse_inline
+from edgekit.progress import Progress, say_nothing
+from edgekit.target import Target
+
+
+class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to prepare a model; see `prepare_model`, `reface_model` and `fix_model`.
+
+    `external` puts the weights beside the model or into it; None decides by size. With a `target` the rewrites by which
+    it takes more are applied too.
+    """
+
+    dims: dict[str, int] = {}
+    opset: int | None = None
+    outputs: tuple[str, ...] = ()
+    constants: dict[str, float] = {}
+    changes: InterfaceChanges = InterfaceChanges()
+    fix: bool = True
+    external: bool | None = None
+    target: Target | None = None
+
+
+class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared model and the rewrites that were applied; `preprocess` is what an app still does to an image.
+
+    `gain` is what a target takes of it before and after the rewrites, where one was named.
+    """
+
+    model: Model
+    fixes: tuple[Fix, ...]
+    is_refaced: bool
+    preprocess: Preprocess | None
+    gain: TargetGain | None = None
+
+
+def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Progress | None = None) -> PrepareReport:
+    """Writes the prepared form of a model to `out`.
+
+    Raises:
+        EdgekitError: the model or an option is wrong.
+    """
+    progress, changes = progress or say_nothing, options.changes
+    if options.external is False:
+        refuse_inline(source)
+    progress("prepare the model")
+    with work_folder(out.parent) as work:
+        staged = work / out.name
+        prepared = prepare_model(
+            source, staged, options.dims, opset=options.opset, outputs=options.outputs, constants=options.constants
+        )
+        prepared = reface_model(prepared, staged, changes)
+        fixes: tuple[Fix, ...] = ()
+        gain: TargetGain | None = None
+        if options.fix and options.target is not None:
+            better, gain = fix_for_target(prepared, staged, options.target)
+            prepared, fixes = better.model, better.fixes
+        elif options.fix:
+            fixed = fix_model(prepared, staged)
+            prepared, fixes = fixed.model, fixed.fixes
+        if options.external is not None:
+            prepared = place_weights(prepared, external=options.external)
+        for name in (*prepared.external_files, out.name):
+            move_file(work / name, out.with_name(name))
+    prepared = msgspec.structs.replace(prepared, path=out)
+    left = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
+    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=left, gain=gain)
+
+
+def list_versions() -> dict[str, str]:
+    """Returns the versions of edgekit and of what it stands on."""
+    return {"edgekit": version("edgekit"), "onnxruntime": _ort.VERSION, "onnx": version("onnx")}
+
+
+def peak_rss_bytes() -> int:
+    """Returns the peak memory of this process plus that of its largest child."""
+    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return (own + children) * 1024

@@ -1,0 +1,1 @@
+"""A model file, the facts read from it, and tensors."""

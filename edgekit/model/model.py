@@ -1,0 +1,372 @@
+"""A model file and the facts read from it."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import onnx
+
+from edgekit._files import digest_file, move_file, safe_join, writing
+from edgekit.errors import BundleError, ModelError, UsageError
+from edgekit.model.skim import skim_model
+from edgekit.model.tensors import TensorSpec
+
+MAX_OPSET = 26
+"""The newest ai.onnx opset that ONNX Runtime 1.31 supports officially (its own error message says so)."""
+MAX_IR_VERSION = 13
+"""The newest IR version that ONNX Runtime 1.31 loads (its own error message says so)."""
+QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
+MAX_PROTOBUF_BYTES = 2**31 - 1
+MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
+"""Up to this size weights are written into the protobuf: the rest is for the graph."""
+
+_MAIN_DOMAIN = "ai.onnx"
+_INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """An ONNX file, its digest, and the facts that every stage needs.
+
+    `sha256` covers the file and, in the order of their names, its external data files. `inputs` leaves out
+    initializers. `size_bytes` counts external data. `node_count` counts the nodes of the main graph. `custom_ops` are
+    the libraries whose operators it uses.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+    size_bytes: int
+    ir_version: int
+    opsets: dict[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    node_count: int
+    external_files: tuple[str, ...]
+    custom_ops: tuple[Path, ...] = ()
+
+    @property
+    def is_static(self) -> bool:
+        """True if every input has only known dimensions."""
+        return all(spec.is_static for spec in self.inputs)
+
+
+def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
+    """Reads the facts of an ONNX model; weights are digested, not loaded. `custom_ops` are libraries it needs to run.
+
+    Raises:
+        UsageError: a library is missing.
+        ModelError: the file is missing, empty, truncated, no ONNX model, too new, or refers to external data that is
+            missing or outside its folder.
+    """
+    for library in custom_ops:
+        if not library.is_file():
+            raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
+    proto = _parse(path)
+    _check_text(path, proto)
+    external = tuple(sorted(set(_external_files(proto))))
+    for name in external:
+        _check_external(path, name)
+    opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
+    _check_versions(path, proto.ir_version, opsets)
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    return Model(
+        path=path,
+        name=path.name.removesuffix(".onnx"),
+        sha256=_digest(path, external),
+        size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / name for name in external))),
+        ir_version=proto.ir_version,
+        opsets=opsets,
+        inputs=tuple(_spec(value) for value in proto.graph.input if value.name not in initializers),
+        outputs=tuple(_spec(value) for value in proto.graph.output),
+        node_count=len(proto.graph.node),
+        external_files=external,
+        custom_ops=tuple(library.absolute() for library in custom_ops),
+    )
+
+
+def measure_files(path: Path) -> int:
+    """Returns the bytes of an ONNX model and its external data, without reading these.
+
+    Raises:
+        ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
+    """
+    external = set(_external_files(_parse(path)))
+    for name in external:
+        _check_external(path, name)
+    return path.stat().st_size + sum((path.parent / name).stat().st_size for name in external)
+
+
+def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
+    """Returns the protobuf of a model, with external weights loaded unless `weights` is False.
+
+    Raises:
+        ModelError: onnx takes the external data for unsafe, such as a hard link.
+    """
+    try:
+        return onnx.load(str(model.path), load_external_data=weights)
+    except onnx.checker.ValidationError as error:
+        raise ModelError(
+            f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
+            hint="copy the file to a place of its own",
+        ) from error
+
+
+def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
+    """Writes a protobuf like `write_proto` and returns its model.
+
+    Raises:
+        OutputError: `path` cannot be written.
+    """
+    write_proto(proto, path)
+    return load_model(path)
+
+
+def write_proto(proto: onnx.ModelProto, path: Path) -> None:
+    """Writes a protobuf deterministically; weights go beside it where 2 GB do not hold them.
+
+    Raises:
+        OutputError: `path` cannot be written.
+    """
+    is_large = count_weight_bytes(proto) > MOST_INLINE_BYTES
+    with writing(path):
+        onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
+
+
+def count_weight_bytes(proto: onnx.ModelProto) -> int:
+    """Returns how many bytes the weights in a protobuf have; counting all of it fails beyond 2 GB."""
+    return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
+
+
+def move_data(path: Path, out: Path) -> None:
+    """Moves what `write_proto` wrote beside `path`, if anything, to where it belongs beside `out`, of the same name.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    data = path.with_name(f"{path.name}.data")
+    if data.exists():
+        move_file(data, out.with_name(data.name))
+
+
+def read_contents(tensor: onnx.TensorProto) -> bytes:
+    """Returns the bytes of a tensor without its name: the same for two that hold the same."""
+    unnamed = onnx.TensorProto()
+    unnamed.CopyFrom(tensor)
+    unnamed.name = ""
+    return unnamed.SerializeToString(deterministic=True)
+
+
+def list_names(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names of all tensors of a graph, bodies included."""
+    names: set[str] = set()
+    for part in iterate_graphs(graph):
+        names |= {value.name for value in (*part.input, *part.output, *part.value_info)}
+        names |= {tensor.name for tensor in part.initializer}
+        names |= {name for node in part.node for name in (*node.input, *node.output)}
+    return names - {""}
+
+
+def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inputs: bool = False) -> None:
+    """Gives tensors other names, in place, bodies included.
+
+    With `skip_inputs` the tensors are inputs of the graph, which keep theirs: only what reads them reads others.
+    """
+    for part in iterate_graphs(graph):
+        for node in part.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            if not skip_inputs:
+                node.output[:] = [names.get(name, name) for name in node.output]
+        values = [] if skip_inputs and part is graph else [*part.output, *part.value_info]
+        values += [] if skip_inputs else list(part.input)
+        for value in values:
+            value.name = names.get(value.name, value.name)
+        for tensor in part.initializer:
+            tensor.name = names.get(tensor.name, tensor.name)
+
+
+def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields a graph and, depth first, the bodies of its control-flow nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                if body.node or body.output:
+                    yield from iterate_graphs(body)
+
+
+def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields what a node reads, and what its bodies do."""
+    yield from filter(None, node.input)
+    yield from iterate_captured(node)
+
+
+def iterate_captured(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields what the bodies of a control-flow node read, their own tensors among them."""
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            for graph in iterate_graphs(body):
+                yield from (name for inner in graph.node for name in inner.input if name)
+                yield from (value.name for value in graph.output)
+
+
+def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
+    """Returns the nodes, each behind those that it and its bodies read from, otherwise in the order they have.
+
+    A quantizer appends its nodes out of order. Nodes of a cycle, which no runtime takes, come in any order.
+    """
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    needs = [[makers[name] for name in iterate_reads(node) if name in makers] for node in graph.node]
+    opened: set[int] = set()
+    ordered: dict[int, onnx.NodeProto] = {}
+    for start in range(len(graph.node)):
+        stack = [start]
+        while stack:
+            index = stack[-1]
+            waiting = [] if index in opened else [maker for maker in needs[index] if maker not in opened]
+            opened.add(index)
+            stack.extend(reversed(waiting))
+            if not waiting:
+                ordered.setdefault(stack.pop(), graph.node[index])
+    return tuple(ordered.values())
+
+
+def find_reads(graph: onnx.GraphProto) -> set[str]:
+    """Returns every name that the nodes, the bodies and the outputs of a graph read."""
+    return {name for node in graph.node for name in iterate_reads(node)} | {value.name for value in graph.output}
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Removes the initializers that nothing in a graph reads, in place."""
+    read = find_reads(graph)
+    kept = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Returns the operators by which one sees that a model is quantized, sorted; none for a float model.
+
+    DQ nodes alone are none of them: they store weights in 8 bits, and the model computes in float.
+    """
+    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    return tuple(sorted(op for op in ops if op in _INTEGER_OPS or op.startswith("QLinear")))
+
+
+def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
+    """Returns how a model is quantized: "" for a float model, "weights" where only weights are stored in few bits.
+
+    A QDQ model may come from training or from a quantizer; both are taken as they are.
+    """
+    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    if any(op.startswith("QLinear") for op in ops):
+        return "qoperator"
+    if ops & {"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}:
+        return "dynamic"
+    if "QuantizeLinear" in ops:
+        return "qdq"
+    return "weights" if ops & {"DequantizeLinear", "MatMulNBits"} else ""
+
+
+def tensor_dtype(elem_type: int) -> str:
+    """Returns numpy's name of an ONNX element type, ONNX's own name where numpy has none, or "undefined"."""
+    if elem_type not in onnx.TensorProto.DataType.values():
+        return "undefined"
+    name = onnx.TensorProto.DataType.Name(elem_type).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    if path.suffix == ".ort":
+        raise ModelError(f"'{path}' is in ORT format, which is final", hint="give the .onnx model it was made from")
+    try:
+        size_bytes = path.stat().st_size
+        if path.is_file() and size_bytes == 0:
+            raise ModelError(f"'{path}' is empty", hint="export or download the model again")
+        proto = skim_model(path)
+    except FileNotFoundError as error:
+        raise ModelError(f"there is no file '{path}'", hint="check the path of the model") from error
+    except OSError as error:
+        raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
+    if not proto.graph.node and not proto.graph.output:
+        raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
+    return proto
+
+
+def _check_text(path: Path, proto: onnx.ModelProto) -> None:
+    """Refuses names that are no text: protobuf hands them out as bytes, which fit nowhere."""
+    for graph in iterate_graphs(proto.graph):
+        names: list[Any] = [value.name for value in (*graph.input, *graph.output, *graph.value_info)]
+        names += [tensor.name for tensor in graph.initializer]
+        for node in graph.node:
+            names += (node.name, node.op_type, node.domain, *node.input, *node.output)
+        strange = next((name for name in names if not isinstance(name, str)), None)
+        if strange is not None:
+            raise ModelError(
+                f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again"
+            )
+
+
+def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:
+    opset = opsets.get(_MAIN_DOMAIN, 1)
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ModelError(
+            f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
+            hint=f"export it with opset {MAX_OPSET} or lower",
+        )
+    if ir_version > onnx.IR_VERSION:
+        raise ModelError(
+            f"'{path}' has IR version {ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
+            hint=f"save it with ir_version={MAX_IR_VERSION} or lower",
+        )
+
+
+def _external_files(proto: onnx.ModelProto) -> Iterator[str]:
+    for graph in iterate_graphs(proto.graph):
+        yield from _external_locations(graph.initializer)
+        for node in graph.node:
+            yield from _external_locations(attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _external_locations(tensors: Iterable[onnx.TensorProto]) -> Iterator[str]:
+    for tensor in tensors:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            yield from (entry.value for entry in tensor.external_data if entry.key == "location")
+
+
+def _check_external(path: Path, name: str) -> None:
+    try:
+        file = safe_join(path.parent, name)
+    except BundleError as error:
+        raise ModelError(
+            f"'{path}' refers to external data '{name}' outside its folder", hint="do not trust this model"
+        ) from error
+    if not file.is_file():
+        raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
+
+
+def _digest(path: Path, external: tuple[str, ...]) -> str:
+    if not external:
+        return digest_file(path)
+    digest = hashlib.sha256(digest_file(path).encode())
+    for name in external:
+        digest.update(digest_file(path.parent / name).encode())
+    return digest.hexdigest()
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return TensorSpec(name=value.name, dtype=(kind or "unknown").removesuffix("_type"), shape=None)
+    tensor = value.type.tensor_type
+    shape = tuple(_dimension(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
+    return TensorSpec(name=value.name, dtype=tensor_dtype(tensor.elem_type), shape=shape)
+
+
+def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    kind = dim.WhichOneof("value")
+    if kind == "dim_value":
+        return dim.dim_value if dim.dim_value >= 0 else None
+    return dim.dim_param or None

@@ -1,0 +1,46 @@
+"""Tensors whose channels a quantizer scaled: what a model says of them, for those who hold it against the float one."""
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.model.tensors import Array
+
+SUFFIX = "_equalized"
+"""What a scaled tensor has behind the name that it had."""
+NOTE = "edgekit.equalized"
+"""The key of a model's metadata under which the factors stand: JSON, by the name that the tensor had."""
+_ZERO, _MOST = 80, 40
+
+
+def write_powers(factors: Array) -> str:
+    """Returns factors that are powers of two as text, a printable character a channel."""
+    return "".join(chr(_ZERO + int(power)) for power in np.log2(factors).round().clip(-_MOST, _MOST))
+
+
+def read_scaling(proto: onnx.ModelProto) -> dict[str, Array]:
+    """Returns the factors of the channels of each scaled tensor, by its name in the model; nothing where none are told.
+
+    What cannot be read is no note of ours, and counts as none.
+    """
+    text = next((entry.value for entry in proto.metadata_props if entry.key == NOTE), "{}")
+    try:
+        powers = msgspec.json.decode(text, type=dict[str, str])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+    numbers = {
+        name: np.array([ord(power) - _ZERO for power in its]).clip(-_MOST, _MOST) for name, its in powers.items()
+    }
+    return {name + SUFFIX: np.ldexp(1.0, exponents) for name, exponents in numbers.items()}
+
+
+def scale_channels(value: Array, factors: Array) -> Array:
+    """Returns a float tensor with each channel times its factor; channels are the second axis of images, else the last.
+
+    A tensor that has no such channels is returned as it is.
+    """
+    axis = 1 if value.ndim > 2 and value.shape[1] == len(factors) else value.ndim - 1
+    if value.ndim == 0 or value.dtype.kind != "f" or value.shape[axis] != len(factors):
+        return value
+    shape = [-1 if place == axis else 1 for place in range(value.ndim)]
+    return np.asarray(value * factors.astype(value.dtype).reshape(shape), dtype=value.dtype)

@@ -1,0 +1,1 @@
+"""Rewrites of a graph, one file a rewrite."""

@@ -1,0 +1,107 @@
+"""HardSwish written as one node, and taken apart: some providers take the one, some the other."""
+
+from collections.abc import Sequence
+
+import onnx
+
+from edgekit.prepare.rewrites.scene import FLOATS, Scene, Writer, read_attribute, replace_nodes
+
+SPLIT_ID = "split-hard-swish"
+JOIN_ID = "join-hard-swish"
+_JOIN_SINCE = 14
+_CLOSE = 1e-5
+
+
+def split_hard_swishes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each HardSwish as x * Clip(x + 3, 0, 6) / 6, in place, and returns the names of the nodes.
+
+    NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
+    """
+    return replace_nodes(graph, opset, {"HardSwish"}, _split) if opset >= _JOIN_SINCE else ()
+
+
+def join_hard_swishes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each x * Clip(x + 3, 0, 6) / 6, or x * HardSigmoid(x), as HardSwish, in place.
+
+    Returns the names of the nodes that end such a pattern. The last bits may differ (1e-6 relative).
+    """
+    return replace_nodes(graph, opset, {"Mul", "Div"}, _join) if opset >= _JOIN_SINCE else ()
+
+
+def _split(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
+    if scene.dtype(node.input[0]) not in FLOATS:
+        return None
+    dtype, writer = FLOATS[scene.dtype(node.input[0])], Writer(scene=scene, node=node)
+    three, low, high, sixth = (
+        writer.constant(part, value, dtype) for part, value in (("three", 3), ("low", 0), ("six", 6), ("sixth", 1 / 6))
+    )
+    moved = writer.add("Add", [node.input[0], three], "moved")
+    gate = writer.add("Clip", [moved, low, high], "gate")
+    scaled = writer.add("Mul", [gate, sixth], "scaled")
+    writer.add("Mul", [node.input[0], scaled])
+    return writer.nodes
+
+
+def _join(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
+    data = _find_data(scene, node)
+    if data is None or scene.dtype(data) not in FLOATS:
+        return None
+    writer = Writer(scene=scene, node=node)
+    writer.add("HardSwish", [data])
+    return writer.nodes
+
+
+def _find_data(scene: Scene, node: onnx.NodeProto) -> str | None:
+    """Returns x where the node ends x * gate(x) / 6 in any order."""
+    whole = _unscale(scene, node)
+    if whole is not None:
+        product = scene.makers.get(whole)
+        return _match_product(scene, product, scaled=False) if product is not None else None
+    return _match_product(scene, node, scaled=True)
+
+
+def _match_product(scene: Scene, node: onnx.NodeProto, *, scaled: bool) -> str | None:
+    if node.op_type != "Mul" or node.domain or len(node.input) != 2:
+        return None
+    for data, gate in (tuple(node.input), tuple(reversed(node.input))):
+        made = scene.makers.get(gate)
+        if made is None:
+            continue
+        if scaled and _is_hard_sigmoid(made) and made.input[0] == data:
+            return data
+        inner = _unscale(scene, made) if scaled else gate
+        if inner is not None and _gate_of(scene, inner) == data:
+            return data
+    return None
+
+
+def _is_hard_sigmoid(node: onnx.NodeProto) -> bool:
+    alpha, beta = (float(read_attribute(node, name, default)) for name, default in (("alpha", 0.2), ("beta", 0.5)))
+    return node.op_type == "HardSigmoid" and not node.domain and abs(alpha - 1 / 6) < _CLOSE and beta == 0.5
+
+
+def _unscale(scene: Scene, node: onnx.NodeProto) -> str | None:
+    """Returns what a node divides by six, or None if it does something else."""
+    if node.domain or node.op_type not in {"Mul", "Div"} or len(node.input) != 2:
+        return None
+    factor = 1 / 6 if node.op_type == "Mul" else 6.0
+    pairs = [tuple(node.input), tuple(reversed(node.input))][: 2 if node.op_type == "Mul" else 1]
+    for value, constant in pairs:
+        number = scene.number(constant)
+        if number is not None and abs(number - factor) < _CLOSE:
+            return value
+    return None
+
+
+def _gate_of(scene: Scene, name: str) -> str | None:
+    """Returns x where a value is Clip(x + 3, 0, 6)."""
+    clip = scene.makers.get(name)
+    if clip is None or clip.op_type != "Clip" or [scene.number(bound) for bound in clip.input[1:]] != [0, 6]:
+        return None
+    add = scene.makers.get(clip.input[0])
+    if add is None or add.op_type != "Add":
+        return None
+    for value, constant in (tuple(add.input), tuple(reversed(add.input))):
+        if scene.number(constant) == 3:
+            return value
+    return None

@@ -1,0 +1,1 @@
+"""Dimensions fixed, derived and inferred."""

@@ -1,0 +1,127 @@
+"""Models with external data: written again without loading the weights."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from edgekit._files import move_file, replacing_file, work_folder, write_file
+from edgekit.errors import ModelError
+from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
+
+_PAGE_BYTES = 4096
+_LARGE_BYTES = 1024
+
+
+def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
+    """Writes a graph whose external weights still lie with `source`, copies these beside it, and returns it."""
+    if source.external_files:
+        gather_data(proto, source.path.parent, path.with_name(f"{path.name}.data"))
+    path.write_bytes(proto.SerializeToString(deterministic=True))
+    return load_model(path, custom_ops=source.custom_ops)
+
+
+def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
+    """Writes a graph to `out`, its external weights beside it, and returns it; where it came from there, these stay.
+
+    Raises:
+        OutputError: `out` cannot be written.
+    """
+    if out.exists() and out.samefile(source.path):
+        write_file(out, proto.SerializeToString(deterministic=True))
+    else:
+        with work_folder(out.parent) as work:
+            write_beside(proto, source, work / out.name)
+            for path in sorted(work.iterdir(), key=lambda path: path.name == out.name):
+                move_file(path, out.with_name(path.name))
+    return load_model(out, custom_ops=source.custom_ops)
+
+
+def refuse_inline(model: Model) -> None:
+    """Refuses a model whose weights one protobuf cannot hold.
+
+    Raises:
+        ModelError: the model has 2 GB or more.
+    """
+    if model.size_bytes > MOST_INLINE_BYTES:
+        raise ModelError(
+            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and a file with its weights inside ends at 2 GB",
+            hint="leave --inline-data out",
+        )
+
+
+def place_weights(model: Model, *, external: bool) -> Model:
+    """Moves the weights of a model out of its file into one beside it, or back, and returns it; each file is whole.
+
+    Raises:
+        ModelError: the weights are to be inside, and have 2 GB or more.
+        OutputError: the folder cannot be written.
+    """
+    path, data = model.path, model.path.with_name(f"{model.path.name}.data")
+    if external == bool(model.external_files):
+        return model
+    proto = read_proto(model)
+    if external:
+        with replacing_file(data) as temporary:
+            proto = spill_data(proto, temporary)
+        write_file(path, proto.SerializeToString(deterministic=True))
+    else:
+        refuse_inline(model)
+        write_file(path, proto.SerializeToString(deterministic=True))
+        for name in model.external_files:
+            (path.parent / name).unlink()
+    return load_model(path, custom_ops=model.custom_ops)
+
+
+def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Returns the model with its large weights in the file `path`; the memory they took is free once `proto` is."""
+    with path.open("wb") as out:
+        for tensor in proto.graph.initializer:
+            if len(tensor.raw_data) > _LARGE_BYTES:
+                out.write(bytes(-out.tell() % _PAGE_BYTES))
+                entries = {"location": path.name, "offset": str(out.tell()), "length": str(len(tensor.raw_data))}
+                out.write(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                for key, value in entries.items():
+                    tensor.external_data.add(key=key, value=value)
+    return onnx.ModelProto.FromString(proto.SerializeToString())
+
+
+def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
+    """Copies the external weights of a graph from `folder` into the file `path`, and points to them there, in place.
+
+    Weights of several files go into one, each file on a page of its own.
+    """
+    tensors = [tensor for tensor in _iterate_tensors(proto.graph) if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    starts: dict[str, int] = {}
+    with path.open("wb") as out:
+        for name in sorted({_read_entries(tensor)["location"] for tensor in tensors}):
+            out.write(bytes(-out.tell() % _PAGE_BYTES))
+            starts[name] = out.tell()
+            with (folder / name).open("rb") as file:
+                shutil.copyfileobj(file, out, 1 << 20)
+    for tensor in tensors:
+        _repoint(tensor, path.name, starts)
+
+
+def _iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    for part in iterate_graphs(graph):
+        yield from part.initializer
+        for node in part.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def _repoint(tensor: onnx.TensorProto, name: str, starts: dict[str, int]) -> None:
+    entries = _read_entries(tensor)
+    entries["offset"] = str(int(entries.get("offset", "0")) + starts[entries["location"]])
+    entries["location"] = name
+    del tensor.external_data[:]
+    for key in ("location", "offset", "length"):
+        if key in entries:
+            tensor.external_data.add(key=key, value=entries[key])

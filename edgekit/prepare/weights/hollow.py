@@ -1,0 +1,132 @@
+"""Judging a model without its weights: large ones are left out where nothing looks at their numbers.
+
+ONNX Runtime folds constants and scales weights before a provider sees the graph, so a weight may be left out only where
+no rewrite of the basic level reads it: as the matrix of a MatMul or Gemm, or the kernel of a Conv that no
+BatchNormalization, Add or Mul follows.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.model.model import iterate_graphs
+from edgekit.model.skim import skim_model
+
+_LEAST_ELEMENTS = 1 << 15
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad"})
+
+
+def skim_weights(path: Path) -> onnx.ModelProto | None:
+    """Returns a model without its large weights, or None where the numbers of one that was left out are looked at."""
+    proto = skim_model(path)
+    absent = {tensor.name for tensor in proto.graph.initializer if _is_absent(tensor)}
+    inner = any(_is_absent(tensor) for tensor in _inner_tensors(proto.graph))
+    return proto if not inner and absent <= set(_find_weights(proto.graph)) else None
+
+
+def hollow_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Puts inputs in the place of large weights, in place, and returns shells of these: names, types and shapes.
+
+    A weight that ConstantOfShape would make counts as one.
+    """
+    graph = proto.graph
+    _share_equal(graph)
+    shells = [_shell(name, kind, dims) for name, (kind, dims) in _find_weights(graph).items()]
+    names = {shell.name for shell in shells}
+    tensors = [tensor for tensor in graph.initializer if tensor.name not in names]
+    nodes = [node for node in graph.node if not names.issuperset(node.output)]
+    del graph.initializer[:], graph.node[:]
+    graph.initializer.extend(tensors)
+    graph.node.extend(nodes)
+    graph.input.extend(helper.make_tensor_value_info(shell.name, shell.data_type, shell.dims) for shell in shells)
+    return shells
+
+
+def _share_equal(graph: onnx.GraphProto) -> None:
+    """Lets equal ConstantOfShape nodes be one, in place: ONNX Runtime merges what computes with equal weights."""
+    shapes = {
+        tensor.name: (tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes()) for tensor in _shapes_of(graph)
+    }
+    first: dict[object, str] = {}
+    same: dict[str, str] = {}
+    for node in graph.node:
+        if node.op_type == "ConstantOfShape" and node.input and node.input[0] in shapes:
+            value = tuple(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
+            same[node.output[0]] = first.setdefault((shapes[node.input[0]], value), node.output[0])
+    for node in graph.node:
+        node.input[:] = [same.get(name, name) for name in node.input]
+
+
+def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
+    names = {name for node in graph.node if node.op_type == "ConstantOfShape" for name in node.input}
+    found = [tensor for tensor in graph.initializer if tensor.name in names]
+    return [tensor for tensor in found if tensor.data_location != onnx.TensorProto.EXTERNAL]
+
+
+def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Returns the type and shape of each large weight whose numbers no rewrite looks at."""
+    made = dict(_made_constants(graph))
+    made |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    outputs = {value.name for value in graph.output} | {name for node in graph.node for name in _captured(node)}
+    return {
+        name: what
+        for name, what in made.items()
+        if math.prod(what[1]) >= _LEAST_ELEMENTS
+        and name not in outputs
+        and readers.get(name)
+        and all(_only_multiplies(node, name, readers) for node in readers[name])
+    }
+
+
+def _only_multiplies(node: onnx.NodeProto, name: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> bool:
+    if node.op_type not in _WEIGHTED or node.domain or list(node.input).index(name) != 1 or name in node.input[2:]:
+        return False
+    followers = readers.get(node.output[0], ())
+    convolves = node.op_type in {"Conv", "ConvTranspose"}
+    return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
+
+
+def _made_constants(graph: onnx.GraphProto) -> list[tuple[str, tuple[int, tuple[int, ...]]]]:
+    shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
+    found: list[tuple[str, tuple[int, tuple[int, ...]]]] = []
+    for node in graph.node:
+        shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
+        if shape is None or shape.data_type != onnx.TensorProto.INT64:
+            continue
+        value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
+        dims = numpy_helper.to_array(shape).reshape(-1).tolist()
+        found.append((node.output[0], (value, tuple(int(dim) for dim in dims))))
+    return found
+
+
+def _captured(node: onnx.NodeProto) -> set[str]:
+    bodies = [body for attribute in node.attribute for body in (attribute.g, *attribute.graphs)]
+    names = {name for body in bodies for inner in body.node for name in (*inner.input, *_captured(inner))}
+    return names | {value.name for body in bodies for value in body.output}
+
+
+def _inner_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    for part in iterate_graphs(graph):
+        if part is not graph:
+            yield from part.initializer
+        for node in part.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _is_absent(tensor: onnx.TensorProto) -> bool:
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return True
+    fields = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+    return math.prod(tensor.dims) > 0 and not any(getattr(tensor, field) for field in fields)
+
+
+def _shell(name: str, kind: int, dims: Sequence[int]) -> onnx.TensorProto:
+    return onnx.TensorProto(name=name, data_type=kind, dims=dims)

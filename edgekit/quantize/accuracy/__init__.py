@@ -1,0 +1,1 @@
+"""What outputs mean, and what quantizing is expected to cost."""

@@ -1,0 +1,1 @@
+"""Calibration: passes over samples, statistics, and their cache."""

@@ -1,0 +1,109 @@
+"""The folder where a calibration is kept while it runs, and afterwards."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgekit.errors import DataError, OutputError
+from edgekit.model.tensors import Array
+from edgekit.progress import Progress
+from edgekit.quantize.calibration.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+
+SHARE = 20
+"""Writing checkpoints takes at most one part in so many of the time."""
+_LEAST_SECONDS = 0.2
+
+
+class Cache(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to keep a calibration, and the sha256 of each sample in order, as `check_samples` returns them."""
+
+    folder: Path
+    digests: tuple[bytes, ...]
+
+
+class Keeper:
+    """Reads and writes the parts of one calibration; without a folder it does nothing.
+
+    `notes` says what was wrong with them.
+    """
+
+    def __init__(self, folder: Path | None, key: str, progress: Progress) -> None:
+        self._folder, self._key, self._progress = folder, key, progress
+        self._next = time.monotonic() + _LEAST_SECONDS
+        self.notes: list[str] = []
+
+    def load(self, part: str, digests: Mapping[int, bytes], most_bytes: int) -> Checkpoint | None:
+        """Returns what is kept of samples with these digests at their positions, None if there is none."""
+        if self._folder is None:
+            return None
+        try:
+            found = read_checkpoint(self._folder / part, self._key, most_bytes)
+        except DataError as error:
+            self.note(error.message)
+            return None
+        if found is not None and any(digests.get(index) != digest for index, digest in found.seen.items()):
+            self.note(f"'{self._folder / part}' is not used: it is of other samples")
+            return None
+        return found
+
+    def save(self, part: str, seen: Mapping[int, bytes], arrays: Callable[[], dict[str, Array]], *, now: bool) -> None:
+        """Writes a part if it is time to, or if it must be `now`; where that fails, nothing is kept any more."""
+        began = time.monotonic()
+        if self._folder is None or not (now or began >= self._next):
+            return
+        try:
+            write_checkpoint(self._folder / part, self._key, Checkpoint(seen=dict(seen), arrays=arrays()))
+        except OutputError as error:
+            self.note(f"the calibration is not kept: {error.message}")
+            self._folder = None
+        ended = time.monotonic()
+        self._next = ended + max(_LEAST_SECONDS, SHARE * (ended - began))
+
+    def tell(self, text: str) -> None:
+        """Says how far it is."""
+        self._progress(text)
+
+    def note(self, text: str) -> None:
+        """Says what is wrong, now and in the report."""
+        self.notes.append(text)
+        self._progress(text)
+
+
+@contextlib.contextmanager
+def opened_keeper(cache: Cache | None, key: str, progress: Progress) -> Generator[Keeper]:
+    """Yields the keeper of the calibration with a key; one that another run has open is left to it.
+
+    The folder is its owner's alone, for the samples held out to judge by are in it.
+
+    Raises:
+        OutputError: the folder cannot be made.
+    """
+    if cache is None:
+        yield Keeper(None, key, progress)
+        return
+    folder = cache.folder / f"calibration-{key[:32]}"
+    try:
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise OutputError(f"cannot write '{folder}': {error.strerror}", hint="give another --cache") from error
+    try:
+        keeper = Keeper(folder, key, progress)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            keeper = Keeper(None, key, progress)
+            keeper.note(f"another run has '{folder}' open: this one keeps nothing")
+        else:
+            for left in folder.glob(".edgekit-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield keeper
+    finally:
+        os.close(lock)

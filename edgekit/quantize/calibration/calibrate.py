@@ -1,0 +1,165 @@
+"""One streaming pass over the samples that measures every float activation, for all targets at once."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit.data.samples import Samples, spread_indices
+from edgekit.errors import DataError, UsageError, suggest_name
+from edgekit.model.model import Model
+from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.calibration.cache import Cache
+from edgekit.quantize.calibration.held_out import save_held_out
+from edgekit.quantize.calibration.instrument import picked_values
+from edgekit.quantize.calibration.moments import save_moments
+from edgekit.quantize.calibration.passes import Task, measure_samples
+from edgekit.quantize.calibration.statistics import Tally
+from edgekit.quantize.graph.compared_tensors import judge_points
+from edgekit.quantize.graph.graph import Graph, float_activations, read_graph, set_weights_aside
+from edgekit.quantize.ranges.histogram import HistogramGrower
+from edgekit.quantize.ranges.methods import (
+    AUTO_METHODS,
+    METHODS,
+    PLAIN_METHODS,
+    RANGE_METHODS,
+    Seen,
+    TensorRange,
+    fitting_reader,
+    read_by,
+    snap_range,
+)
+
+MEASURED_SAMPLES = 64
+"""From how many samples histograms and moments come, held-out ones among them."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the float activations of a model do over some samples: plain data, good for every target.
+
+    `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact (but
+    for scores that a mask hides before a Softmax: of these only what counts is in the range),
+    "moving-average" too, the others come from histograms of at most `picked` values a tensor and each of the `measured`
+    samples; `is_exact` says that these are all there are. `sample_error` says by how much a share of a tensor's values,
+    read from its histogram, may differ from that over all samples because not each was measured, with 95 % certainty,
+    for the tensor where that is most; 0 where each was.
+    `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
+    wrong with a cache.
+    `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
+    to judge by. It may go when all plans are applied; "" means that there are none.
+    """
+
+    model_sha256: str
+    samples_sha256: str
+    samples: int
+    measured: int
+    picked: int
+    is_exact: bool
+    sample_error: float
+    known: int
+    notes: tuple[str, ...]
+    ranges: dict[str, dict[str, TensorRange]]
+    statistics: str
+
+
+def calibrate_model(
+    model: Model,
+    samples: Samples,
+    *,
+    work: Path,
+    methods: Sequence[str] = AUTO_METHODS,
+    fitting: bool = True,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Measures every float activation of a prepared float model, streaming the samples.
+
+    The lowest and highest values come from every sample. Histograms, for the range methods that want them, and with
+    `fitting` the moments that rounding learns from come from MEASURED_SAMPLES samples, spread evenly; these are read
+    in a pass of their own. Memory does not grow with the number of samples. `work` is a folder for the statistics and
+    intermediate files. With a `cache` a calibration that was interrupted goes on, and one that ended is read; the
+    result is the same to the last bit.
+
+    Raises:
+        UsageError: there is no such range method.
+        DataError: there is no sample, or a sample makes an activation infinite or NaN.
+        ModelError: the model is quantized already, is older than opset 13, or has no float activation.
+        OutputError: the cache cannot be written.
+    """
+    methods = _check_methods(methods)
+    work.mkdir(parents=True, exist_ok=True)
+    graph = set_weights_aside(read_graph(model), work / "float.onnx")
+    if not samples.count:
+        raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
+    task = _make_task(model.path.name, graph, samples, methods, cache, work, fitting=fitting)
+    found = measure_samples(model, task, cache, progress or say_nothing)
+    if fitting:
+        save_held_out(work, found.held_out)
+        save_moments(work / "moments.npz", found.tally.moments())
+    return Calibration(
+        model_sha256=model.sha256,
+        samples_sha256=_join_digests(found.seen),
+        samples=len(found.seen),
+        measured=len(task.indices),
+        picked=task.picked,
+        is_exact=found.is_exact,
+        sample_error=found.tally.sample_error(len(task.indices), len(found.seen)),
+        known=found.known,
+        notes=found.notes,
+        ranges=_all_ranges(graph, found.aliases, found.tally, methods),
+        statistics=str(work) if fitting else "",
+    )
+
+
+def _make_task(
+    name: str, graph: Graph, samples: Samples, methods: Sequence[str], cache: Cache | None, work: Path, *, fitting: bool
+) -> Task:
+    indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or methods != PLAIN_METHODS else ()
+    points = {point.tensor for point in judge_points(graph)} if fitting else set[str]()
+    return Task(
+        name=name,
+        graph=graph,
+        samples=samples,
+        work=work,
+        indices=indices,
+        others=tuple(sorted(set(range(samples.count)) - set(indices))),
+        points=tuple(sorted(points)),
+        picked=picked_values(len(indices)) if methods != PLAIN_METHODS else 0,
+        vectors_from=len(indices) if fitting else 0,
+        expected=() if cache is None else cache.digests,
+    )
+
+
+def _check_methods(methods: Sequence[str]) -> tuple[str, ...]:
+    for method in methods:
+        if method not in RANGE_METHODS:
+            raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
+    return tuple(name for name in RANGE_METHODS if name in {*methods, *PLAIN_METHODS})
+
+
+def _join_digests(digests: Mapping[int, bytes]) -> str:
+    return hashlib.sha256(b"".join(digests[index] for index in sorted(digests))).hexdigest()
+
+
+def _all_ranges(
+    graph: Graph, aliases: dict[str, str], tally: Tally, methods: Sequence[str]
+) -> dict[str, dict[str, TensorRange]]:
+    exact, mean, histograms = tally.exact_ranges(), tally.mean_ranges(), tally.histograms()
+    masked, empty, readers = tally.masked(), HistogramGrower().freeze(), read_by(graph)
+    exact |= masked
+    mean |= masked
+    histograms |= dict.fromkeys(masked, empty)
+    fitting = {name: fitting_reader(reader, histograms.get(name, empty)) for name, reader in readers.items()}
+    ranges: dict[str, dict[str, TensorRange]] = {}
+    for method in methods:
+        choose = RANGE_METHODS[method]
+        chosen = {
+            name: choose(Seen(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), fitting.get(name))
+            for name, span in exact.items()
+        }
+        for name, source in reversed(list(aliases.items())):
+            if source in chosen:
+                chosen[name] = chosen[source]
+        ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
+    return ranges

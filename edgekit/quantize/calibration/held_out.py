@@ -1,0 +1,75 @@
+"""Samples kept back from fitting, with the float model's answers: the judge of every quantized candidate."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from edgekit.data.samples import spread_indices
+from edgekit.errors import UsageError
+from edgekit.model.tensors import Array, Tensors
+
+MOST_SAMPLES = 16
+MOST_BYTES = 64 << 20
+FEWEST_SAMPLES = 8
+"""With fewer samples in all none is held out."""
+
+
+class HeldOut:
+    """Collects every few samples of a stream, at most 16 and at most a third, with some float tensors."""
+
+    def __init__(self, count: int, tensors: Collection[str]) -> None:
+        self._tensors = tensors
+        wanted = min(MOST_SAMPLES, count // 3) if count >= FEWEST_SAMPLES else 0
+        self._indices = frozenset(spread_indices(count, wanted)) if wanted else frozenset[int]()
+        self._size_bytes = 0
+        self.arrays: dict[str, Array] = {}
+
+    def offer(self, index: int, sample: Tensors, values: Tensors) -> bool:
+        """Takes a sample with the float model's tensors if it is one to hold out, and says so."""
+        outputs = {name: value for name, value in values.items() if name in self._tensors}
+        size_bytes = sum(value.nbytes for value in (*sample.values(), *outputs.values()))
+        plain = all(value.dtype.kind in "fiub" for value in sample.values())
+        if index not in self._indices or not plain or self._size_bytes + size_bytes > MOST_BYTES:
+            return False
+        self._size_bytes += size_bytes
+        self.arrays.update({f"{index}:in:{name}": value for name, value in sample.items()})
+        # What ONNX Runtime returns keeps the memory of its whole session.
+        self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
+        return True
+
+    def restore(self, arrays: Tensors) -> bool:
+        """Goes on from arrays that were collected before; returns False if they are none."""
+        for name, array in arrays.items():
+            index, side, _ = (*name.split(":", 2), "", "")[:3]
+            if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
+                return False
+            self.arrays[name] = array
+        self._size_bytes = sum(array.nbytes for array in arrays.values())
+        return self._size_bytes <= MOST_BYTES
+
+
+def save_held_out(folder: Path, held_out: HeldOut) -> None:
+    """Writes the held-out samples into a folder."""
+    with (folder / "held_out.npz").open("wb") as file:
+        np.savez(file, allow_pickle=False, **held_out.arrays)
+
+
+def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
+    """Yields inputs and float outputs of each held-out sample.
+
+    Raises:
+        UsageError: the folder has none.
+    """
+    try:
+        archive = np.load(folder / "held_out.npz", allow_pickle=False)
+    except FileNotFoundError as error:
+        raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
+    with archive:
+        for index in dict.fromkeys(name.split(":", 1)[0] for name in archive.files):
+            parts: dict[str, dict[str, Array]] = {"in": {}, "out": {}}
+            for name in archive.files:
+                if name.startswith(f"{index}:"):
+                    _, side, tensor = name.split(":", 2)
+                    parts[side][tensor] = archive[name]
+            yield parts["in"], parts["out"]

@@ -1,0 +1,64 @@
+"""Nets that make images of images: how bright their samples may be, whatever was seen."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from edgekit.quantize.accuracy.output_kinds import may_be_picture
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.graph import Graph
+from edgekit.quantize.ranges.methods import TensorRange, snap_range
+
+_WHITES = (1.0, 255.0)
+_MOST_HEADROOM = 1.25
+
+
+def makes_pictures(graph: Graph) -> bool:
+    """Returns True if an output of a graph may be an image."""
+    return any(_is_picture(graph, value.name) for value in graph.proto.graph.output)
+
+
+def give_headroom(graph: Graph, calibration: Calibration) -> Calibration:
+    """Returns a calibration in which the ranges of a net that makes images of images reach as far as white would.
+
+    Samples seldom show all that images may be: where the brightest is 0.9, a white wall would be cut off, and the net
+    would darken it. What such a net computes grows about as its input does, so every range is widened as the input's
+    must be, by at most a quarter, and those of the images themselves reach from black to white with every method. It is
+    done where pixels lie between 0 and 1, or 255.
+    """
+    seen = calibration.ranges["minmax"]
+    fed = [value.name for value in graph.proto.graph.input if _is_picture(graph, value.name)]
+    whites = [white for name in fed for white in _find_white(seen, name)]
+    if not makes_pictures(graph) or not whites or len(whites) < len(fed):
+        return calibration
+    white = max(whites)
+    growth = max(1.0, *(white / seen[name].high for name in fed))
+    images = {name for name in seen if _is_image(graph, name, seen[name], white)}
+    ranges = {
+        method: {name: _widen(span, growth, white if name in images else 0.0) for name, span in its.items()}
+        for method, its in calibration.ranges.items()
+    }
+    return msgspec.structs.replace(calibration, ranges=ranges)
+
+
+def _widen(span: TensorRange, growth: float, white: float) -> TensorRange:
+    return snap_range(TensorRange(low=span.low * growth, high=max(span.high * growth, white)))
+
+
+def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
+    """Returns the value of white of an input, nothing where its values are no such pixels."""
+    span = seen.get(name, TensorRange(low=-1.0, high=0.0))
+    return [white for white in _WHITES if span.low >= 0 and white / _MOST_HEADROOM <= span.high <= white]
+
+
+def _is_image(graph: Graph, name: str, span: TensorRange, white: float) -> bool:
+    """Returns True if a tensor is an input or output of a graph, or an input resized, whose values may be pixels."""
+    if name in graph.outputs:
+        return _is_picture(graph, name) and white / _MOST_HEADROOM <= span.high <= _MOST_HEADROOM * white
+    while name in graph.producers and graph.producers[name].op_type in {"Resize", "Upsample"}:
+        name = graph.producers[name].input[0]
+    return name not in graph.producers and _is_picture(graph, name)
+
+
+def _is_picture(graph: Graph, name: str) -> bool:
+    return graph.is_float(name) and may_be_picture(graph.static_shape(name) or ())

@@ -1,0 +1,271 @@
+"""The float graph with reductions added, so that ONNX Runtime measures activations and only scalars come back."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.model.tensors import Array
+from edgekit.quantize.calibration.moments import vectors_wanted
+from edgekit.quantize.graph.attention_masks import HIDDEN, Scores, score_tensors
+from edgekit.quantize.graph.float_regions import boundless_tensors
+from edgekit.quantize.graph.graph import Graph, float_activations, folded_activations, known_bounds
+from edgekit.quantize.graph.layers import Cut, Layer, cut_vectors, read_layers
+
+LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
+_SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
+PICKS, VECTORS = "edgekit.picks", "edgekit.vectors."
+
+PICKED_VALUES = 1 << 18
+"""About how many values of a tensor its histogram holds, over all samples."""
+
+_BLOCK = 16
+"""How many channels ONNX Runtime lays side by side in its blocked layout, at most."""
+_BLOCKED_OPS = frozenset(
+    {
+        "Add",
+        "AveragePool",
+        "Clip",
+        "Concat",
+        "Conv",
+        "GlobalAveragePool",
+        "LeakyRelu",
+        "MaxPool",
+        "Mul",
+        "Relu",
+        "Sigmoid",
+    }
+)
+"""Operators whose images ONNX Runtime most likely has in that layout."""
+
+_NAN_OPS = frozenset(
+    {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
+)
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph that measures, and the order in which its extra outputs hold the tensors.
+
+    `lows` and `highs` name the tensors of the vectors of minima and maxima, with how many entries each has: one, or
+    one a channel for images and for tensors that a layer with weights reads. `picks` names the tensors of the vector of
+    picked values with the number of values of each. `bounds` holds what operators alone say. `aliases` maps a tensor
+    before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which the lowest value that
+    counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
+    Runtime's minimum and maximum skip. `cuts` says how to read
+    the vectors of each layer from its own output, named VECTORS and its node.
+    """
+
+    proto: onnx.ModelProto
+    lows: tuple[tuple[str, int], ...]
+    highs: tuple[tuple[str, int], ...]
+    sums: tuple[str, ...]
+    scores: tuple[str, ...]
+    picks: tuple[tuple[str, int], ...]
+    cuts: tuple[tuple[Layer, Cut], ...]
+    bounds: dict[str, tuple[float | None, float | None]]
+    aliases: dict[str, str]
+
+
+def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0, vectors_from: int = 0) -> Observation:
+    """Returns the graph with a minimum and a maximum for each float activation, and the tensors of `shown` as outputs.
+
+    `picked` is how many values at fixed positions of each activation are returned besides. With `vectors_from`, whole
+    vectors of the input of each layer with weights are, as many as so many samples should give.
+    """
+    aliases = folded_activations(graph)
+    unsure = {*aliases, *_shaped_by_data(graph), *boundless_tensors(graph)}
+    names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
+    bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
+    builder = _Builder(graph)
+    builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
+    channels = {layer.source: layer.channel_axis(graph) for layer in read_layers(graph)}
+    names = sorted(names, key=lambda name: _order(graph, name, channels.get(name)))
+    lows = [name for name in names if bounds.get(name, (None, None))[0] is None]
+    highs = [name for name in names if bounds.get(name, (None, None))[1] is None]
+    sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
+    builder.extremes(LOWS, "ReduceMin", {name: channels.get(name) for name in lows})
+    builder.extremes(HIGHS, "ReduceMax", {name: channels.get(name) for name in highs})
+    scores = [
+        each
+        for each in score_tensors(graph.proto.graph, {name: len(shape) for name, shape in graph.shapes.items()})
+        if each.tensor in lows and graph.shapes.get(each.tensor)
+    ]
+    builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
+    builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
+    picks = tuple((name, builder.pick_count(name, picked)) for name in names)
+    picks = tuple((name, count) for name, count in picks if count)
+    builder.concat(PICKS, [builder.pick(name, count) for name, count in picks])
+    return Observation(
+        proto=builder.proto,
+        lows=tuple((name, _entries(graph, name, channels.get(name))) for name in lows),
+        highs=tuple((name, _entries(graph, name, channels.get(name))) for name in highs),
+        sums=sums,
+        scores=tuple(each.tensor for each in scores),
+        picks=picks,
+        cuts=tuple(builder.cut(vectors_from)) if vectors_from else (),
+        bounds=bounds,
+        aliases=aliases,
+    )
+
+
+def picked_values(samples: int) -> int:
+    """Returns how many values of a tensor each of so many samples gives to its histogram."""
+    return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
+
+
+def _shaped_by_data(graph: Graph) -> frozenset[str]:
+    """Returns the tensors of unknown size behind an operator that lets data decide it: they may be empty."""
+    found: set[str] = set()
+    for node in graph.proto.graph.node:
+        if node.op_type in _SHAPED_BY_DATA or not found.isdisjoint(node.input):
+            found.update(node.output)
+    return frozenset(name for name in found if None in graph.shapes.get(name, (None,)))
+
+
+def _entries(graph: Graph, name: str, axis: int | None) -> int:
+    axis = 1 if _is_planes(graph, name, axis) else axis
+    return 1 if axis is None else graph.shapes[name][axis] or 1
+
+
+def _is_planes(graph: Graph, name: str, axis: int | None) -> bool:
+    """Returns True for one image of known channels: its extremes are taken a plane."""
+    shape = graph.shapes.get(name, ())
+    return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
+
+
+def _order(graph: Graph, name: str, axis: int | None) -> int:
+    """Returns 0 for images whose extremes stay in ONNX Runtime's blocked layout, 1 for other images, 2 for the rest.
+
+    A GlobalMaxPool and a Concat of channels work in that layout if it has no channels to fill up; a Concat only if all
+    that it joins came in it.
+    """
+    if not _is_planes(graph, name, axis):
+        return 2
+    whole = (graph.shapes[name][1] or 1) % _BLOCK == 0
+    return 0 if whole and name in graph.producers and graph.producers[name].op_type in _BLOCKED_OPS else 1
+
+
+class _Builder:
+    """Adds measuring nodes to a copy of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.proto = onnx.ModelProto()
+        self.proto.CopyFrom(graph.proto)
+        self._graph = graph
+        self._count = 0
+        self._stored: set[str] = set()
+        self._constant("edgekit.flat", np.array([-1]))
+
+    def extremes(self, output: str, op: str, axes: Mapping[str, int | None]) -> None:
+        """Adds an output with the extremes of tensors, given with the axis whose indices are told apart.
+
+        Those of images are joined before they are reshaped: every small node takes some microseconds. Their names come
+        in the order of `_order`.
+        """
+        kinds = {name: _order(self._graph, name, axis) for name, axis in axes.items()}
+        parts: list[str] = []
+        for kind in (0, 1):
+            planes = [self._reduce_planes(op, name) for name, own in kinds.items() if own == kind]
+            joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
+            parts += [self._node("Reshape", [name, "edgekit.flat"]) for name in joined]
+        self.concat(output, parts + [self.reduce(op, name, axis) for name, axis in axes.items() if kinds[name] == 2])
+
+    def reduce(self, op: str, name: str, axis: int | None = None) -> str:
+        """Adds a reduction to one value, or to one for each index of an axis."""
+        rank = len(self._graph.shapes.get(name, ()))
+        source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
+        others = None if axis is None else [at for at in range(rank) if at != axis]
+        reduced = self._reduce_axes(op, source, others, keepdims=0)
+        return self._node("Reshape", [reduced, "edgekit.flat"]) if axis is None else reduced
+
+    def lowest_score(self, scores: Scores) -> str:
+        """Adds the lowest value that counts before a Softmax; a row that is hidden as a whole counts for nothing."""
+        rank = len(self._graph.shapes[scores.tensor])
+        highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
+        seen = self._node("Greater", [highest, self._number(HIDDEN / 10)])
+        least = self._node("Sub", [highest, self._number(scores.reach)])
+        least = self._node("Where", [seen, least, self._number(0.0)])
+        return self._node(
+            "Reshape",
+            [self._node("ReduceMin", [self._node("Max", [scores.tensor, least])], keepdims=0), "edgekit.flat"],
+        )
+
+    def _number(self, value: float) -> str:
+        name = f"edgekit.number.{value}"
+        if name not in self._stored:
+            self._stored.add(name)
+            self.proto.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+        return name
+
+    def _reduce_planes(self, op: str, name: str) -> str:
+        """Adds a reduction of height and width, which leaves little: a pool works in ONNX Runtime's blocked layout.
+
+        A reduction would first have all of the tensor turned back into NCHW.
+        """
+        if op == "ReduceMax":
+            return self._node("GlobalMaxPool", [name])
+        return self._reduce_axes(op, name, [2, 3], keepdims=1)
+
+    def _reduce_axes(self, op: str, name: str, axes: list[int] | None, *, keepdims: int) -> str:
+        if axes is None:
+            return self._node(op, [name], keepdims=keepdims)
+        if self._graph.opset < 18 and op != "ReduceSum":
+            return self._node(op, [name], keepdims=keepdims, axes=axes)
+        stored = self._constant(f"edgekit.axes.{'.'.join(map(str, axes))}", np.array(axes))
+        return self._node(op, [name, stored], keepdims=keepdims)
+
+    def pick_count(self, name: str, picked: int) -> int:
+        shape = self._pickable_shape(name)
+        return 0 if shape is None else min(picked, math.prod(shape))
+
+    def pick(self, name: str, count: int) -> str:
+        shape = self._pickable_shape(name) or ()
+        size = math.prod(shape)
+        jitter = np.random.default_rng(0).random(count)
+        flat = ((np.arange(count) + jitter) * (size / count)).astype(np.int64).clip(0, size - 1)
+        whole = self._node("Reshape", [name, "edgekit.flat"])
+        return self._node("Gather", [whole, self._constant(f"edgekit.positions.{size}.{count}", flat)])
+
+    def cut(self, samples: int) -> Iterator[tuple[Layer, Cut]]:
+        for layer in read_layers(self._graph):
+            if not self._graph.is_float(layer.source) or layer.source in _shaped_by_data(self._graph):
+                continue
+            cut = cut_vectors(self._graph, layer, vectors_wanted(layer, samples))
+            if cut is not None:
+                self._gather(layer, cut)
+                yield layer, cut
+
+    def _gather(self, layer: Layer, cut: Cut) -> None:
+        name = layer.source
+        for axis, indices in cut.gathers:
+            name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
+        self.proto.graph.node.append(helper.make_node("Identity", [name], [VECTORS + layer.node]))
+        self.proto.graph.output.append(onnx.ValueInfoProto(name=VECTORS + layer.node))
+
+    def concat(self, name: str, parts: list[str]) -> None:
+        if parts:
+            self.proto.graph.node.append(helper.make_node("Concat", parts, [name], axis=0))
+            self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
+
+    def _pickable_shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape to pick from: only the first element where the batch is not known."""
+        first, *rest = self._graph.shapes.get(name, ()) or (None,)
+        known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
+        return tuple(known) if name in self._graph.shapes and len(known) == len(rest) + 1 and rest else None
+
+    def _node(self, op: str, inputs: list[str], **attributes: int | list[int]) -> str:
+        self._count += 1
+        output = f"edgekit.{self._count}"
+        node = helper.make_node(op, inputs, [output])
+        node.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
+        self.proto.graph.node.append(node)
+        return output
+
+    def _constant(self, name: str, value: Array) -> str:
+        if name not in self._stored:
+            self._stored.add(name)
+            self.proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.int64), name))
+        return name

@@ -1,0 +1,161 @@
+"""First and second moments of what layers multiply, gathered inside ONNX Runtime and summed in numpy."""
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgekit.errors import UsageError
+from edgekit.model.tensors import Array
+from edgekit.quantize.graph.layers import Cut, Layer, layer_factors
+
+BUDGET_BYTES = 96 << 20
+_BLOCK_SIZES = (1152, 576, 288, 144)
+_FLUSH_ROWS = 256
+_FIELDS = ("mean", "spread", "low", "high", "blocks")
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of a layer's input vectors: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
+
+    `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
+    only over the vectors cut: an input that seldom fires shows there. `low` and `high` [channels] are these values.
+    `blocks` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into as
+    many parts of `size` and what one part has to do with another is left out.
+    """
+
+    count: int
+    mean: Array
+    spread: Array
+    low: Array
+    high: Array
+    blocks: Array
+
+
+class MomentGrower:
+    """Sums up the moments of one layer, a sample at a time."""
+
+    def __init__(self, layer: Layer, cut: Cut, size: int) -> None:
+        self._layer, self._cut, self._size = layer, cut, size
+        self._pieces = layer.inputs // size
+        self._sum = np.zeros((layer.groups, layer.inputs))
+        self._products = np.zeros((layer.groups * self._pieces, size, size), np.float32)
+        self._pending: list[Array] = []
+        self._count = np.zeros((), np.int64)
+
+    def arrays(self) -> dict[str, Array]:
+        """Returns the sums themselves, settled: what is written into them is gone on from."""
+        self._flush()
+        return {"count": self._count, "sum": self._sum, "products": self._products}
+
+    def add(self, values: Array) -> None:
+        """Takes in what the cut gathers from one sample."""
+        self._pending.append(self._cut.vectors(values))
+        if sum(map(len, self._pending)) >= _FLUSH_ROWS:
+            self._flush()
+
+    def freeze(self, lows: Array, highs: Array) -> Moment:
+        """Returns the moments of everything added, given the extremes of the source: one a channel, or one for all."""
+        self._flush()
+        count = max(1, int(self._count))
+        channels = self._sum.size // math.prod(self._cut.kernel)
+        lows, highs = np.broadcast_to(lows, channels), np.broadcast_to(highs, channels)
+        padded = not all(inside.all() for inside in self._cut.inside)
+        spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
+        taps = math.prod(self._cut.kernel)
+        return Moment(
+            count=int(self._count),
+            mean=(self._sum / count).astype(np.float32),
+            spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
+            low=lows.astype(np.float32),
+            high=highs.astype(np.float32),
+            blocks=self._products / np.float32(count),
+        )
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        rows = np.concatenate(self._pending).reshape(-1, self._layer.groups, self._layer.inputs)
+        self._pending = []
+        self._count += len(rows)
+        self._sum += rows.sum(axis=0, dtype=np.float64)
+        parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
+        self._products += np.swapaxes(parts, 1, 2) @ parts
+
+
+def scale_moment(moment: Moment, layer: Layer, factors: Array) -> Moment:
+    """Returns the moments of a layer's input once its channels are multiplied by factors."""
+    scale = layer_factors(layer, factors)[:, 0].astype(np.float32)
+    pieces = scale.reshape(len(moment.blocks), -1)
+    return msgspec.structs.replace(
+        moment,
+        mean=moment.mean * scale,
+        spread=moment.spread * scale,
+        low=moment.low * factors.astype(np.float32),
+        high=moment.high * factors.astype(np.float32),
+        blocks=moment.blocks * pieces[:, :, None] * pieces[:, None, :],
+    )
+
+
+def block_sizes(layers: tuple[Layer, ...]) -> dict[str, int]:
+    """Returns for each layer (by its node) how many inputs a block of its second moment has, within the budget."""
+    sizes: dict[str, int] = {}
+    for limit in _BLOCK_SIZES:
+        sizes = {layer.node: _divide(layer.inputs, limit) for layer in layers}
+        if sum(4 * layer.groups * layer.inputs * sizes[layer.node] for layer in layers) <= BUDGET_BYTES:
+            break
+    return sizes
+
+
+def vectors_wanted(layer: Layer, samples: int) -> int:
+    """Returns how many vectors a sample should give: in all about four times as many as the layer has inputs."""
+    wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
+    return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
+
+
+def save_moments(path: Path, moments: Mapping[str, Moment]) -> None:
+    """Writes moments by node to an .npz file."""
+    arrays: dict[str, Array] = {}
+    for index, (node, moment) in enumerate(moments.items()):
+        arrays[f"{index}.node"] = np.array(node)
+        arrays[f"{index}.count"] = np.array(moment.count)
+        arrays[f"{index}.mean"] = moment.mean
+        arrays[f"{index}.spread"] = moment.spread
+        arrays[f"{index}.low"], arrays[f"{index}.high"] = moment.low, moment.high
+        arrays[f"{index}.blocks"] = moment.blocks
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+@contextlib.contextmanager
+def open_moments(path: Path) -> Generator[Callable[[str], Moment | None]]:
+    """Yields a function that reads the moments of a node from a file that `save_moments` wrote, None if it has none.
+
+    Raises:
+        UsageError: the file is gone.
+    """
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise UsageError(f"the statistics of the calibration, '{path}', are gone", hint="calibrate again") from error
+    with archive:
+        names = [name for name in archive.files if name.endswith(".node")]
+        places = {str(archive[name]): name.removesuffix(".node") for name in names}
+
+        def read(node: str) -> Moment | None:
+            if node not in places:
+                return None
+            fields = {field: archive[f"{places[node]}.{field}"] for field in _FIELDS}
+            return Moment(count=int(archive[f"{places[node]}.count"]), **fields)
+
+        yield read
+
+
+def _divide(inputs: int, limit: int) -> int:
+    pieces = -(-inputs // limit)
+    while inputs % pieces:
+        pieces += 1
+    return inputs // pieces

@@ -1,0 +1,289 @@
+"""The passes over the samples of a calibration: what is known is skipped, what is taken in is kept."""
+
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekit._files import digest_bytes
+from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
+from edgekit.data.data_check import digest_sample
+from edgekit.data.samples import Samples, select_samples
+from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
+from edgekit.machine import release_memory
+from edgekit.model.model import Model, write_proto
+from edgekit.model.tensors import Array, Tensors
+from edgekit.progress import Progress
+from edgekit.quantize.calibration.cache import Cache, Keeper, opened_keeper
+from edgekit.quantize.calibration.checkpoint import Checkpoint
+from edgekit.quantize.calibration.held_out import MOST_BYTES, HeldOut
+from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, Observation, observe_graph
+from edgekit.quantize.calibration.statistics import Tally
+from edgekit.quantize.graph.float_regions import boundless_tensors
+from edgekit.quantize.graph.graph import Graph, float_activations
+
+SETTLED_SAMPLES = 8
+"""After so many measured samples what is pending is summed, and a checkpoint may be written."""
+_MEASURED, _EXTREMES = "measured", "extremes"
+_SLACK_BYTES = 1 << 24
+_TOLD_SECONDS = 2.0
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of the passes; `known` samples were not run, and `notes` says what was wrong with the cache.
+
+    `is_exact` says that every value of every tensor is in its histogram.
+    """
+
+    tally: Tally
+    held_out: HeldOut
+    aliases: dict[str, str]
+    is_exact: bool
+    seen: dict[int, bytes]
+    known: int
+    notes: tuple[str, ...]
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be measured of the model `name`: everything of samples at `indices`, extremes of the `others`.
+
+    `expected` holds the sha256 of each sample where it is known before.
+    """
+
+    name: str
+    graph: Graph
+    samples: Samples
+    work: Path
+    indices: tuple[int, ...]
+    others: tuple[int, ...]
+    points: tuple[str, ...]
+    picked: int
+    vectors_from: int
+    expected: tuple[bytes, ...]
+
+    def observe(self) -> Observation:
+        """Returns the graph that measures everything."""
+        return observe_graph(self.graph, self.points, picked=self.picked, vectors_from=self.vectors_from)
+
+
+class _Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured so far, of the samples in `seen` (the sha256 of each by its position)."""
+
+    task: Task
+    keeper: Keeper
+    tally: Tally
+    held_out: HeldOut
+    seen: dict[int, bytes]
+
+    def everything(self) -> dict[str, Array]:
+        held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
+        return self.tally.extremes() | self.tally.sums() | held
+
+    def restore(self, found: Checkpoint) -> bool:
+        held = {name: array for name, array in found.arrays.items() if name.startswith("held.")}
+        others = {name: array for name, array in found.arrays.items() if name not in held}
+        self.seen.clear()
+        self.seen.update(found.seen)
+        held = {name.removeprefix("held."): array for name, array in held.items()}
+        return self.tally.restore(others) and self.held_out.restore(held)
+
+
+def measure_samples(model: Model, task: Task, cache: Cache | None, progress: Progress) -> Measured:
+    """Runs the observed model over all samples that the cache does not know.
+
+    Raises:
+        DataError: a sample makes an activation infinite or NaN, or is another one than before.
+        ModelError: nothing in the model computes in float32.
+        OutputError: the cache cannot be written.
+    """
+    whole = _store(task.observe(), task.work / "observed.onnx")
+    if not (whole.highs or whole.bounds):
+        raise ModelError(
+            f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
+            hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
+        )
+    with opened_keeper(cache, _key(model, task, whole), progress) as keeper:
+        run = _go_on(task, whole, keeper)
+        known, count = len(run.seen), task.samples.count
+        if known == count:
+            progress(f"the calibration with {count} samples is read from the cache")
+        else:
+            progress(f"calibrate with {count} samples" + (f", {known} known from the cache" if known else ""))
+        _measure(run)
+        release_memory()
+        _bound(run)
+        release_memory()
+    return Measured(
+        tally=run.tally,
+        held_out=run.held_out,
+        aliases=whole.aliases,
+        is_exact=not task.others and all(count < task.picked for _, count in whole.picks),
+        seen=run.seen,
+        known=known,
+        notes=tuple(keeper.notes),
+    )
+
+
+def _key(model: Model, task: Task, whole: Observation) -> str:
+    """Returns a digest of what a calibration depends on, but for the samples, whose digests are in its files."""
+    layers = [(layer.node, layer.groups, layer.inputs) for layer, _ in whole.cuts]
+    facts = {
+        "model": model.sha256,
+        "versions": (version("edgekit"), VERSION, platform.machine()),
+        "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.points),
+        "settings": (task.picked, task.vectors_from, SETTLED_SAMPLES),
+        "indices": task.indices,
+    }
+    return digest_bytes(msgspec.json.encode(facts, order="sorted"))
+
+
+def _go_on(task: Task, whole: Observation, keeper: Keeper) -> _Run:
+    """Returns a run that knows what the keeper has of its samples."""
+    fresh = partial(_begin, task, whole, keeper)
+    run = fresh()
+    if not task.expected:
+        return run
+    most_bytes = sum(array.nbytes for array in run.everything().values()) + MOST_BYTES + _SLACK_BYTES
+    most_bytes += 64 * task.samples.count
+    order, digests = (*task.indices, *task.others), dict(enumerate(task.expected))
+    for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):
+        if not count or len(run.seen) < needed:
+            continue
+        found = keeper.load(part, digests, most_bytes)
+        if found is None:
+            continue
+        if tuple(found.seen) != order[: len(found.seen)] or len(found.seen) > count or not run.restore(found):
+            keeper.note(f"what is kept as '{part}' is not used: it does not fit this model")
+            return fresh()
+    return run
+
+
+def _begin(task: Task, whole: Observation, keeper: Keeper) -> _Run:
+    held_out = HeldOut(len(task.indices), task.points)
+    return _Run(task=task, keeper=keeper, tally=Tally(whole), held_out=held_out, seen={})
+
+
+def _store(observation: Observation, path: Path) -> Observation:
+    """Writes an observed graph and returns the observation without it, so that its weights are not held in memory."""
+    write_proto(observation.proto, path)
+    return msgspec.structs.replace(observation, proto=onnx.ModelProto())
+
+
+def _measure(run: _Run) -> None:
+    """Takes in everything of the samples to measure, as far as they are not known."""
+    indices, keeper = run.task.indices, run.keeper
+    for _ in _pass(run, indices, learning=True):
+        ended = len(run.seen) == len(indices)
+        if ended or not len(run.seen) % SETTLED_SAMPLES:
+            run.tally.settle()
+            keeper.save(_MEASURED, run.seen, run.everything, now=ended)
+
+
+def _bound(run: _Run) -> None:
+    """Takes in the extremes of the other samples, as far as they are not known."""
+    task, keeper = run.task, run.keeper
+    if task.indices and len(run.seen) < task.samples.count:
+        _store(observe_graph(task.graph), task.work / "observed.onnx")
+    try:
+        for _ in _pass(run, task.others, learning=False):
+            keeper.save(_EXTREMES, run.seen, run.tally.extremes, now=len(run.seen) == task.samples.count)
+    except EdgekitError:
+        keeper.save(_EXTREMES, run.seen, run.tally.extremes, now=True)
+        raise
+
+
+def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
+    """Takes in samples one by one and yields after each: then the tally holds exactly the samples seen."""
+    task = run.task
+    todo = [index for index in indices if index not in run.seen]
+    if not todo:
+        return
+    session = CpuSession(task.work / "observed.onnx", SessionSettings(level=Level.ALL), subject=task.name)
+    began = told = time.monotonic()
+    for done, (index, sample) in enumerate(zip(todo, select_samples(task.samples, todo), strict=False)):
+        now = time.monotonic()
+        if done and now >= told + _TOLD_SECONDS:
+            left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
+            run.keeper.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
+        digest = digest_sample(sample)
+        if task.expected and task.expected[index] != digest:
+            raise DataError(
+                f"sample {index} of '{task.samples.source}' is another one than before",
+                hint="it must give the same at each pass",
+            )
+        values = _run(session, sample, index, task.samples.source)
+        if _has_non_finite(values):
+            _refuse(task.graph, sample, task.samples.source, index, task.work)
+        run.tally.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
+        run.seen[index] = digest
+        yield
+
+
+def _run(session: CpuSession, sample: Tensors, index: int, source: str) -> Tensors:
+    try:
+        return session.run(sample)
+    except RuntimeRefusal as error:
+        raise DataError(
+            f"sample {index} of '{source}' does not run: {error.message}", hint="mend the sample or the model"
+        ) from error
+
+
+def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:
+    write_proto(proto, path)
+    return CpuSession(path, SessionSettings(level=Level.ALL))
+
+
+def _has_non_finite(values: Tensors) -> bool:
+    """Returns True if a value is NaN or infinite; an empty tensor has infinity as minimum and less as maximum."""
+    empty = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
+    return any(
+        value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
+        for name, value in values.items()
+    )
+
+
+def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) -> None:
+    for name in sample:
+        _refuse_value(sample[name], f"input '{name}'", source, index)
+    proto = onnx.ModelProto()
+    proto.CopyFrom(graph.proto)
+    del proto.graph.output[:]
+    boundless = boundless_tensors(graph)
+    computed = [name for name in float_activations(graph) if name in graph.producers and name not in boundless]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in computed)
+    for name, value in _load(proto, work / "located.onnx").run(sample).items():
+        maker = graph.producers[name]
+        if not _is_finite(value):
+            _refuse_weights(graph, maker, work)
+        _refuse_value(value, f"tensor '{name}' (made by {maker.op_type})", source, index)
+    raise DataError(f"sample {index} of '{source}' gives a value that is not finite", hint="mend or drop the sample")
+
+
+def _refuse_weights(graph: Graph, node: onnx.NodeProto, work: Path) -> None:
+    for name in (name for name in node.input if name in graph.initializers):
+        weight = numpy_helper.to_array(graph.initializers[name], str(work))
+        if not _is_finite(weight):
+            raise ModelError(
+                f"weight '{name}' of {node.op_type} '{node.name}' holds {_kind(weight)}",
+                hint="export or train the model again",
+            )
+
+
+def _refuse_value(value: Array, what: str, source: str, index: int) -> None:
+    if not _is_finite(value):
+        raise DataError(f"sample {index} of '{source}' gives {_kind(value)} in {what}", hint="mend or drop the sample")
+
+
+def _is_finite(value: Array) -> bool:
+    return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+
+
+def _kind(value: Array) -> str:
+    return "NaN" if np.isnan(value).any() else "infinity"

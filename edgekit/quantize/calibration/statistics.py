@@ -1,0 +1,185 @@
+"""What is kept between samples while activations are measured: extremes, histograms and moments."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.calibration.instrument import HIGHS, LOWS, PICKS, SCORES, VECTORS, Observation
+from edgekit.quantize.calibration.moments import Moment, MomentGrower, block_sizes
+from edgekit.quantize.graph.attention_masks import is_masked
+from edgekit.quantize.ranges.histogram import Histogram, HistogramGrower
+from edgekit.quantize.ranges.methods import TensorRange
+
+_FLUSH_SAMPLES = 32
+
+
+class Tally:
+    """Sums up what an observed graph returns, a sample at a time; memory does not grow with the samples."""
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._lows, self._highs = _Extremes(observation.lows, np.minimum), _Extremes(observation.highs, np.maximum)
+        self._scores = _Extremes(tuple((name, 1) for name in observation.scores), np.minimum)
+        self._growers = [HistogramGrower() for _ in observation.picks]
+        self._pending: list[Array] = []
+        layers = tuple(layer for layer, _ in observation.cuts)
+        sizes = block_sizes(layers)
+        self._moments = [MomentGrower(layer, cut, sizes[layer.node]) for layer, cut in observation.cuts]
+
+    def add(self, values: Tensors, *, learn: bool) -> None:
+        """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
+        self._lows.add(values.get(LOWS))
+        self._highs.add(values.get(HIGHS))
+        self._scores.add(values.get(SCORES))
+        if PICKS in values:
+            self._pending.append(values[PICKS])
+        if len(self._pending) == _FLUSH_SAMPLES:
+            self._flush()
+        if learn:
+            for (layer, _), moment in zip(self._observation.cuts, self._moments, strict=True):
+                vectors = values.get(VECTORS + layer.node)
+                if vectors is not None:
+                    moment.add(vectors)
+
+    def settle(self) -> None:
+        """Sums what is pending. Sums of floats depend on where that is done: it must be at the same samples always."""
+        self._flush()
+        for moment in self._moments:
+            moment.arrays()
+
+    def extremes(self) -> dict[str, Array]:
+        """Returns the arrays that hold the extremes."""
+        return {f"{end}.{name}": array for end, own in self._ends().items() for name, array in own.arrays().items()}
+
+    def sums(self) -> dict[str, Array]:
+        """Returns arrays with the histograms and the moments; what was pending is summed first."""
+        self._flush()
+        states = {f"histogram.{index}": grower.state() for index, grower in enumerate(self._growers)}
+        return states | self._moment_arrays()
+
+    def restore(self, arrays: Tensors) -> bool:
+        """Goes on from such arrays; returns False if one does not fit, and then this tally is of no use any more."""
+        own = self.extremes() | self._moment_arrays()
+        for name, array in arrays.items():
+            kind, _, index = name.partition(".")
+            if kind == "histogram" and index.isdecimal() and int(index) < len(self._growers):
+                fits = self._growers[int(index)].restore(array)
+            else:
+                fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
+                fits = fits and not np.isnan(array).any()
+                if fits:
+                    own[name][...] = array
+            if not fits:
+                return False
+        return True
+
+    def exact_ranges(self) -> dict[str, TensorRange]:
+        """Returns the lowest and highest value of each tensor over all samples, without what was empty in some."""
+        lows, highs = self._channel_extremes()
+        for name in self._lows.sometimes_empty() | self._highs.sometimes_empty():
+            del lows[name]
+        return {name: TensorRange(low=float(lows[name].min()), high=float(highs[name].max())) for name in lows}
+
+    def masked(self) -> dict[str, TensorRange]:
+        """Returns the ranges that count of tensors that are masked before a Softmax."""
+        exact = self.exact_ranges()
+        lowest = {name: float(values[0]) for name, values in self._scores.entries().items() if name in exact}
+        spans = {name: (exact[name], low) for name, low in lowest.items() if np.isfinite(low)}
+        return {
+            name: TensorRange(low=low, high=max(span.high, low))
+            for name, (span, low) in spans.items()
+            if is_masked(span.low, span.high, low)
+        }
+
+    def mean_ranges(self) -> dict[str, TensorRange]:
+        """Returns the mean over the samples of each tensor's lowest and highest value."""
+        lows, highs = self._lows.means(), self._highs.means()
+        for name, (low, high) in self._observation.bounds.items():
+            lows[name] = lows[name] if low is None else low
+            highs[name] = highs[name] if high is None else high
+        return {name: TensorRange(low=lows[name], high=highs[name]) for name in lows}
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Returns the histogram of each tensor that values were picked from."""
+        self._flush()
+        return {name: grower.freeze() for (name, _), grower in zip(self._observation.picks, self._growers, strict=True)}
+
+    def sample_error(self, measured: int, samples: int) -> float:
+        """Returns how far a share read from a histogram may be from that over all samples, for the worst tensor."""
+        return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
+
+    def moments(self) -> dict[str, Moment]:
+        """Returns the moments of each layer's input by the layer's node."""
+        lows, highs = self._channel_extremes()
+        cuts = zip(self._observation.cuts, self._moments, strict=True)
+        return {layer.node: moment.freeze(lows[layer.source], highs[layer.source]) for (layer, _), moment in cuts}
+
+    def _channel_extremes(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        lows, highs = self._lows.entries(), self._highs.entries()
+        for name, (low, high) in self._observation.bounds.items():
+            if low is not None:
+                lows[name] = np.array([low])
+            if high is not None:
+                highs[name] = np.array([high])
+        for name in lows:
+            lows[name], highs[name] = np.broadcast_arrays(_or_zero(lows[name]), _or_zero(highs[name]))
+        return lows, highs
+
+    def _ends(self) -> dict[str, "_Extremes"]:
+        return {"lows": self._lows, "highs": self._highs, "scores": self._scores}
+
+    def _moment_arrays(self) -> dict[str, Array]:
+        return {
+            f"moment.{index}.{name}": array
+            for index, moment in enumerate(self._moments)
+            for name, array in moment.arrays().items()
+        }
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        block = np.stack(self._pending)
+        self._pending = []
+        ends = np.cumsum([count for _, count in self._observation.picks])
+        for grower, part in zip(self._growers, np.split(block, ends[:-1], axis=1), strict=True):
+            grower.add(part)
+
+
+class _Extremes:
+    """The lowest or highest value of every entry over all samples, and the sum over samples of each tensor's.
+
+    An empty tensor has infinite ones, which count for nothing.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, int]], pick: np.ufunc) -> None:
+        self._names = [name for name, _ in parts]
+        self._starts = np.cumsum([0, *(count for _, count in parts)])
+        self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
+        self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
+        self._sums = np.zeros(len(parts))
+
+    def add(self, values: Array | None) -> None:
+        if values is not None:
+            own = self._pick.reduceat(values, self._starts[:-1])
+            self._pick(self._best, values, out=self._best)
+            self._runs += 1
+            self._counts += np.isfinite(own)
+            self._sums += _or_zero(own)
+
+    def arrays(self) -> dict[str, Array]:
+        return {"runs": self._runs, "counts": self._counts, "best": self._best, "sums": self._sums}
+
+    def entries(self) -> dict[str, Array]:
+        return dict(zip(self._names, np.split(self._best, self._starts[1:-1]), strict=True)) if self._names else {}
+
+    def sometimes_empty(self) -> set[str]:
+        return {name for name, count in zip(self._names, self._counts, strict=True) if count < self._runs}
+
+    def means(self) -> dict[str, float]:
+        return dict(zip(self._names, (self._sums / np.maximum(1, self._counts)).tolist(), strict=True))
+
+
+def _or_zero(values: Array) -> Array:
+    """Returns extremes with zeros for what had no value."""
+    return np.where(np.isfinite(values), values, 0.0)

@@ -1,0 +1,116 @@
+"""A plan from a file, held against the model and the target before it is applied: anyone may have edited it."""
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from edgekit.errors import UsageError, suggest_name
+from edgekit.model.model import Model
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.graph import Graph
+from edgekit.quantize.mixed_precision.choose import plan_calibration
+from edgekit.quantize.plan import QuantPlan, draft_plan
+from edgekit.quantize.qdq.build import plan_graph
+from edgekit.quantize.ranges.methods import RANGE_METHODS, TensorRange
+from edgekit.target import Target
+
+_GIVEN = (
+    "scheme", "activation", "weight", "activation_symmetric", "weight_symmetric", "reduce_range", "shared_ops",
+)  # fmt: skip
+"""What only the target decides."""
+_HINT = "correct it, or plan again: edgekit quantize --plan-only"
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def require_origin(plan: QuantPlan, model: Model, samples_sha256: str, target: Target) -> None:
+    """Returns if a plan was made for this model, these samples and this target.
+
+    Raises:
+        UsageError: it was made for another.
+    """
+    again = "plan it again: edgekit quantize --plan-only"
+    if plan.model_sha256 != model.sha256:
+        raise UsageError("the plan is not of this model", hint=again)
+    if plan.samples_sha256 != samples_sha256:
+        raise UsageError("the plan was made with other samples", hint="give the same --data and --samples")
+    if plan.target != target.name:
+        raise UsageError(f"the plan is for target '{plan.target}'", hint=f"give --target {plan.target}")
+
+
+def adopt_plan(plan: QuantPlan, model: Model, calibration: Calibration, target: Target) -> QuantPlan:
+    """Returns a plan from a file with the statistics of this calibration.
+
+    Operators may be left out of it, nodes be kept float, ranges be changed and, where the target takes them, tensors
+    get 16 bits. Names must exist, numbers must make scales, and what the target decides must be as it says.
+
+    Raises:
+        UsageError: the plan names something that does not exist, holds an impossible number, or asks for what the
+            target does not take.
+        ModelError: no node of the model can be quantized.
+    """
+    plan = msgspec.structs.replace(plan, statistics=calibration.statistics)
+    graph = plan_graph(model, plan)
+    own = draft_plan(model, graph, plan_calibration(model, plan, calibration), target, plan.precision)
+    complaint = next(_complaints(plan, own, graph, target), None)
+    if complaint is not None:
+        raise UsageError(f"the plan {complaint[0]}", hint=complaint[1])
+    return plan
+
+
+_Complaint = tuple[str, str]
+
+
+def _complaints(plan: QuantPlan, own: QuantPlan, graph: Graph, target: Target) -> Iterator[_Complaint]:
+    for field in _GIVEN:
+        if getattr(plan, field) != getattr(own, field):
+            yield f"has {field} = {_show(plan, field)}, but target '{target.name}' takes {_show(own, field)}", _HINT
+    if plan.method not in RANGE_METHODS:
+        yield f"has the range method '{plan.method}'", suggest_name(plan.method, RANGE_METHODS)
+    for op in sorted({*plan.op_types} - {*own.op_types}):
+        yield f"quantizes '{op}', which this model or target does not have", suggest_name(op, own.op_types)
+    yield from _odd_nodes(plan, graph)
+    yield from _odd_ranges(plan, own, target)
+    for weight, axis in plan.axes.items():
+        if own.axes.get(weight) != axis:
+            takes = f"takes axis {own.axes[weight]}" if weight in own.axes else "has no scale per channel for it"
+            yield f"gives '{weight}' a scale for each index of axis {axis}, but target '{target.name}' {takes}", _HINT
+
+
+def _show(plan: QuantPlan, field: str) -> str:
+    value = getattr(plan, field)
+    return ", ".join(cast("tuple[str, ...]", value)) or "none" if isinstance(value, tuple) else f"{value}".lower()
+
+
+def _odd_nodes(plan: QuantPlan, graph: Graph) -> Iterator[_Complaint]:
+    ops = {node.name: node.op_type for node in graph.proto.graph.node}
+    for node in plan.float_nodes:
+        if node.name not in ops:
+            yield f"keeps node '{node.name}' float, which does not exist", suggest_name(node.name, ops)
+        elif ops[node.name] != node.op:
+            yield f"takes node '{node.name}' for {node.op}; it is {ops[node.name]}", _HINT
+
+
+def _odd_ranges(plan: QuantPlan, own: QuantPlan, target: Target) -> Iterator[_Complaint]:
+    for tables in (plan.ranges, plan.wide, plan.grids):
+        for name in sorted(set(tables) - set(own.ranges)):
+            yield f"has numbers for '{name}', which is no float tensor of it", suggest_name(name, own.ranges)
+    missing = next((name for name in own.ranges if name not in plan.ranges), None)
+    if missing is not None:
+        yield f"lacks the range of '{missing}'", _HINT
+    if plan.wide and not ("int16" in target.precisions and plan.precision == "int8"):
+        yield f"gives '{next(iter(plan.wide))}' 16 bits, which target '{target.name}' does not take", _HINT
+    yield from _impossible(plan.ranges)
+    yield from _impossible(plan.wide)
+    limits = np.iinfo(plan.activation)
+    for name, grid in plan.grids.items():
+        if not _LEAST <= grid.scale <= _MOST or not limits.min <= grid.zero_point <= limits.max:
+            what = f"scale {grid.scale:g} and the zero point {grid.zero_point}"
+            yield f"gives '{name}' the {what}, which {plan.activation} cannot have", _HINT
+
+
+def _impossible(ranges: Mapping[str, TensorRange]) -> Iterator[_Complaint]:
+    for name, span in ranges.items():
+        if not (span.low <= span.high and max(span.high, 0.0) - min(span.low, 0.0) <= _MOST):
+            yield f"gives '{name}' the range from {span.low:g} to {span.high:g}, which has no scale", _HINT

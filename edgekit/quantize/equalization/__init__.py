@@ -1,0 +1,1 @@
+"""Cross-layer equalization: channels of unequal size evened out between layers."""

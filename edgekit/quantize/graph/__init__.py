@@ -1,0 +1,1 @@
+"""What quantizing needs to know of a float graph."""

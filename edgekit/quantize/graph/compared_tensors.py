@@ -1,0 +1,112 @@
+"""Which tensors stand for the outputs of a graph where two models are compared."""
+
+import math
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.quantize.graph.float_regions import boundless_tensors
+from edgekit.quantize.graph.graph import Graph
+from edgekit.quantize.graph.raw_scores import find_columns
+
+_PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
+_PICKING = frozenset({"ArgMax", "TopK"})
+_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
+_FEW = 32
+_MOST_PARTS = 8
+
+
+class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor to compare: an output, or what the node named `reader` squashes into one (`reader` is "" for outputs).
+
+    Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
+    mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
+    layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
+    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. What an app
+    puts through a sigmoid (`is_column`) is compared no farther down than that tells apart.
+    """
+
+    tensor: str
+    reader: str
+    centred: bool
+    part: tuple[int, int, int] | None = None
+    is_column: bool = False
+
+
+def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
+    """Returns the float tensors that stand for the outputs of a graph."""
+    points: list[JudgePoint] = []
+    boundless, columns = boundless_tensors(graph), find_columns(graph)
+    for value in graph.proto.graph.output:
+        point = msgspec.structs.replace(_find_point(graph, value.name), is_column=value.name in columns)
+        if graph.is_float(point.tensor) and point.tensor not in boundless:
+            points += _split_point(graph, point)
+            points += _find_features(graph, point.tensor)
+    return tuple(dict.fromkeys(points))
+
+
+def _find_point(graph: Graph, output: str) -> JudgePoint:
+    point, name = JudgePoint(tensor=output, reader="", centred=False), output
+    while name in graph.producers and graph.producers[name].op_type in _PASSED_THROUGH | _PICKING | _SQUASHING:
+        node = graph.producers[name]
+        name = node.input[0]
+        if node.op_type in _SQUASHING:
+            return JudgePoint(tensor=name, reader=node.name, centred=node.op_type != "Sigmoid")
+        if node.op_type in _PICKING:
+            point = JudgePoint(tensor=name, reader=node.name, centred=False)
+    return point
+
+
+def _split_point(graph: Graph, point: JudgePoint) -> list[JudgePoint]:
+    found = None if point.centred else _find_parts(graph, point.tensor)
+    if found is None:
+        return [point]
+    axis, ends = found
+    return [msgspec.structs.replace(point, part=(axis, *part)) for part in pairwise(ends)]
+
+
+def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
+    """Returns along which axis a tensor is put together and where its parts begin and end, None if it is of a piece.
+
+    Of what comes from several levels of a network the parts within each level count, if they are the same in all.
+    """
+    node, shape = graph.producers.get(name), graph.static_shape(name)
+    if node is None or shape is None or not node.input:
+        return None
+    if node.op_type == "Concat":
+        return _find_concat_parts(graph, node, len(shape))
+    before = graph.static_shape(node.input[0])
+    inner = _find_parts(graph, node.input[0]) if node.op_type in _PASSED_THROUGH | {"Sigmoid"} else None
+    if inner is None or before is None:
+        return None
+    axis, ends = inner
+    if node.op_type == "Transpose":
+        order = next((list(item.ints) for item in node.attribute if item.name == "perm"), list(range(len(shape)))[::-1])
+        return order.index(axis), ends
+    return inner if before[: axis + 1] == shape[: axis + 1] else None
+
+
+def _find_concat_parts(graph: Graph, node: onnx.NodeProto, rank: int) -> tuple[int, tuple[int, ...]] | None:
+    axis = next(item.i for item in node.attribute if item.name == "axis") % rank
+    inner = {_find_parts(graph, name) for name in node.input}
+    if len(inner) == 1:
+        (parts,) = inner
+        if parts is not None and parts[0] != axis:
+            return parts
+    shapes = [graph.static_shape(name) for name in node.input]
+    if len(shapes) > _MOST_PARTS or any(shape is None for shape in shapes):
+        return None
+    sizes = [shape[axis] for shape in shapes if shape is not None]
+    return axis, tuple(int(end) for end in np.cumsum([0, *sizes]))
+
+
+def _find_features(graph: Graph, name: str) -> list[JudgePoint]:
+    """Returns what the layer before a tensor of few values reads, if it is more."""
+    while (math.prod(graph.static_shape(name) or (_FEW,)) < _FEW) and name in graph.producers:
+        node = graph.producers[name]
+        name = node.input[0] if node.input else ""
+        if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
+            return [JudgePoint(tensor=name, reader=node.name, centred=False)]
+    return []

@@ -1,0 +1,210 @@
+"""Parts of a graph that 8 bits cannot hold, found from the graph alone."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekit.quantize.graph.graph import Graph
+
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
+_REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
+_MOST_NODES = 24
+_TRANSFORMS = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
+_LINEAR = frozenset(
+    {
+        "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
+        "Identity", "MatMul", "Max", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Split",
+        "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+"""What may lie between the inputs of a graph and the power of their spectrum; a network has other activations."""
+
+
+_INFINITE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
+"""Operators that put a constant beside values: minus infinity is there to lose against them."""
+_PASSING = _INFINITE | frozenset(
+    {
+        "Add", "Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "ReduceMax", "Reshape",
+        "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+
+
+def boundless_tensors(graph: Graph) -> frozenset[str]:
+    """Returns the float tensors that may hold infinity whatever the sample, because a constant puts it there.
+
+    A Where that hides what an ArgMax must not find is an example. They have no range, so they stay float.
+    """
+    found: set[str] = set()
+    for node in graph.proto.graph.node:
+        made = node.op_type in _INFINITE and _puts_infinity(graph, node)
+        if made or (node.op_type in _PASSING and not found.isdisjoint(node.input)):
+            found.update(name for name in node.output if graph.is_float(name))
+    return frozenset(found)
+
+
+def _puts_infinity(graph: Graph, node: onnx.NodeProto) -> bool:
+    tensors = [graph.initializers[name] for name in node.input if graph.is_float_constant(name)]
+    tensors += [attribute.t for attribute in node.attribute if attribute.name == "value"]
+    # Weights that were set aside are too large to be such a constant.
+    values = [numpy_helper.to_array(tensor) for tensor in tensors if not tensor.external_data]
+    return any(value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values)
+
+
+def float_islands(graph: Graph) -> dict[str, str]:
+    """Returns the nodes (by name) that no integer width serves, each with the reason to keep it float.
+
+    Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure (facts, section 7). So a
+    spectral front end stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies
+    between the last layer with weights and the Log does. The root of a spectrum (its magnitude, or a power below one as
+    in PCEN) is like its Log. A constant that is not finite has no scale.
+    """
+    reasons: dict[str, str] = {}
+    for node in graph.proto.graph.node:
+        if any(_is_infinite(graph, name) for name in node.input):
+            reasons.setdefault(node.name, "a constant of it is not finite")
+        if node.output and graph.is_float(node.output[0]):
+            for member, kind in _magnified(graph, node):
+                reason = f"it leads to the {kind} '{node.name}', which magnifies rounding near 0"
+                reasons.setdefault(member.name, reason)
+    return reasons
+
+
+def _magnified(graph: Graph, node: onnx.NodeProto) -> Iterator[tuple[onnx.NodeProto, str]]:
+    """Yields the nodes whose rounding a Log, or a root of a spectrum, magnifies, itself first, and what it is."""
+    before = _ancestors(graph, node) if node.op_type in {"Log", "Sqrt", "Pow"} else []
+    spectrum = _is_spectrum(graph, before)
+    front = spectrum or _count_weighted(before) <= _count_weighted(_descendants(graph, node))
+    if node.op_type == "Log":
+        for member in (node, *(before if front else _ancestors(graph, node, stop=_WEIGHTED))):
+            yield member, "logarithm"
+    elif spectrum and _is_root(graph, node):
+        for member in (node, *before):
+            yield member, "root of a spectrum"
+
+
+def _is_root(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type == "Sqrt":
+        return not _normalisation(graph, node)
+    exponent = graph.constant(node.input[1])
+    return exponent is not None and exponent.size == 1 and 0 < float(exponent.reshape(-1)[0]) < 1
+
+
+def _is_spectrum(graph: Graph, nodes: list[onnx.NodeProto]) -> bool:
+    """Returns True if nodes transform the inputs of a graph linearly and square the result, or take its transform."""
+    if any(node.op_type not in _LINEAR | _TRANSFORMS for node in nodes):
+        return False
+    return any(node.op_type in _TRANSFORMS or _is_square(graph, node) for node in nodes)
+
+
+def _is_square(graph: Graph, node: onnx.NodeProto) -> bool:
+    exponent = graph.constant(node.input[1]) if node.op_type == "Pow" else None
+    is_two = exponent is not None and exponent.size == 1 and float(exponent.reshape(-1)[0]) == 2
+    return is_two or (node.op_type == "Mul" and len(set(node.input)) == 1)
+
+
+def delicate_islands(graph: Graph) -> dict[str, str]:
+    """Returns the nodes (by name) that need 16 bits or float, each with the reason.
+
+    They compute the statistics of a normalisation, whose square root and quotient magnify rounding: from the reduction
+    (and the square before it) over the root to the product with what is normalised; and a Softmax spelled out.
+    """
+    reasons: dict[str, str] = {}
+    for node in graph.proto.graph.node:
+        if not node.output or not graph.is_float(node.output[0]):
+            continue
+        if node.op_type == "Sqrt":
+            for member in _normalisation(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
+        elif node.op_type == "Exp":
+            for member in _softmax(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the softmax around '{node.name}'")
+    return reasons
+
+
+def _normalisation(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Returns the nodes of x -> (x - mean) / sqrt(var) around its root, [] where a root is something else."""
+    before, after = _statistics(graph, root), _normalised(graph, root)
+    return [root, *before, *after] if before and after else []
+
+
+def _statistics(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    found: dict[str, onnx.NodeProto] = {}
+    waiting = [root]
+    while waiting and len(found) < _MOST_NODES:
+        node = waiting.pop()
+        for before in _producers(graph, node):
+            if before.name in found or before.op_type in _WEIGHTED:
+                continue
+            if node.op_type not in _REDUCING:
+                found[before.name] = before
+                waiting.append(before)
+            elif before.op_type == "Pow" or (before.op_type == "Mul" and len(set(before.input)) == 1):
+                found[before.name] = before
+    return list(found.values()) if any(node.op_type in _REDUCING for node in found.values()) else []
+
+
+def _normalised(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    found: list[onnx.NodeProto] = []
+    name = root.output[0]
+    for allowed in ({"Reciprocal", "Div"}, {"Mul", "Div"}, {"Mul", "Div"}):
+        readers = [node for node in graph.consumers.get(name, ()) if node.op_type in allowed]
+        if len(readers) != 1:
+            break
+        found.append(readers[0])
+        others = [node for node in _producers(graph, readers[0]) if name not in node.output]
+        if others:
+            return [*found, *(node for node in others if node.op_type == "Sub")]
+        name = readers[0].output[0]
+    return found
+
+
+def _softmax(graph: Graph, exponential: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Returns the nodes of a Softmax spelled out as Exp, ReduceSum and Div, [] where an Exp is something else."""
+    readers = graph.consumers.get(exponential.output[0], ())
+    sums = [node for node in readers if node.op_type == "ReduceSum"]
+    quotients = [node for node in readers if node.op_type == "Div"]
+    if not sums or not quotients:
+        return []
+    between = [node for node in _ancestors(graph, quotients[0]) if sums[0] in _ancestors(graph, node)]
+    shift = [node for node in _producers(graph, exponential) if node.op_type == "Sub"]
+    return [exponential, *shift, *sums, *between, *quotients]
+
+
+def _ancestors(graph: Graph, node: onnx.NodeProto, stop: frozenset[str] = frozenset()) -> list[onnx.NodeProto]:
+    return _walk(node, lambda current: _producers(graph, current), stop)
+
+
+def _descendants(graph: Graph, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    def readers(current: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        yield from (reader for name in current.output for reader in graph.consumers.get(name, ()))
+
+    return _walk(node, readers, frozenset())
+
+
+def _producers(graph: Graph, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    yield from (graph.producers[name] for name in node.input if name in graph.producers)
+
+
+def _walk(
+    start: onnx.NodeProto, step: Callable[[onnx.NodeProto], Iterator[onnx.NodeProto]], stop: frozenset[str]
+) -> list[onnx.NodeProto]:
+    found: dict[str, onnx.NodeProto] = {}
+    waiting = [start]
+    while waiting:
+        for node in step(waiting.pop()):
+            if node.name not in found and node.op_type not in stop:
+                found[node.name] = node
+                waiting.append(node)
+    return list(found.values())
+
+
+def _count_weighted(nodes: list[onnx.NodeProto]) -> int:
+    return sum(node.op_type in _WEIGHTED for node in nodes)
+
+
+def _is_infinite(graph: Graph, name: str) -> bool:
+    value = graph.constant(name) if graph.is_float_constant(name) else None
+    return value is not None and not bool(np.isfinite(value).all())

@@ -1,0 +1,177 @@
+"""Layers with constant weights as matrices, and where in their input the vectors lie that the matrices multiply."""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.model.tensors import Array
+from edgekit.quantize.graph.graph import Graph
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A Conv, Gemm or MatMul: for each group a matrix [outputs, inputs] times a vector cut from the tensor `source`.
+
+    `groups` x `outputs` channels are made from `groups` x `inputs` values. `bias` is None where there is none.
+    """
+
+    node: str
+    op: str
+    source: str
+    weight: str
+    bias: str | None
+    groups: int
+    outputs: int
+    inputs: int
+    transposed: bool
+
+    def channel_axis(self, graph: Graph) -> int | None:
+        """Returns the axis of the source that the weight sums over, None where its size is not known."""
+        shape = graph.shapes.get(self.source, ())
+        axis = 1 if self.op == "Conv" else len(shape) - 1
+        return axis if len(shape) > 1 and shape[axis] else None
+
+    def to_matrix(self, weight: Array) -> Array:
+        """Returns the weight as float [groups, outputs, inputs]."""
+        matrix = weight.T if self.transposed else weight
+        return matrix.reshape(self.groups, self.outputs, self.inputs)
+
+    def from_matrix(self, matrix: Array, shape: tuple[int, ...]) -> Array:
+        """Returns a matrix in the shape of the weight."""
+        if self.transposed:
+            return np.ascontiguousarray(matrix.reshape(shape[::-1]).T)
+        return matrix.reshape(shape)
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """How to cut vectors from a layer's input: which indices to gather along which axes, and what they mean.
+
+    `gathers` holds (axis, indices). For a Conv the indices of a spatial axis are `places` x `kernel` many, and those
+    not `inside` [places, kernel] fall into the padding.
+    """
+
+    gathers: tuple[tuple[int, Array], ...]
+    kernel: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    inside: tuple[Array, ...] = ()
+
+    def vectors(self, values: Array) -> Array:
+        """Returns the gathered values as vectors [P, V]."""
+        rank = len(self.kernel)
+        if not rank:
+            return values.reshape(-1, values.shape[-1])
+        pairs = [size for pair in zip(self.places, self.kernel, strict=True) for size in pair]
+        grid = values.reshape(*values.shape[:2], *pairs)
+        for axis, inside in enumerate(self.inside):
+            if not inside.all():
+                shape = [1] * grid.ndim
+                shape[2 + 2 * axis : 4 + 2 * axis] = inside.shape
+                grid = grid * inside.reshape(shape)
+        order = (0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))
+        return grid.transpose(order).reshape(-1, values.shape[1] * math.prod(self.kernel))
+
+
+def read_layers(graph: Graph) -> tuple[Layer, ...]:
+    """Returns the layers whose weight is constant and theirs alone, in graph order."""
+    return tuple(layer for node in graph.proto.graph.node for layer in _read_layer(graph, node))
+
+
+def cut_vectors(graph: Graph, layer: Layer, count: int) -> Cut | None:
+    """Returns how to cut about `count` vectors, spread over where a layer works."""
+    shape = graph.shapes.get(layer.source, ())
+    if layer.op != "Conv":
+        rows = shape[-2] if len(shape) > 1 else None
+        if rows is None:
+            return None
+        return Cut(gathers=((len(shape) - 2, _spread(rows, count)),))
+    spatial = tuple(dim for dim in shape[2:] if dim is not None)
+    if len(shape) < 3 or len(spatial) < len(shape) - 2:
+        return None
+    return _cut_conv(graph, layer, spatial, count)
+
+
+def layer_factors(layer: Layer, factors: Array) -> Array:
+    """Returns factors of the channels of a layer's source as those of its inputs, [groups, 1, inputs]."""
+    taps = layer.groups * layer.inputs // len(factors)
+    return np.repeat(factors, taps).reshape(layer.groups, 1, layer.inputs)
+
+
+def _read_layer(graph: Graph, node: onnx.NodeProto) -> Iterator[Layer]:
+    if node.op_type not in {"Conv", "Gemm", "MatMul"} or node.domain not in {"", "ai.onnx"}:
+        return
+    weight = graph.initializers.get(node.input[1])
+    alone = graph.consumers[node.input[1]] == (node,) and node.input[1] not in graph.captured | graph.outputs
+    if weight is None or not alone or weight.data_type != onnx.TensorProto.FLOAT or node.input[0] in graph.initializers:
+        return
+    numbers = {item.name: item.i if item.type == onnx.AttributeProto.INT else item.f for item in node.attribute}
+    bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 and node.input[2] else None
+    if bias is not None and not _own_vector(graph, bias):
+        return
+    if node.op_type == "Conv":
+        groups, outputs, transposed = int(numbers.get("group", 1)), weight.dims[0], False
+    else:
+        plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
+        if not plain or len(weight.dims) != 2:
+            return
+        transposed = not numbers.get("transB", 0)
+        groups, outputs = 1, weight.dims[1] if transposed else weight.dims[0]
+    yield Layer(
+        node=node.name,
+        op=node.op_type,
+        source=node.input[0],
+        weight=node.input[1],
+        bias=bias,
+        groups=groups,
+        outputs=outputs // groups,
+        inputs=math.prod(weight.dims) // outputs,
+        transposed=transposed,
+    )
+
+
+def _own_vector(graph: Graph, name: str) -> bool:
+    tensor = graph.initializers.get(name)
+    return tensor is not None and len(tensor.dims) == 1 and len(graph.consumers[name]) == 1
+
+
+def _cut_conv(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> Cut:
+    node = next(node for node in graph.consumers[layer.weight])
+    kernel = tuple(graph.initializers[layer.weight].dims[2:])
+    stride, dilation, begin, sizes = _conv_geometry(node, spatial, kernel)
+    share = count
+    gathers: list[tuple[int, Array]] = []
+    inside: list[Array] = []
+    for axis, size in enumerate(sizes):
+        places = _spread(size, round(share ** (1 / (len(sizes) - axis))))
+        share = max(1, -(-share // len(places)))
+        taps = places[:, None] * stride[axis] + np.arange(kernel[axis])[None] * dilation[axis] - begin[axis]
+        inside.append((taps >= 0) & (taps < spatial[axis]))
+        gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
+    return Cut(gathers=tuple(gathers), kernel=kernel, places=tuple(len(rows) for rows in inside), inside=tuple(inside))
+
+
+def _conv_geometry(
+    node: onnx.NodeProto, spatial: tuple[int, ...], kernel: tuple[int, ...]
+) -> tuple[Array, Array, Array, tuple[int, ...]]:
+    """Returns stride, dilation, padding before and output size of each spatial axis (ONNX operator Conv)."""
+    lists = {item.name: list(item.ints) for item in node.attribute}
+    auto = next((item.s.decode() for item in node.attribute if item.name == "auto_pad"), "NOTSET")
+    rank = len(kernel)
+    stride, dilation = np.array(lists.get("strides") or [1] * rank), np.array(lists.get("dilations") or [1] * rank)
+    reach, size = (np.array(kernel) - 1) * dilation + 1, np.array(spatial)
+    if auto in {"SAME_UPPER", "SAME_LOWER"}:
+        total = np.maximum(0, (-(-size // stride) - 1) * stride + reach - size)
+        begin = total // 2 if auto == "SAME_UPPER" else total - total // 2
+    else:
+        pads = np.array((lists.get("pads") or [0] * 2 * rank) if auto == "NOTSET" else [0] * 2 * rank)
+        begin, total = pads[:rank], pads[:rank] + pads[rank:]
+    sizes = (size + total - reach) // stride + 1
+    return stride, dilation, begin, tuple(int(value) for value in sizes)
+
+
+def _spread(total: int, count: int) -> Array:
+    if total <= count:
+        return np.arange(total)
+    jitter = np.random.default_rng(0).random(count)
+    return ((np.arange(count) + jitter) * (total / count)).astype(np.int64)

@@ -1,0 +1,46 @@
+"""Names that a model gives to its own tensors and that quantizing or measuring it would give to others."""
+
+import re
+
+import onnx
+
+from edgekit.errors import ModelError
+from edgekit.model.model import list_names, rename_tensors
+
+_GIVEN = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
+"""What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py)."""
+_OURS = "edgekit."
+"""What the names begin with that measuring gives."""
+
+
+def avoid_clashes(proto: onnx.ModelProto, subject: str) -> None:
+    """Renames inner tensors whose names would be given to others, in place: `x_scale` where there is an `x`.
+
+    Inputs and outputs keep their names; then the other of the two tensors gets a new one.
+
+    Raises:
+        ModelError: both are inputs or outputs.
+    """
+    names = list_names(proto.graph)
+    kept = {value.name for value in (*proto.graph.input, *proto.graph.output)}
+    renamed: dict[str, str] = {}
+    for name in sorted(names):
+        stem = next((name[: match.start()] for match in _GIVEN.finditer(name) if name[: match.start()] in names), None)
+        if stem is None and not name.startswith(_OURS):
+            continue
+        other = next((each for each in (name, stem) if each is not None and each not in kept), None)
+        if other is None:
+            raise ModelError(
+                f"quantizing '{subject}' would give the name of '{name}' to what it makes of '{stem or name}'",
+                hint=f"rename it: edgekit prepare MODEL --rename {name}=NEW --out FILE",
+            )
+        renamed.setdefault(other, _free_name(other, names))
+    if renamed:
+        rename_tensors(proto.graph, renamed)
+
+
+def _free_name(name: str, names: set[str]) -> str:
+    new = f"own.{name}" if name.startswith(_OURS) else f"{name}.own"
+    while new in names:
+        new += ".own"
+    return new

@@ -1,0 +1,63 @@
+"""Scores that a graph leaves raw: one number beside each of many boxes, which the app puts through a sigmoid.
+
+Where nothing is, such a score may be anything below zero, -6000 as well as -10, and 8 bits that reach so far tell
+nothing about where something is.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from edgekit.model.tensors import Array
+from edgekit.quantize.graph.graph import Graph
+
+FLOOR = -8.0
+"""Scores below it are all the same: a sigmoid makes less than 4e-4 of them."""
+
+_MOVING = frozenset({"Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_FAR, _MOST = -20.0, 20.0
+"""A column that reaches below the one and not above the other may be made of scores; else 8 bits serve it as it is."""
+_RARE = 0.05
+
+
+def list_columns(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Returns the tensors of one number a row beside another tensor with more numbers for each of these rows."""
+    tables = {shape[:-1] for shape in shapes.values() if len(shape) > 1 and shape[-1] > 1}
+    return frozenset(
+        name
+        for name, shape in shapes.items()
+        if len(shape) > 1 and shape[-1] == 1 < max(shape) and shape[:-1] in tables
+    )
+
+
+def find_columns(graph: Graph) -> frozenset[str]:
+    """Returns the float outputs of a graph that are columns, as far as shapes are known."""
+    columns = list_columns({name: graph.static_shape(name) or () for name in graph.outputs})
+    return frozenset(name for name in columns if graph.is_float(name))
+
+
+def tensors_of_columns(graph: Graph) -> frozenset[str]:
+    """Returns the tensors whose values go to such outputs, unchanged, and nowhere else."""
+    found: set[str] = set()
+    waiting = sorted(find_columns(graph))
+    while waiting:
+        name = waiting.pop()
+        readers = graph.consumers.get(name, ())
+        if name in graph.initializers or not all(found.issuperset(node.output) for node in readers):
+            continue
+        found.add(name)
+        maker = graph.producers.get(name)
+        if maker is not None and maker.op_type in _MOVING:
+            waiting += [source for source in maker.input if graph.is_float(source)]
+    return frozenset(found)
+
+
+def are_scores(values: Array, counts: Array | None = None) -> bool:
+    """Returns True for values that are far below zero, nearly all, and never far above; each counts once, or as said.
+
+    Numbers that are predicted, such as a depth, lie elsewhere.
+    """
+    weights = np.ones(values.shape) if counts is None else counts
+    if not values.size or values.min() >= _FAR or values.max() > _MOST:
+        return False
+    return bool(weights[values > 0].sum() < _RARE * weights.sum())

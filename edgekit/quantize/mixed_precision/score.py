@@ -1,0 +1,87 @@
+"""How near a quantized candidate comes to the float model on samples that were held out from fitting."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.errors import RuntimeRefusal
+from edgekit.model.model import MAX_PROTOBUF_BYTES, count_weight_bytes, save_proto
+from edgekit.model.tensors import Array
+from edgekit.prepare.weights.float_weights import OPTIMIZER
+from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
+from edgekit.quantize.calibration.held_out import read_held_out
+from edgekit.quantize.graph.compared_tensors import JudgePoint
+from edgekit.quantize.graph.raw_scores import FLOOR, are_scores
+
+_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
+
+
+def judge_candidate(
+    qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statistics: Path, *, keep_float_weights: bool = False
+) -> float:
+    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
+
+    Of several points it is that of their mean noise. It runs on the CPU provider with 16-bit products kept from
+    saturating (`session.x64quantprecision`). With `keep_float_weights` ONNX Runtime may not quantize float weights
+    between Q and DQ nodes, as it does by default.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    proto = onnx.ModelProto()
+    proto.CopyFrom(qdq)
+    nodes = {node.name: node for node in proto.graph.node}
+    names = {point: nodes[point.reader].input[0] if point.reader else point.tensor for point in points}
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
+    session = open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights)
+    powers = {point: np.zeros(2) for point in points}
+    for inputs, expected in read_held_out(statistics):
+        found = session.run(inputs)
+        for point, name in names.items():
+            powers[point] += powers_of(point, expected[point.tensor], found[name])
+    return join_ratios([ratio_db(*power) for power in powers.values()])
+
+
+def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
+    """Returns the power of a tensor of the float model and that of the difference, float64 [2].
+
+    Where the values decide how many there are and quantizing changed that, the difference is infinite.
+    """
+    if expected.size != found.size:
+        return np.array([1.0, np.inf])
+    one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
+    if point.part is not None:
+        axis, start, stop = point.part
+        one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
+    if point.is_column and are_scores(one):
+        one, two = np.maximum(one, FLOOR), np.maximum(two, FLOOR)
+    if point.centred:
+        one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
+    return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+
+
+def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool = False) -> CpuSession:
+    """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
+    fits = count_weight_bytes(proto) < MAX_PROTOBUF_BYTES // 2
+    if not fits:
+        save_proto(proto, path)
+    source = proto.SerializeToString() if fits else path
+    disabled = (OPTIMIZER,) if keep_float_weights else ()
+    try:
+        return CpuSession(source, SessionSettings(config=dict(_PRECISE), disabled_optimizers=disabled))
+    except RuntimeRefusal:
+        # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
+        return CpuSession(source, SessionSettings(disabled_optimizers=disabled))
+
+
+def has_held_out(statistics: Path) -> bool:
+    """Returns True if a calibration held samples out.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    return next(read_held_out(statistics), None) is not None

@@ -1,0 +1,95 @@
+"""Variants of a QDQ graph that show where its error comes from."""
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.quantize.graph.graph import Graph, dequantize_constant
+
+SWITCHES = "edgekit.switches"
+"""The input that says which activations are quantized."""
+
+
+def swap_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
+    """Returns the float graph with every weight and bias that `qdq` quantizes at its quantized value."""
+    proto = _copy(graph.proto)
+    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
+    nodes = {node.name: node for node in qdq.graph.node}
+    makers = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
+    for node in proto.graph.node:
+        twin = nodes.get(node.name)
+        for index, name in enumerate(twin.input if twin is not None else ()):
+            maker = makers.get(name)
+            if maker is not None and maker.input[0] in stored and graph.is_float_constant(node.input[index]):
+                value = dequantize_constant(maker, stored)
+                node.input[index] = f"{node.name}.edgekit.{index}"
+                proto.graph.initializer.append(numpy_helper.from_array(value, node.input[index]))
+    return proto
+
+
+def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
+    """Returns a QDQ graph with the float weights and biases of `graph`.
+
+    Load it with ONNX Runtime's optimizer WeightBiasQuantization switched off, which would quantize them again.
+    """
+    proto = _copy(qdq)
+    floats = {node.name: node for node in graph.proto.graph.node}
+    wanted: set[str] = set()
+    for node in proto.graph.node:
+        source = floats.get(node.name)
+        for index, name in enumerate(source.input if source is not None else ()):
+            if graph.is_float_constant(name):
+                node.input[index] = name
+                wanted.add(name)
+    present = {tensor.name for tensor in proto.graph.initializer}
+    made = {node.output[0] for node in proto.graph.node if node.output}
+    clashing = wanted & made
+    for node in [node for node in proto.graph.node if node.output and node.output[0] in clashing]:
+        proto.graph.node.remove(node)
+    proto.graph.initializer.extend(graph.initializers[name] for name in sorted(wanted - present))
+    return proto
+
+
+def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """Returns the float graph in which each activation can be quantized by itself, and the names of those.
+
+    The extra input SWITCHES, bool [N], says for each whether its readers see it through the Q and DQ of `qdq`.
+    """
+    proto = _copy(graph.proto)
+    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
+    sites = {
+        node.input[0].removesuffix("_QuantizeLinear_Input"): node
+        for node in qdq.graph.node
+        if node.op_type == "QuantizeLinear"
+    }
+    made = {*graph.producers, *(value.name for value in graph.proto.graph.input)}
+    names = tuple(name for name in sites if name in made)
+    for parameter in sorted({parameter for name in names for parameter in sites[name].input[1:]}):
+        proto.graph.initializer.append(stored[parameter])
+    for node in proto.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = f"{name}.edgekit.switched" if name in names else name
+    for index, name in enumerate(names):
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
+        proto.graph.node.extend(_switch(name, sites[name]))
+    proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
+    if all(entry.domain != "com.microsoft" for entry in proto.opset_import):
+        proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return proto, names
+
+
+def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
+    integers, rounded, switch = (f"{name}.edgekit.{part}" for part in ("integers", "rounded", "switch"))
+    parameters = list(site.input[1:])
+    return [
+        helper.make_node("QuantizeLinear", [name, *parameters], [integers], domain=site.domain),
+        helper.make_node("DequantizeLinear", [integers, *parameters], [rounded], domain=site.domain),
+        helper.make_node("Gather", [SWITCHES, f"{name}.edgekit.index"], [switch]),
+        helper.make_node("Where", [switch, rounded, name], [f"{name}.edgekit.switched"]),
+    ]
+
+
+def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    return copy

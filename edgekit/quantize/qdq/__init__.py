@@ -1,0 +1,1 @@
+"""The quantized graph written: Q and DQ nodes, compact forms, QOperator form."""

@@ -1,0 +1,112 @@
+"""The QDQ graph of a plan: placed by ONNX Runtime's quantizer, then with better weights."""
+
+from pathlib import Path
+
+import onnx
+
+from edgekit.model.model import Model, order_nodes
+from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
+from edgekit.quantize.equalization.equalize import equalize_graph, scaled_layers
+from edgekit.quantize.graph.graph import Graph, read_graph
+from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.ranges.joined import share_ranges, shared_tensors
+from edgekit.quantize.rounding.gptq import LIMIT, REDUCED_LIMIT
+from edgekit.quantize.rounding.weights import correct_weights
+
+_FREE = frozenset({"Sigmoid"})
+"""Operators with a grid of their own that their group's range replaces; a Softmax keeps its."""
+
+
+def plan_graph(model: Model, plan: QuantPlan) -> Graph:
+    """Returns the float graph of a model with the channels of tensors scaled as planned.
+
+    Raises:
+        ModelError: the model is quantized already, or older than opset 13.
+        UsageError: the plan is not of this model.
+    """
+    return equalize_graph(read_graph(model), plan.factors)
+
+
+def build_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph as planned.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+        UsageError: the plan's statistics are gone.
+    """
+    return round_weights(place_plan(graph, plan, subject), graph, plan)
+
+
+def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph with every weight rounded to the nearest.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    placed = place_qdq(graph.proto, _request(plan, graph), subject)
+    _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
+    nodes = order_nodes(placed.graph)
+    del placed.graph.node[:]
+    placed.graph.node.extend(nodes)
+    return placed
+
+
+def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onnx.ModelProto:
+    """Returns a placed graph with its weights rounded as planned.
+
+    Raises:
+        UsageError: the plan's statistics are gone.
+    """
+    qdq = onnx.ModelProto()
+    qdq.CopyFrom(placed)
+    scaled = scaled_layers(graph, plan.factors)
+    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled, _limit(plan))
+    return qdq
+
+
+def _limit(plan: QuantPlan) -> int:
+    return REDUCED_LIMIT if plan.reduce_range else LIMIT
+
+
+def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
+    ranges, grids = plan.ranges, plan.grids
+    if plan.shared_ops:
+        floats = {node.name for node in plan.float_nodes}
+        shared = shared_tensors(graph, plan.shared_ops, floats)
+        ranges = share_ranges(graph, ranges, plan.shared_ops, floats)
+        freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _FREE}
+        grids = {name: grid for name, grid in grids.items() if name not in freed}
+    return QdqRequest(
+        scheme=plan.scheme,
+        activation=plan.activation,
+        weight="int8" if plan.weight_symmetric else plan.weight,
+        activation_symmetric=plan.activation_symmetric,
+        weight_symmetric=plan.weight_symmetric,
+        op_types=plan.op_types,
+        excluded=tuple(node.name for node in plan.float_nodes),
+        ranges={name: (span.low, span.high) for name, span in ranges.items()},
+        grids=grids,
+        weight_limit=_limit(plan),
+        axes=plan.axes,
+        wide={name: (span.low, span.high) for name, span in plan.wide.items()},
+    )
+
+
+def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
+    """Lets nodes kept float read float tensors that no quantized node makes as they are, not through Q and DQ."""
+    producers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.name not in kept:
+            continue
+        for index, name in enumerate(node.input):
+            source = _float_source(producers, name)
+            if source != name and (source not in producers or producers[source].name in kept):
+                node.input[index] = source
+
+
+def _float_source(producers: dict[str, onnx.NodeProto], name: str) -> str:
+    dequantize = producers.get(name)
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return name
+    quantize = producers.get(dequantize.input[0])
+    return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else name

@@ -1,0 +1,1 @@
+"""From statistics to ranges: minmax, percentile, mse, entropy."""

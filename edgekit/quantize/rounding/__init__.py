@@ -1,0 +1,1 @@
+"""Weights rounded: bias correction, least squares, GPTQ."""

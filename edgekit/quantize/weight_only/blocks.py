@@ -1,0 +1,118 @@
+"""Weights of MatMul and Gemm in 8 or 4 bits, a scale for each block; activations stay float.
+
+The operator is ONNX Runtime's `com.microsoft.MatMulNBits` (ContribOperators.md): B has the shape
+[N, blocks, block bytes], two 4-bit values a byte, the lower half first; without zero points the middle of the range is
+zero.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.model.model import drop_unread
+from edgekit.model.tensors import Array
+
+_CONTRIB = "com.microsoft"
+
+
+def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection[str]) -> tuple[str, ...]:
+    """Replaces MatMul and Gemm with constant float32 weights by MatMulNBits, in place; returns the names of the nodes.
+
+    Args:
+        proto: the model.
+        bits: 4 or 8.
+        block: how many values along K share a scale: a power of two from 16 on.
+        kept: names of nodes to leave as they are.
+    """
+    graph = proto.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    packed: dict[tuple[str, bool], tuple[str, str]] = {}
+    changed: list[str] = []
+    for node in graph.node:
+        if node.name in kept or not _takes_blocks(node, weights):
+            continue
+        turned = bool(_attribute(node, "transB", 0))
+        tensor = weights[node.input[1]]
+        if (tensor.name, turned) not in packed:
+            packed[tensor.name, turned] = _add_packed(graph, tensor, bits, block, turned=turned)
+        _replace(node, packed[tensor.name, turned], _shape(tensor, turned=turned), bits, block)
+        changed.append(node.name)
+    drop_unread(graph)
+    if changed and all(entry.domain != _CONTRIB for entry in proto.opset_import):
+        proto.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
+    return tuple(changed)
+
+
+def quantize_blocks(weight: Array, bits: int, block: int) -> tuple[Array, Array]:
+    """Returns [N, blocks, block] unsigned values and [N, blocks] scales of a weight [K, N]; K is filled up with zeros.
+
+    The value of a block that is largest in magnitude falls on the lowest step, which the range has one more of.
+    """
+    depth, columns = weight.shape
+    blocks = -(-depth // block)
+    filled = np.zeros((blocks * block, columns), np.float32)
+    filled[:depth] = weight
+    parts = np.ascontiguousarray(filled.T).reshape(columns, blocks, block)
+    largest = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
+    middle = 2 ** (bits - 1)
+    scales = largest / np.float32(-middle)
+    steps = np.divide(parts, scales, out=np.zeros_like(parts), where=scales != 0)
+    values = np.clip(np.rint(steps) + middle, 0, 2**bits - 1).astype(np.uint8)
+    return values, scales[..., 0]
+
+
+def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
+    if node.domain or node.op_type not in {"MatMul", "Gemm"} or node.input[1] not in weights:
+        return False
+    tensor = weights[node.input[1]]
+    if tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
+        return False
+    if node.op_type == "MatMul":
+        return True
+    bias = weights.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+    has_bias = len(node.input) > 2 and bool(node.input[2])
+    columns = _shape(tensor, turned=bool(_attribute(node, "transB", 0)))[1]
+    plain = not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
+    return plain and (not has_bias or (bias is not None and list(bias.dims) == [columns]))
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return attribute.i if attribute.type == onnx.AttributeProto.INT else attribute.f
+    return default
+
+
+def _shape(tensor: onnx.TensorProto, *, turned: bool) -> tuple[int, int]:
+    first, second = tensor.dims
+    return (second, first) if turned else (first, second)
+
+
+def _add_packed(
+    graph: onnx.GraphProto, tensor: onnx.TensorProto, bits: int, block: int, *, turned: bool
+) -> tuple[str, str]:
+    weight = numpy_helper.to_array(tensor)
+    values, scales = quantize_blocks(weight.T if turned else weight, bits, block)
+    packed = values[..., ::2] | (values[..., 1::2] << 4) if bits == 4 else values
+    names = (f"{tensor.name}_q{bits}{'t' if turned else ''}", f"{tensor.name}_scales{'t' if turned else ''}")
+    graph.initializer.append(numpy_helper.from_array(packed, names[0]))
+    graph.initializer.append(numpy_helper.from_array(scales, names[1]))
+    return names
+
+
+def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], bits: int, block: int) -> None:
+    bias = node.input[2] if len(node.input) > 2 and node.input[2] else ""
+    attributes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": bits, "block_size": block}
+    node.CopyFrom(
+        helper.make_node(
+            "MatMulNBits",
+            [node.input[0], *names, *(("", "", bias) if bias else ())],
+            list(node.output),
+            name=node.name,
+            domain=_CONTRIB,
+            **attributes,
+        )
+    )

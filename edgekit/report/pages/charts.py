@@ -1,0 +1,178 @@
+"""What a page draws: the waterfall of the loss, the layers, and pictures of samples. Places only, no judgement."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from edgekit.data.samples import Samples, select_samples
+from edgekit.model.tensors import Array
+from edgekit.verify.facts import Located
+from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
+from edgekit.verify.two_models import ModelComparison
+
+_MOST_LAYERS, _MOST_LOCATED = 400, 200
+_MOST_DB = 80.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
+_THUMB = 112
+_MOST_PICTURES = 6
+
+
+class Bar(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of the waterfall; `left` and `width` in percent of the widest place; `falls` where the step took away."""
+
+    step: AttributionStep
+    left: float
+    width: float
+    falls: bool
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer in the chart: its place, the heights of its error so far and of its own, and what to say of it."""
+
+    x: float
+    sofar: float
+    own: float
+    bad: bool
+    note: str
+
+
+class GridLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A height of the chart and its decibels."""
+
+    y: float
+    db: int
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers as a chart of 1000 by 240."""
+
+    points: tuple[Point, ...]
+    grid: tuple[GridLine, ...]
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample as an image in the page itself."""
+
+    sample: int
+    caption: str
+    uri: str
+
+
+def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
+    """Returns the waterfall of the error's energy: each bar begins where the one before ended."""
+    ends, level = [0.0], 0.0
+    for step in steps:
+        level += step.noise_share or 0.0
+        ends.append(level)
+    low, high = min(ends), max(*ends, 1e-9)
+    scale = 100.0 / (high - low)
+    return tuple(
+        Bar(
+            step=step,
+            left=(min(start, end) - low) * scale,
+            width=max(abs(end - start) * scale, 0.4),
+            falls=end < start,
+        )
+        for step, start, end in zip(steps, ends, ends[1:], strict=False)
+    )
+
+
+def place_layers(layers: Sequence[LayerReport], located: Located | None = None) -> Chart:
+    """Returns the first layers as points, decibels from 0 to 80 upwards; what is not finite lies at the bottom.
+
+    The bad layer is that which `located` names, or else the first that stands out.
+    """
+    shown = layers[: _MOST_LAYERS if located is None else _MOST_LOCATED]
+    named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
+    bad = find_first_bad(layers) if located is None else named
+    step = (_RIGHT - _LEFT) / max(1, len(shown) - 1)
+    points = tuple(
+        Point(
+            x=round(_LEFT + index * step, 1),
+            sofar=_height(layer.sqnr_db),
+            own=_height(layer.own_sqnr_db),
+            bad=layer is bad,
+            note=f"{layer.name} ({layer.op}): {_decibels(layer.sqnr_db)} so far, {_decibels(layer.own_sqnr_db)} own",
+        )
+        for index, layer in enumerate(shown)
+    )
+    return Chart(points=points, grid=tuple(GridLine(y=_height(db), db=db) for db in (0, 20, 40, 60, 80)))
+
+
+def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
+    """Returns the worst samples of each run as pictures, where an input is an image; `inputs` are those verified."""
+    captions: dict[int, list[str]] = {}
+    for run in report.runs:
+        for sample, caption in _list_worst(inputs.count, run):
+            captions.setdefault(sample, []).append(caption)
+    return draw_samples(inputs, captions)
+
+
+def draw_outputs(inputs: Samples, report: ModelComparison) -> tuple[Picture, ...]:
+    """Returns the worst sample of each output of a comparison as a picture, where an input is an image."""
+    captions: dict[int, list[str]] = {}
+    for output in report.outputs:
+        if output.worst_sample is not None:
+            captions.setdefault(output.worst_sample, []).append(output.name)
+    return draw_samples(inputs, captions)
+
+
+def draw_samples(inputs: Samples, captions: Mapping[int, Sequence[str]]) -> tuple[Picture, ...]:
+    """Returns some samples as pictures with what is to be said of each, where an input is an image."""
+    chosen = sorted(list(captions)[:_MOST_PICTURES])
+    pictures: list[Picture] = []
+    for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):
+        uri = next(filter(None, map(draw_image, tensors.values())), None)
+        if uri is not None:
+            caption = f"sample {sample}: {'; '.join(captions[sample])}"
+            pictures.append(Picture(sample=sample, caption=caption, uri=uri))
+    return tuple(pictures)
+
+
+def draw_image(value: Array) -> str | None:
+    """Returns a tensor of one image as a PNG in a data URI, None where it is no image; its range is stretched."""
+    planes = _find_planes(value)
+    if planes is None:
+        return None
+    values = planes.astype(np.float64)
+    low, high = float(values.min()), float(values.max())
+    shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
+    image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
+    image.thumbnail((_THUMB, _THUMB))
+    buffer = BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _find_planes(value: Array) -> Array | None:
+    """Returns an image as [height, width, channels], whichever of the two layouts it has."""
+    if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
+        return None
+    one: Array = value[0]
+    if one.shape[0] in {1, 3} and min(one.shape[1:]) >= 8:
+        return np.moveaxis(one, 0, 2)
+    return one if one.shape[2] in {1, 3} and min(one.shape[:2]) >= 8 else None
+
+
+def _list_worst(count: int, run: RunReport) -> list[tuple[int, str]]:
+    indices = run.find_places(count)
+    return [
+        (indices[output.worst_sample], f"{output.name} on {run.device}")
+        for output in run.outputs
+        if output.worst_sample is not None and output.worst_sample < len(indices)
+    ]
+
+
+def _height(db: float | None) -> float:
+    share = min(max((db or 0.0) / _MOST_DB, 0.0), 1.0)
+    return round(_BOTTOM - share * (_BOTTOM - _TOP), 1)
+
+
+def _decibels(db: float | None) -> str:
+    return "not finite" if db is None else f"{db:.1f} dB"

@@ -1,0 +1,223 @@
+"""Where the loss comes from: the same samples through every step from the source model to the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.golden.golden import read_classes, read_inputs, read_outputs
+from edgekit.data.samples import Samples, keep_small, select_samples, spread_indices
+from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.evidence import Evidence
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Tensors
+from edgekit.verify.layers.comparison import compare_layers
+from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.report import AttributionStep, RunReport, Step, VerifyReport
+from edgekit.verify.tasks.accuracy import measure_accuracy
+
+_LOCATING_SAMPLES = 4
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    inputs: Samples
+    reference: Samples
+    labels: tuple[int, ...] | None
+    output: str
+
+
+def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
+    """Returns the report with the loss attributed, the layers measured, and the first of them that stands out.
+
+    `models` holds the models that the bundle was made from, under "prepare" and, for integer precisions, "quantize".
+    The layers are those of the bundle's own ONNX file; where they cannot be compared, a note of the report says why.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime cannot run one of the models.
+    """
+    explained = attribute_loss(bundle, report, models)
+    deployed = _find_deployed(bundle, models)
+    if "prepare" not in models:
+        return explained
+    if deployed is None:
+        return _add_note(explained, "the layers were not compared: the bundle holds no ONNX file")
+    few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, _LOCATING_SAMPLES))
+    try:
+        layers = compare_layers(models["prepare"], deployed, few)
+    except (ModelError, RuntimeRefusal) as error:
+        reason = error.message
+        for model in (models["prepare"], deployed):
+            reason = reason.replace(f"{model.path.parent}/", "")
+        return _add_note(explained, f"the layers were not compared with the float model's: {reason}")
+    bad = find_first_bad(layers)
+    name = explained.first_bad_layer if bad is None else bad.name
+    return msgspec.structs.replace(explained, layers=layers, first_bad_layer=name)
+
+
+def _add_note(report: VerifyReport, note: str) -> VerifyReport:
+    return msgspec.structs.replace(report, notes=(*report.notes, note))
+
+
+def _find_deployed(bundle: Bundle, models: Mapping[Step, Model]) -> Model | None:
+    """Returns the ONNX model in the bundle, or the quantized one where it holds other forms only."""
+    if "onnx" not in bundle.manifest.forms:
+        return models.get("quantize")
+    libraries = models["prepare"].custom_ops if "prepare" in models else ()
+    return load_model(bundle.find_model("onnx"), custom_ops=libraries)
+
+
+def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
+    """Returns the report with the loss of the best run split over the steps that led to it.
+
+    `models` holds the models that the bundle was made from, under "prepare" and "quantize"; they run here with every
+    optimisation off, on the samples of that run. The bundle's file of ORT format runs on this machine's CPU provider
+    as the step "convert". The figures are those of the output that lost most. A report without a measured run is
+    returned as it is.
+    """
+    run = min((run for run in report.runs if _worst_output(run)), key=_rank, default=None)
+    if run is None:
+        return report
+    question = _ask(bundle, run)
+    steps: list[AttributionStep] = []
+    refusals: list[str] = []
+    for step, session in _open_steps(bundle, run, models, refusals):
+        got = _run_samples(session, question.inputs)
+        found = next(item for item in compare_outputs(question.reference, got) if item.name == question.output)
+        accuracy = None if question.labels is None else measure_accuracy(question.reference, got, question.labels)
+        steps.append(_describe(step, found, None if accuracy is None else accuracy.got))
+    last: Step = "device" if run.evidence == Evidence.DEVICE else "provider"
+    final = next(item for item in run.outputs if item.name == question.output)
+    steps.append(_describe(last, final, None if run.accuracy is None else run.accuracy.got))
+    measured = None if run.accuracy is None else run.accuracy.reference
+    return msgspec.structs.replace(
+        report,
+        attribution=share_loss(steps, measured),
+        attributed_device=run.device,
+        notes=(*report.notes, *refusals),
+    )
+
+
+def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> VerifyReport:
+    """Returns the report with the attribution that an earlier report of the same bundle held.
+
+    A run of the report on the device that was explained renews the last step; a run on a real device adds the step
+    "device" to what an emulator showed.
+    """
+    if known is None or not known.attribution or report.attribution:
+        return report
+    steps = list(known.attribution)
+    explained = known.attributed_device
+    again = next((run for run in report.runs if run.device == explained and _worst_output(run)), None)
+    real = next((run for run in report.runs if run.evidence == Evidence.DEVICE and _worst_output(run)), None)
+    renewed: tuple[tuple[RunReport | None, Step], ...] = ((again, steps[-1].step), (real, "device"))
+    for run, step in renewed:
+        found = None if run is None else _worst_output(run)
+        if run is not None and found is not None:
+            steps = [kept for kept in steps if kept.step != step]
+            steps.append(_describe(step, found, None if run.accuracy is None else run.accuracy.got))
+            explained = run.device
+    accuracies = [run.accuracy.reference for run in (*report.runs, *known.runs) if run.accuracy is not None]
+    return msgspec.structs.replace(
+        report,
+        attribution=share_loss(steps, next(iter(accuracies), None)),
+        attributed_device=explained,
+        first_bad_layer=report.first_bad_layer or known.first_bad_layer,
+        layers=report.layers or known.layers,
+        notes=report.notes or known.notes,
+    )
+
+
+def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) -> tuple[AttributionStep, ...]:
+    """Returns the steps with what each added to the loss: the parts sum to the whole.
+
+    The energy of the error relative to the signal is 10^(-SQNR/10); `noise_share` is the part of the final energy. The
+    losses of agreement start from one, those of accuracy from `accuracy`, that of the source model. A step that cannot
+    be measured has no part, and none has a part of the noise if the end cannot be measured.
+    """
+    if not steps:
+        return ()
+    last = steps[-1].sqnr_db
+    final = None if last is None else 10.0 ** (-last / 10.0)
+    noise, agreement, shared = 0.0, 1.0, list[AttributionStep]()
+    for step in steps:
+        changes: dict[str, float] = {}
+        if step.sqnr_db is not None and final is not None:
+            energy = 10.0 ** (-step.sqnr_db / 10.0)
+            changes["noise_share"] = (energy - noise) / final
+            noise = energy
+        if step.top1_agreement is not None:
+            changes["top1_loss"] = agreement - step.top1_agreement
+            agreement = step.top1_agreement
+        if step.accuracy is not None and accuracy is not None:
+            changes["accuracy_loss"] = accuracy - step.accuracy
+            accuracy = step.accuracy
+        empty = msgspec.structs.replace(step, noise_share=None, top1_loss=None, accuracy_loss=None)
+        shared.append(msgspec.structs.replace(empty, **changes))
+    return tuple(shared)
+
+
+def _rank(run: RunReport) -> int:
+    return list(Evidence).index(run.evidence)
+
+
+def _worst_output(run: RunReport) -> OutputReport | None:
+    measured = [(output.sqnr_db, output.name, output) for output in run.outputs if output.sqnr_db is not None]
+    return min(measured, key=lambda item: item[:2])[2] if measured else None
+
+
+def _ask(bundle: Bundle, run: RunReport) -> _Question:
+    indices = run.find_places(bundle.manifest.golden.samples)
+    labels = read_classes(bundle.golden)
+    worst = _worst_output(run)
+    return _Question(
+        inputs=select_samples(read_inputs(bundle.golden), indices),
+        reference=select_samples(read_outputs(bundle.golden), indices),
+        labels=None if labels is None else tuple(labels[index] for index in indices),
+        output="" if worst is None else worst.name,
+    )
+
+
+def _open_steps(
+    bundle: Bundle, run: RunReport, models: Mapping[Step, Model], refusals: list[str]
+) -> Iterator[tuple[Step, CpuSession]]:
+    """Yields the steps that run here with their sessions; why the file of ORT format does not goes into `refusals`."""
+    steps: tuple[Step, ...] = ("prepare", "quantize")
+    for step in steps:
+        if step in models:
+            yield step, CpuSession(models[step].path, SessionSettings(level=Level.DISABLED))
+    converted = _find_converted(bundle, run)
+    if converted is None:
+        return
+    try:
+        session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config)))
+    except RuntimeRefusal as error:
+        reason = error.message.replace(f"{converted.parent}/", "")
+        refusals.append(f"the step 'convert' is not part of the attribution: {reason}")
+        return
+    yield "convert", session
+
+
+def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
+    """Returns the file of ORT format that the run used, or else that the bundle holds."""
+    names = bundle.manifest.forms
+    files: dict[str, str] = {form: names[form][0] for form in names if names[form][0].endswith(".ort")}
+    chosen = files.get(run.form, next(iter(files.values()), None))
+    return None if chosen is None else bundle.folder / chosen
+
+
+def _run_samples(session: CpuSession, inputs: Samples) -> Samples:
+    """Returns what a session makes of samples, kept where that is little: it is read more than once."""
+
+    def read() -> Iterator[Tensors]:
+        for sample in inputs:
+            yield session.run(sample)
+
+    return keep_small(Samples(source=inputs.source, count=inputs.count, read=read))
+
+
+def _describe(step: Step, found: OutputReport, accuracy: float | None) -> AttributionStep:
+    return AttributionStep(step=step, sqnr_db=found.sqnr_db, top1_agreement=found.top1_agreement, accuracy=accuracy)

@@ -1,0 +1,161 @@
+"""Naming the usual mistakes behind an output that is wrong: each is undone, and what then fits is the suspect."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.errors import EdgekitError
+from edgekit.model.tensors import Tensors, is_numeric
+from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.agreement import Floats
+
+_GAIN_DB = 15.0
+"""How much better an undone mistake must fit than what came back, to be named."""
+_FIT_DB = 20.0
+_SAMPLES = 4
+_HALF_MAX = 65504.0
+_MOST_ORDERED = 4096
+_LEAST_USED = 0.9
+_ORDER = "holds the reference's values in another order: look at layout and channel order"
+_OVERFLOW = (
+    "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
+    " edgekit compare SOURCE MODEL --layers names the layer, leave it in float"
+)
+
+_Pairs = Sequence[tuple[Floats, Floats]]
+
+
+def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_half: bool = False) -> dict[str, str]:
+    """Returns, for those outputs of `names` for which a usual mistake explains what came back, that mistake in words.
+
+    The first samples are looked at. An output that cannot be read or measured has no suspect. `is_half` tells that the
+    target computes in half precision.
+    """
+    rows = _read_rows(reference, got)
+    suspects: dict[str, str] = {}
+    for name in names:
+        if is_half and _overflows(rows, name):
+            suspects[name] = _OVERFLOW
+            continue
+        pairs = _pair(rows, name, name)
+        suspect = _find_transform(pairs) if pairs else None
+        suspect = suspect or _find_order(pairs) or _find_swapped(rows, name)
+        if suspect:
+            suspects[name] = suspect
+    return suspects
+
+
+def undo_scale(wanted: Floats, found: Floats) -> Floats:
+    """Returns what came back divided by the one factor that fits best in the sense of least squares."""
+    energy = float(np.dot(wanted, wanted))
+    factor = float(np.dot(found, wanted)) / energy if energy else 0.0
+    return found / factor if factor else found
+
+
+def undo_offset(wanted: Floats, found: Floats) -> Floats:
+    """Returns what came back without its constant distance from the reference."""
+    return found - float(np.mean(found - wanted))
+
+
+def undo_softmax(wanted: Floats, found: Floats) -> Floats:
+    """Returns log of what came back, moved to the mean of the reference: the logits before one softmax too many."""
+    if found.min() <= 0.0:
+        return found
+    return undo_offset(wanted, np.log(found))
+
+
+def redo_softmax(wanted: Floats, found: Floats) -> Floats:
+    """Returns the softmax of what came back, where the reference sums to one: a softmax was left out."""
+    if abs(float(wanted.sum()) - 1.0) > 1e-3:
+        return found
+    powers = np.exp(found - found.max())
+    return np.asarray(powers / powers.sum(), dtype=np.float64)
+
+
+_TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "is the reference after one softmax too many": undo_softmax,
+    "is the reference before its softmax": redo_softmax,
+    "is the reference times a factor: look at scales, or at inputs that are not normalised": undo_scale,
+    "is the reference plus a constant: look at zero points and the mean of the inputs": undo_offset,
+}
+
+
+def _find_transform(pairs: _Pairs) -> str | None:
+    plain = _fit(pairs)
+    for words, undo in _TRANSFORMS.items():
+        fit = _fit([(wanted, undo(wanted, found)) for wanted, found in pairs])
+        if fit > _FIT_DB and fit > plain + _GAIN_DB:
+            return words
+    return None
+
+
+def _find_order(pairs: _Pairs) -> str | None:
+    """Returns the words for an output in another order, if one order fits all samples.
+
+    Each value of the reference, as a point of its values in all samples, is looked for among those that came back: one
+    sample alone could be sorted into anything.
+    """
+    if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED:
+        return None
+    wanted, found = (np.stack([pair[side] for pair in pairs], axis=1) for side in (0, 1))
+    nearest = np.array([int(((found - row) ** 2).sum(axis=1).argmin()) for row in wanted])
+    if np.array_equal(nearest, np.arange(len(wanted))):
+        return None
+    fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
+    same_share = len(np.unique(nearest)) / max(1, len(np.unique(found, axis=0)))
+    is_order = same_share >= _LEAST_USED and fit > _FIT_DB and fit > _fit(pairs) + _GAIN_DB
+    return _ORDER if is_order else None
+
+
+def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
+    """Returns True if an output is not finite, or at the end of half precision, where the reference is neither."""
+    for wanted, found in rows:
+        first, second = wanted.get(name), found.get(name)
+        if first is None or second is None or first.dtype.kind != "f" or second.dtype.kind != "f" or not second.size:
+            continue
+        fits = bool(np.isfinite(first).all()) and float(np.abs(first).max(initial=0.0)) < _HALF_MAX
+        if fits and not (np.isfinite(second).all() and float(np.abs(second).max()) < _HALF_MAX):
+            return True
+    return False
+
+
+def _find_swapped(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> str | None:
+    plain = _fit(_pair(rows, name, name))
+    for other in rows[0][1] if rows else ():
+        fit = _fit(_pair(rows, name, other))
+        if other != name and fit > _FIT_DB and fit > plain + _GAIN_DB:
+            return f"came back as '{other}': the outputs are swapped"
+    return None
+
+
+def _fit(pairs: _Pairs) -> float:
+    if not pairs:
+        return -metrics.DB_LIMIT
+    return metrics.sqnr_db([metrics.measure_errors(wanted, found) for wanted, found in pairs])
+
+
+def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pairs:
+    """Returns reference and what came back, flat, of the samples where both are numbers of one shape."""
+    pairs: list[tuple[Floats, Floats]] = []
+    for wanted, found in rows:
+        first, second = wanted.get(name), found.get(other)
+        if first is None or second is None or first.shape != second.shape or first.size < 2:
+            return ()
+        if not is_numeric(first) or not is_numeric(second):
+            return ()
+        flat = (first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1))
+        if not (np.isfinite(flat[0]).all() and np.isfinite(flat[1]).all()):
+            return ()
+        pairs.append(flat)
+    return pairs
+
+
+def _read_rows(reference: Samples, got: Samples) -> list[tuple[Tensors, Tensors]]:
+    rows: list[tuple[Tensors, Tensors]] = []
+    try:
+        for _, wanted, found in zip(range(_SAMPLES), reference, got, strict=False):
+            rows.append((wanted, found))
+    except EdgekitError:
+        return rows
+    return rows

@@ -1,0 +1,1 @@
+"""Layers on a device: cuts, probes, bisection, placement."""

@@ -1,0 +1,91 @@
+"""Cutting a model: its beginning, up to each place where only whole layers lie before the cut."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit.model.model import Model, iterate_reads, order_nodes, read_proto, save_proto
+from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A beginning of a model: how many of its computing nodes, in their order, and the tensors that come out there.
+
+    `layer` names the last node before the cut that is no Q or DQ, or the input where there is none.
+    """
+
+    nodes: int
+    outputs: tuple[str, ...]
+    layer: str
+
+
+def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
+    """Returns every place to cut, in the order of computation; the last one is the whole graph.
+
+    A cut never parts a node from the Q and DQ behind it, because the node would then compute in float.
+    """
+    nodes = _order_groups(graph)
+    last_read = {name: place for place, node in enumerate(nodes) for name in iterate_reads(node)}
+    given = {value.name for value in graph.output}
+    rounded = {name for node in nodes if node.op_type == QUANTIZE for name in (node.input[0], node.output[0])}
+    cuts: list[Cut] = []
+    live: list[str] = []
+    layer = ""
+    for place, node in enumerate(nodes):
+        layer = layer or node.input[0] if node.op_type in {QUANTIZE, DEQUANTIZE} else node.name or node.output[0]
+        live = [name for name in (*live, *node.output) if name in given or last_read.get(name, -1) > place]
+        if live and not any(name in rounded and last_read.get(name, -1) > place for name in live):
+            cuts.append(Cut(nodes=place + 1, outputs=tuple(live), layer=layer))
+    return tuple(cuts)
+
+
+def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
+    """Saves the part of a model before a cut as a model of its own, with the same inputs.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    proto = read_proto(model)
+    graph = proto.graph
+    kept = _order_groups(graph)[: cut.nodes]
+    kept = [*_find_constants(graph, kept), *kept]
+    needed = {name for node in kept for name in iterate_reads(node)} | set(cut.outputs)
+    initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
+    outputs = [value for value in graph.output if value.name in cut.outputs]
+    outputs += [onnx.ValueInfoProto(name=name) for name in cut.outputs if name not in {value.name for value in outputs}]
+    part = onnx.GraphProto(name=graph.name, node=kept, initializer=initializers, input=graph.input, output=outputs)
+    graph.CopyFrom(part)
+    return save_proto(proto, path)
+
+
+def _order_groups(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Returns the computing nodes in order, the Q and DQ right behind what they round: then branches can be parted."""
+    nodes = list_computing(graph)
+    computed = {name for node in nodes for name in node.output}
+    rounding: dict[str, list[onnx.NodeProto]] = {}
+    for node in nodes:
+        if node.op_type in {QUANTIZE, DEQUANTIZE} and computed.isdisjoint(node.input[1:]):
+            rounding.setdefault(node.input[0], []).append(node)
+    ordered: dict[str, onnx.NodeProto] = {}
+    for node in nodes:
+        waiting = [node]
+        while waiting:
+            one = waiting.pop(0)
+            if one.output[0] not in ordered:
+                ordered[one.output[0]] = one
+                waiting.extend(reader for name in one.output for reader in rounding.get(name, []))
+    return list(ordered.values())
+
+
+def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Returns, in order, the constant nodes that some nodes need."""
+    computed = {name for node in list_computing(graph) for name in node.output}
+    needed = {name for node in nodes for name in iterate_reads(node)}
+    found: list[onnx.NodeProto] = []
+    for node in reversed(order_nodes(graph)):
+        if computed.isdisjoint(node.output) and not needed.isdisjoint(node.output):
+            found.append(node)
+            needed.update(iterate_reads(node))
+    return found[::-1]

@@ -1,0 +1,298 @@
+"""Finding the layer that a device computes otherwise, from the tensors inside the model, or else from its outputs."""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.data.samples import limit_samples
+from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.errors import EdgekitError
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.verify.devices.bisect import is_right, locate_on_device, run_here
+from edgekit.verify.devices.probes import Probe, find_sources, open_layers, plan_probes, save_probed
+from edgekit.verify.facts import Located
+from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.matching.grids import StepErrors, add_steps, measure_steps
+from edgekit.verify.matching.trace import FED_PREFIX
+from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.metrics.tensor_metrics import SampleErrors
+
+LAYER_SAMPLES = 4
+"""So many samples are looked at layer by layer, spread evenly."""
+
+_MOST_TENSORS = 256
+_SAME_DB, _CLOSER_DB = 40.0, 6.0
+_WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.0, 0.5
+"""A layer of a device is wrong by itself below this ratio, or where it has a grid if the worst channel (the root of the
+mean square) or all of it is farther off than these steps: other kernels round otherwise, by a step at most (measured on
+QNN's simulator and XNNPACK: 1.0 and 0.13)."""
+
+_OUTLIER_DB = 20.0
+"""Where the outputs are wrong, the worst layer is to blame if it is worse than the middle one by this."""
+
+
+class _Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """Probes that a device gives in one run: those that are looked at, and those that they are computed from."""
+
+    wanted: tuple[Probe, ...]
+    sources: tuple[Probe, ...]
+
+
+class _Sums(msgspec.Struct, kw_only=True):
+    """What has been summed up for a probe: the error so far, the layer's own, and that in steps of its grid."""
+
+    found: SampleErrors
+    own: SampleErrors
+    steps: StepErrors | None
+
+
+class _Trace(msgspec.Struct, kw_only=True):
+    """What the runs of a device gave so far; `refusal` says why the rest cannot be had."""
+
+    runs: int = 1
+    sums: dict[str, _Sums] = {}
+    notes: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+def find_device_layer(
+    device: Device,
+    job: Job,
+    work: Path,
+    *,
+    min_sqnr_db: float = 15.0,
+    may_cut: bool = True,
+    slice_bytes: int = 32 << 20,
+) -> Located:
+    """Returns the first layer of an ONNX model that a device computes otherwise than this machine without optimisation.
+
+    The tensors inside are added to the outputs, in slices of about `slice_bytes` a sample, and the device runs a few
+    samples of the job once for each. A layer's own error is its distance from what this machine makes of the inputs
+    that the layer had on the device. Where the outputs of the model change when tensors are given out, or the device
+    then fails, the model is cut in two again and again instead, if it may be.
+
+    Raises:
+        ModelError: the job's model is no ONNX model.
+        DeviceError: the device is not there.
+    """
+    job = msgspec.structs.replace(job, samples=limit_samples(job.samples, LAYER_SAMPLES))
+    model = load_model(job.model)
+    plain_folder = work / "plain"
+    plain_folder.mkdir(parents=True)
+    plain = device.run_job(job, plain_folder)
+    trace = _Trace(refusal=plain.failure or "")
+    outputs = () if plain.failure else compare_outputs(run_here(model, job.samples), plain.outputs)
+    specs, probes = _measure_probes(model, job, plan_probes(model))
+    for index, part in enumerate(_list_slices(model, probes, specs, slice_bytes)):
+        if not trace.refusal:
+            _run_slice(device, job, (model, part, specs), (plain, outputs), work / f"slice{index}", trace)
+    if trace.refusal:
+        return _cut(device, job, work, min_sqnr_db, trace) if may_cut else _give_up(trace)
+    layers = tuple(_report(probe, trace.sums[probe.tensor]) for probe in probes if probe.tensor in trace.sums)
+    wrong = not is_right(outputs, min_sqnr_db)
+    bad = next((layer for layer in layers if _is_wrong(layer)), None) or (_find_worst(layers) if wrong else None)
+    name = None if bad is None else bad.name
+    return Located(layer=name, runs=trace.runs, cuts=0, layers=layers, found_by="tensors", notes=trace.notes)
+
+
+def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Located:
+    """Returns what `find_device_layer` finds; where it cannot look, a note says why."""
+    try:
+        return find_device_layer(device, job, work, may_cut=may_cut)
+    except EdgekitError as error:
+        return Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
+
+
+def _cut(device: Device, job: Job, work: Path, min_sqnr_db: float, trace: _Trace) -> Located:
+    located = locate_on_device(device, job, work / "cuts", min_sqnr_db=min_sqnr_db)
+    note = f"the model was cut, because {trace.refusal}"
+    return msgspec.structs.replace(located, runs=located.runs + trace.runs, notes=(*trace.notes, note))
+
+
+def _give_up(trace: _Trace) -> Located:
+    note = f"the layers were not compared, because {trace.refusal}; edgekit verify --layers cuts the model instead"
+    return Located(layer=None, runs=trace.runs, cuts=0, notes=(*trace.notes, note))
+
+
+def _measure_probes(
+    model: Model, job: Job, probes: Sequence[Probe]
+) -> tuple[dict[str, tuple[TensorSpec, int]], tuple[Probe, ...]]:
+    """Returns type, shape and bytes of each probe that holds numbers, and these probes.
+
+    A dimension that is not the same in every sample is unknown.
+    """
+    seen: dict[str, tuple[TensorSpec, int]] = {}
+    session = open_layers(model, probes)
+    for sample in job.samples:
+        for name, value in session.run(sample).items():
+            before = seen.get(name)
+            shape = value.shape if before is None else _join_shapes(before[0].shape or (), value.shape)
+            size_bytes = max(value.nbytes, 0 if before is None else before[1])
+            seen[name] = (TensorSpec(name=name, dtype=value.dtype.name, shape=shape), size_bytes)
+    kept = tuple(
+        probe
+        for probe in probes
+        if probe.tensor in seen
+        and seen[probe.tensor][1]
+        and (probe.grid is not None or seen[probe.tensor][0].dtype.startswith("float"))
+    )
+    return seen, kept
+
+
+def _join_shapes(first: Sequence[int | str | None], second: Sequence[int]) -> tuple[int | str | None, ...] | None:
+    if len(first) != len(second):
+        return None
+    return tuple(dim if dim == other else None for dim, other in zip(first, second, strict=True))
+
+
+def _list_slices(
+    model: Model, probes: Sequence[Probe], specs: Mapping[str, tuple[TensorSpec, int]], slice_bytes: int
+) -> Iterator[_Slice]:
+    part: list[Probe] = []
+    size_bytes = 0
+    for probe in probes:
+        more = specs[probe.tensor][1]
+        if part and (size_bytes + more > slice_bytes or len(part) >= _MOST_TENSORS):
+            yield _Slice(wanted=tuple(part), sources=find_sources(model, probes, part))
+            part, size_bytes = [], 0
+        part.append(probe)
+        size_bytes += more
+    if part:
+        yield _Slice(wanted=tuple(part), sources=find_sources(model, probes, part))
+
+
+def _run_slice(
+    device: Device,
+    job: Job,
+    asked: tuple[Model, _Slice, Mapping[str, tuple[TensorSpec, int]]],
+    plain: tuple[DeviceRun, Sequence[OutputReport]],
+    work: Path,
+    trace: _Trace,
+) -> None:
+    """Runs the model once with the tensors of a slice as outputs, and adds what came back to the trace."""
+    model, part, specs = asked
+    known = {spec.name for spec in job.outputs}
+    names = {probe.tensor for probe in (*part.sources, *part.wanted)}
+    added = {name: specs[name][0] for name in sorted(names - known)}
+    folder = work / "run"
+    folder.mkdir(parents=True)
+    path = save_probed(model, tuple(added.values()), work / "probed.onnx")
+    run = device.run_job(msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added.values())), folder)
+    trace.runs += 1
+    if run.failure is not None:
+        trace.refusal = f"with tensors given out the device failed: {run.failure}"
+    elif not names <= next(iter(run.outputs), dict[str, Array]()).keys():
+        trace.refusal = "the device does not give tensors inside"
+    elif not _stays_same(plain[1], compare_outputs(plain[0].outputs, run.outputs)):
+        trace.refusal = "the outputs change when tensors inside are given out too"
+    else:
+        more = ", ".join(f"{count} {op}" for op, count in sorted((_count_left(run) - _count_left(plain[0])).items()))
+        note = (f"with tensors given out more nodes ran on the CPU: {more}",) if more else ()
+        trace.notes = tuple(dict.fromkeys((*trace.notes, *note)))
+        _sum_up(model, part, job, run, trace.sums)
+    shutil.rmtree(work)
+
+
+def _stays_same(plain: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
+    """Returns True if giving tensors out moved the outputs by clearly less than they are off, or by very little."""
+    before = {report.name: report for report in plain}
+    for report in probed:
+        off = before.get(report.name)
+        if not report.samples or report.non_finite != report.reference_non_finite:
+            return False
+        distance = None if off is None else off.sqnr_db
+        least = _SAME_DB if distance is None else min(_SAME_DB, distance + _CLOSER_DB)
+        if report.sqnr_db is not None and report.sqnr_db < least:
+            return False
+    return True
+
+
+def _count_left(run: DeviceRun) -> Counter[str]:
+    return Counter(node.op for node in run.placement if node.provider == CPU_PROVIDER)
+
+
+def _sum_up(model: Model, part: _Slice, job: Job, run: DeviceRun, sums: dict[str, _Sums]) -> None:
+    here = open_layers(model, part.wanted)
+    fed = None
+    for sample, got in zip(job.samples, run.outputs, strict=False):
+        if fed is None:
+            dtypes = {probe.tensor: got[probe.tensor].dtype.name for probe in part.sources}
+            fed = open_layers(model, part.wanted, part.sources, dtypes)
+        wanted = here.run(sample)
+        own = fed.run({**sample, **{FED_PREFIX + probe.tensor: got[probe.tensor] for probe in part.sources}})
+        for probe in part.wanted:
+            found, expected = _read(probe, got), _read(probe, own)
+            measured = _Sums(
+                found=_measure(_read(probe, wanted), found),
+                own=_measure(expected, found),
+                steps=None
+                if probe.grid is None or expected.shape != found.shape
+                else measure_steps(probe.grid, expected, found),
+            )
+            before = sums.get(probe.tensor)
+            sums[probe.tensor] = measured if before is None else _add(before, measured)
+
+
+def _read(probe: Probe, values: Tensors) -> Array:
+    value = values[probe.tensor]
+    return value if probe.grid is None else probe.grid.read_values(value)
+
+
+def _measure(wanted: Array, found: Array) -> SampleErrors:
+    """Returns the errors of one sample; values that are not finite on both sides alike, as in masks, do not count."""
+    if wanted.shape != found.shape:
+        return SampleErrors(numeric=True, elements=found.size, matches=0, non_finite=max(1, found.size))
+    alike = ~np.isfinite(wanted) & ((wanted == found) | (np.isnan(wanted) & np.isnan(found)))
+    if alike.any():
+        wanted, found = (np.where(alike, np.zeros((), wanted.dtype), value) for value in (wanted, found))
+    return metrics.measure_errors(wanted, found)
+
+
+def _add(before: _Sums, more: _Sums) -> _Sums:
+    return _Sums(
+        found=metrics.add_errors(before.found, more.found),
+        own=metrics.add_errors(before.own, more.own),
+        steps=before.steps if more.steps is None else add_steps(before.steps, more.steps),
+    )
+
+
+def _report(probe: Probe, sums: _Sums) -> LayerReport:
+    found, own, steps = sums.found, sums.own, sums.steps
+    step = 0.0 if probe.grid is None else probe.grid.step
+    is_stepped = steps is not None and step > 0.0 and not own.non_finite
+    return LayerReport(
+        name=probe.layer,
+        op=probe.op,
+        tensor=probe.tensor,
+        sqnr_db=None if found.non_finite else metrics.sqnr_db([found]),
+        max_abs=None if found.non_finite else found.max_abs,
+        own_sqnr_db=None if own.non_finite else metrics.sqnr_db([own]),
+        own_bias=None if own.non_finite else metrics.bias_share([own]),
+        offset_steps=steps.measure_offset(step) if steps is not None and is_stepped else None,
+        channel_steps=steps.measure_channels(step) if steps is not None and is_stepped else None,
+        non_finite=found.non_finite,
+    )
+
+
+def _is_wrong(layer: LayerReport) -> bool:
+    if layer.own_sqnr_db is None:
+        return True
+    if layer.channel_steps is None or layer.offset_steps is None:
+        return layer.own_sqnr_db < _WRONG_DB
+    return layer.channel_steps[0] > _FAR_STEPS or layer.offset_steps > _FAR_OFFSET
+
+
+def _find_worst(layers: Sequence[LayerReport]) -> LayerReport | None:
+    """Returns the layer whose own ratio lies lowest, where it lies clearly below that of the middle one."""
+    known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
+    if not known or known[0][0] > known[len(known) // 2][0] - _OUTLIER_DB:
+        return None
+    return layers[known[0][1]]

@@ -1,0 +1,1 @@
+"""Layers of two models compared, and the first bad one named."""

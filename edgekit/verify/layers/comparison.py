@@ -1,0 +1,230 @@
+"""Comparing two models layer by layer: the error that has piled up at each, and the error that each makes itself."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import onnx
+
+from edgekit.data.samples import Samples
+from edgekit.errors import ModelError
+from edgekit.model.model import Model
+from edgekit.model.scaling import read_scaling, scale_channels
+from edgekit.model.tensors import Array, Tensors
+from edgekit.verify.layers.attributes import find_altered
+from edgekit.verify.layers.biases import find_unfit
+from edgekit.verify.layers.isolate import Feeder, open_feeder
+from edgekit.verify.layers.overflows import HALF_MAX, find_reach, find_size, settle_infinities
+from edgekit.verify.layers.subgraphs import Inner, find_inner
+from edgekit.verify.layers.weights import Initializers, WeightFacts, measure_weights
+from edgekit.verify.matching.grids import Grid, StepErrors, add_steps, find_grids, follow_moves, measure_steps
+from edgekit.verify.matching.match import MatchedTensor, match_tensors
+from edgekit.verify.matching.regions import ROUNDING, Arithmetic, Region, find_regions
+from edgekit.verify.matching.trace import adapt_sample, open_traced
+from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.tensor_metrics import SampleErrors
+
+
+class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the output of a layer of model B lies from the tensor of the same name in model A.
+
+    `sqnr_db` and `max_abs` measure the error that has piled up there; `own_sqnr_db` the error of this layer alone, fed
+    with A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
+    makes large. `weight_steps` is the distance in steps of the worst single weight from its float weight, None where
+    the layer has none; otherwise None stands for values that are not finite. `offset_steps` (the mean) and
+    `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps the
+    layer's own result lies from the float values rounded to its grid, where it has one; a step is that of an 8-bit
+    grid, or a 255th of the range of the values. `arithmetic` is the coarsest that computes the layer,
+    `roundings` counts those inside it, `jumps` tells that a small change may make it jump, and `overflows` that A's
+    values lie beyond half precision there, where that is what B computes in. `name` and `op` are those of B's node,
+    `tensor` is the name in A.
+    `rounding_steps` is what rounding weights and result may be expected to cost a channel of it, and all of it.
+    `altered` says in words how the operator is not A's, whatever its result, and `unfit` which scale of B does not fit
+    the others; "" where nothing is known against it.
+    """
+
+    name: str
+    op: str
+    tensor: str
+    sqnr_db: float | None
+    max_abs: float | None
+    own_sqnr_db: float | None
+    own_bias: float | None
+    weight_steps: float | None = None
+    offset_steps: float | None = None
+    channel_steps: tuple[float, float] | None = None
+    arithmetic: Arithmetic | None = None
+    roundings: int = 0
+    jumps: bool = False
+    overflows: bool = False
+    rounding_steps: tuple[float, float] | None = None
+    non_finite: int = 0
+    altered: str = ""
+    unfit: str = ""
+
+
+class _Sums(msgspec.Struct):
+    """What is known of a layer so far: its errors, and the largest value and the largest RMS it read."""
+
+    found: SampleErrors | None = None
+    own: SampleErrors | None = None
+    steps: StepErrors | None = None
+    reach: float = 0.0
+    size: float = 0.0
+
+
+def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:
+    """Returns every float tensor that both models compute, in the order of computation, with its errors.
+
+    Both models run with every optimisation off, so that no tensor is fused away. Memory holds the tensors of one
+    sample.
+
+    Raises:
+        ModelError: no float tensor of `b` bears the name of one of `a`.
+        UsageError: the samples do not fit a model.
+    """
+    floats, stored = Initializers(a), Initializers(b)
+    graphs, scaling = (floats.graph, stored.graph), read_scaling(stored.proto)
+    every = matched = match_tensors(*graphs)
+    traced_a, traced_b = (
+        open_traced(a, [tensor.in_a for tensor in matched]),
+        open_traced(b, [tensor.in_b for tensor in matched]),
+    )
+    feeder: Feeder | None = None
+    sums: dict[str, _Sums] = {}
+    grids, regions, altered = find_grids(b), dict[str, Region](), dict[str, str]()
+    for sample in samples:
+        wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
+        scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
+        wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
+        if feeder is None:
+            # A sequence or a map came back as its parts, under other names.
+            every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
+            matched = _keep_comparable(every, wanted, found)
+            altered = find_altered(floats, stored, every, sample) | _find_resized(
+                every, matched, graphs, (wanted, found)
+            )
+            regions = find_regions(*graphs, matched)
+            feeder = open_feeder((a, b), matched, (wanted, found), regions, (follow_moves(grids, graphs[1]), scaling))
+        reference, own = feeder.run(sample, wanted, found)
+        _add_results(sums, matched, regions, grids, (wanted, found, reference, own))
+    inner = find_inner(floats, stored, every)
+    if not sums and not altered:
+        raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
+    weights, unfit = measure_weights(floats, stored, matched, regions), find_unfit(stored)
+    layers = (
+        msgspec.structs.replace(
+            _report(item, sums.get(item.tensor, _Sums()), regions.get(item.tensor, Region()), grids, weights),
+            altered=altered.get(item.tensor, ""),
+            unfit=unfit.get(item.raw_b) or unfit.get(item.layer, ""),
+        )
+        for item in every
+        if item.tensor in sums or item.tensor in altered or item.tensor in inner
+    )
+    return tuple(_look_inside(layer, inner.get(layer.tensor)) for layer in layers)
+
+
+def _look_inside(layer: LayerReport, inner: Inner | None) -> LayerReport:
+    """Returns the layer, or where one of its bodies holds a node that is not A's that node in its place."""
+    if inner is None:
+        return layer
+    words = f"{inner.words} (inside '{layer.name}')"
+    return msgspec.structs.replace(layer, name=inner.name, op=inner.op, altered=words)
+
+
+def _add_results(
+    sums: dict[str, _Sums],
+    matched: Sequence[MatchedTensor],
+    regions: Mapping[str, Region],
+    grids: Mapping[str, Grid | None],
+    values: tuple[Tensors, Tensors, Tensors, Tensors],
+) -> None:
+    """Adds what one sample says of every layer: the values of A, those of B, and what each makes of what it is fed."""
+    wanted, found, reference, own = values
+    reaches = {item.tensor: find_reach(wanted[item.in_a]) for item in matched}
+    sizes = {item.tensor: find_size(wanted[item.in_a]) for item in matched}
+    for item in matched:
+        known = sums.setdefault(item.tensor, _Sums())
+        known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
+        known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
+        twins = [own[name] for name in sorted(item.twins_in_b)]
+        piled = metrics.measure_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
+        known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
+        _add_own(known, reference[item.in_a], twins, grids.get(item.raw_b))
+
+
+def _add_own(known: _Sums, wanted: Array, own: Sequence[Array], grid: Grid | None) -> None:
+    """Adds a layer's own results of one sample; where several nodes round it, the worst counts."""
+    pairs = [settle_infinities(wanted, value) for value in own]
+    measured = [metrics.measure_errors(*pair) for pair in pairs]
+    worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
+    known.own = measured[worst] if known.own is None else metrics.add_errors(known.own, measured[worst])
+    if not measured[worst].non_finite:
+        known.steps = add_steps(known.steps, measure_steps(grid, *pairs[worst]))
+
+
+def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
+    return tuple(
+        item
+        for item in matched
+        if wanted[item.in_a].dtype.kind == found[item.in_b].dtype.kind == "f"
+        and wanted[item.in_a].shape == found[item.in_b].shape
+        and wanted[item.in_a].size
+    )
+
+
+def _find_resized(
+    every: Sequence[MatchedTensor],
+    comparable: Sequence[MatchedTensor],
+    graphs: tuple[onnx.GraphProto, onnx.GraphProto],
+    values: tuple[Tensors, Tensors],
+) -> dict[str, str]:
+    """Returns, in words, the first tensor that has another number of elements than in A, if that is no accident.
+
+    A layout may change the shape. Where operators decide by values how much they give, rounding may change the size.
+    """
+    for item in every:
+        wanted, found = values[0][item.in_a], values[1][item.in_b]
+        if wanted.size == found.size or not wanted.size or not found.size:
+            continue
+        region = find_regions(*graphs, [*comparable, item])[item.tensor]
+        if region.reads and not region.jumps:
+            return {item.tensor: f"its result has the shape {found.shape}, in the float model {wanted.shape}"}
+        return {}
+    return {}
+
+
+def _report(
+    item: MatchedTensor,
+    sums: _Sums,
+    region: Region,
+    grids: Mapping[str, Grid | None],
+    weights: Mapping[str, WeightFacts],
+) -> LayerReport:
+    facts = weights.get(item.tensor, WeightFacts())
+    found, own, moved, grid = sums.found, sums.own, sums.steps, grids.get(item.raw_b)
+    is_whole = own is not None and not own.non_finite
+    layer = LayerReport(
+        name=item.layer,
+        op=item.op,
+        tensor=item.tensor,
+        sqnr_db=None if found is None or found.non_finite else metrics.sqnr_db([found]),
+        max_abs=None if found is None or found.non_finite else found.max_abs,
+        own_sqnr_db=metrics.sqnr_db([own]) if own is not None and is_whole else None,
+        own_bias=metrics.bias_share([own]) if own is not None and is_whole else None,
+        weight_steps=facts.steps,
+        arithmetic=region.arithmetic,
+        roundings=region.roundings,
+        jumps=region.jumps,
+        overflows=region.arithmetic == "half" and sums.reach > HALF_MAX,
+        non_finite=0 if found is None else found.non_finite,
+    )
+    is_untold = grid is None and item.raw_b in grids
+    step = 0.0 if moved is None or is_untold else moved.find_step(grid, ROUNDING[region.arithmetic] * sums.reach)
+    if moved is None or not is_whole or step <= 0.0:
+        return layer
+    return msgspec.structs.replace(
+        layer,
+        offset_steps=moved.measure_offset(step),
+        channel_steps=moved.measure_channels(step),
+        rounding_steps=moved.expect_rounding(step, facts.noise * sums.size),
+    )

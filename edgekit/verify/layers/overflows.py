@@ -1,0 +1,34 @@
+"""Values that are not finite inside a model: which of them are meant so, as masks are."""
+
+import numpy as np
+
+from edgekit.model.tensors import Array
+
+HALF_MAX = 65504.0
+_MASK = -1e8
+"""Attention masks are minus infinity, the lowest float, or minus a thousand million: a softmax makes zero of all."""
+
+
+def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
+    """Returns both with zeros where neither is a number and they agree, and where both are a mask.
+
+    What is left is not finite by mistake.
+    """
+    masked = (wanted < _MASK) & (got <= -HALF_MAX)
+    if not masked.any() and bool(np.isfinite(got).all()) and bool(np.isfinite(wanted).all()):
+        return wanted, got
+    both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
+    meant = masked | (~np.isfinite(got) & both)
+    return np.where(meant, wanted.dtype.type(0), wanted), np.where(meant, got.dtype.type(0), got)
+
+
+def find_reach(value: Array) -> float:
+    """Returns the largest absolute value that is finite and no mask."""
+    kept = np.abs(value[np.isfinite(value) & (value > _MASK)].astype(np.float64))
+    return float(kept.max(initial=0.0))
+
+
+def find_size(value: Array) -> float:
+    """Returns the root of the mean square of what is finite and no mask."""
+    kept = value[np.isfinite(value) & (value > _MASK)].astype(np.float64)
+    return float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))

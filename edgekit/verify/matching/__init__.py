@@ -1,0 +1,1 @@
+"""Which tensor of one model is which of the other."""

@@ -1,0 +1,277 @@
+"""Comparing the outputs of two runs, sample by sample, in memory that does not grow with their number."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.data.wilson import wilson_interval
+from edgekit.errors import EdgekitError
+from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.agreement import mean_iou
+from edgekit.verify.metrics.dependence import find_deafness, find_order
+from edgekit.verify.metrics.intervals import bootstrap_sqnr
+from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.metrics.sketch import Floats, fill_rows
+from edgekit.verify.metrics.tensor_metrics import SampleErrors
+
+_STILL = 100.0
+"""A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""
+
+
+_BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
+
+
+class _Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of the reference, and what came back for it, None where nothing did."""
+
+    index: int
+    wanted: Tensors
+    found: Tensors | None
+
+
+class _Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of one sample: its errors, or why there are none; and what tells a liar.
+
+    `shapes` are those of both sides, the second None where nothing came back. `stale_energy` is the error against the
+    reference of the sample before, `reference_step` and `got_step` how far each side moved since that sample; all None
+    for the first sample. `sketches` are those of reference and output.
+    """
+
+    errors: SampleErrors | None
+    mismatch: str | None
+    shapes: tuple[tuple[int, ...], tuple[int, ...] | None]
+    stale_energy: float | None = None
+    reference_step: float | None = None
+    got_step: float | None = None
+    sketches: tuple[Floats, Floats] | None = None
+
+
+def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
+    """Returns how far every output of `reference` is met by `got`, over all samples.
+
+    What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) is told
+    in `OutputReport.mismatch` and fails; it is never left out.
+    """
+    measured: dict[str, list[_Measured]] = {}
+    troubles: list[str] = []
+    last: _Pair | None = None
+    for block in _pile(_pair(reference, got, troubles)):
+        for name in dict.fromkeys(name for pair in block for name in pair.wanted):
+            measured.setdefault(name, []).extend(_measure(name, block, last))
+        last = block[-1]
+    trouble = troubles[0] if troubles else None
+    return tuple(_report(name, rows, trouble) for name, rows in measured.items())
+
+
+def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pair]:
+    """Yields each reference with what came back for it, up to the first that lacks one; says why in `troubles`."""
+    others = iter(got)
+    for index, wanted in enumerate(reference):
+        found = _take(others, troubles)
+        yield _Pair(index=index, wanted=wanted, found=found)
+        if found is None:
+            troubles.append(f"came back for {index} of {reference.count} samples")
+            return
+    if _take(others, troubles) is not None:
+        troubles.append(f"came back for more than {reference.count} samples")
+
+
+def _pile(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
+    """Yields the pairs in blocks that are measured at once; large ones come singly."""
+    block: list[_Pair] = []
+    size_bytes = 0
+    for pair in pairs:
+        block.append(pair)
+        size_bytes += sum(value.nbytes for value in pair.wanted.values())
+        if size_bytes >= _BLOCK_BYTES or len(block) >= _BLOCK_SAMPLES:
+            yield block
+            block, size_bytes = [], 0
+    if block:
+        yield block
+
+
+def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
+    try:
+        return next(others, None)
+    except EdgekitError as error:
+        troubles.append(f"cannot be read: {error.message}")
+        return None
+
+
+def _measure(name: str, block: Sequence[_Pair], last: _Pair | None) -> Iterator[_Measured]:
+    """Yields what is found of one output in each sample of a block; `last` is the sample before it."""
+    came = [pair for pair in block if name in pair.wanted and pair.found is not None]
+    for form, group in itertools.groupby(came, lambda pair: _find_form(name, pair)):
+        pairs = list(group)
+        if isinstance(form, str):
+            yield from (_describe_mismatch(name, pair) for pair in pairs)
+        else:
+            yield from _measure_alike(*_stack(name, pairs), _find_before(name, last))
+        last = pairs[-1]
+
+
+def _find_form(name: str, pair: _Pair) -> tuple[tuple[int, ...], str] | str:
+    """Returns the shape and type of what can be compared, or why it cannot be."""
+    wanted = pair.wanted[name]
+    return _find_mismatch(wanted, (pair.found or {}).get(name), pair.index) or (wanted.shape, wanted.dtype.str)
+
+
+def _describe_mismatch(name: str, pair: _Pair) -> _Measured:
+    wanted, found = pair.wanted[name], (pair.found or {}).get(name)
+    return _Measured(
+        errors=None,
+        mismatch=_find_mismatch(wanted, found, pair.index),
+        shapes=(wanted.shape, None if found is None else found.shape),
+    )
+
+
+def _stack(name: str, pairs: Sequence[_Pair]) -> tuple[Array, Array]:
+    return np.stack([pair.wanted[name] for pair in pairs]), np.stack([(pair.found or {})[name] for pair in pairs])
+
+
+def _find_before(name: str, last: _Pair | None) -> tuple[Array, Array] | None:
+    if last is None or last.found is None or name not in last.found or name not in last.wanted:
+        return None
+    return last.wanted[name], last.found[name]
+
+
+def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | None) -> Iterator[_Measured]:
+    """Yields what is found of samples of one shape and type; `before` is the sample before them."""
+    shape = wanted.shape[1:]
+    errors = metrics.measure_samples(wanted, found)
+    none: list[None] = [None] * len(errors)
+    steps = zip(*_measure_steps(wanted, found, before), strict=True)
+    sketches = zip(fill_rows(wanted), fill_rows(found), strict=True) if is_numeric(wanted) else none
+    for sample, (stale, reference_step, got_step), sketch in zip(errors, steps, sketches, strict=True):
+        yield _Measured(
+            errors=sample,
+            mismatch=None,
+            shapes=(shape, shape),
+            stale_energy=stale,
+            reference_step=reference_step,
+            got_step=got_step,
+            sketches=None if sample.non_finite else sketch,
+        )
+
+
+def _measure_steps(
+    wanted: Array, found: Array, before: tuple[Array, Array] | None
+) -> tuple[list[float | None], list[float | None], list[float | None]]:
+    """Returns for each sample how far what came back, and each side, lies from the sample before."""
+    sides = ((wanted, found), (wanted, wanted), (found, found))
+    if before is None:
+        first: list[float | None] = [None, None, None]
+    else:
+        starts = ((before[0], found[0]), (before[0], wanted[0]), (before[1], found[0]))
+        first = [metrics.distance_energy(*pair) for pair in starts]
+    stale, reference, got = (
+        [energy, *metrics.distance_energies(left[:-1], right[1:])]
+        for energy, (left, right) in zip(first, sides, strict=True)
+    )
+    return stale, reference, got
+
+
+def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None:
+    if found is None:
+        return f"is missing in sample {index}"
+    if wanted.shape != found.shape:
+        return f"has shape {list(found.shape)} in sample {index}, the reference {list(wanted.shape)}"
+    if wanted.dtype.kind != found.dtype.kind or (wanted.dtype.kind not in "UO" and wanted.dtype != found.dtype):
+        return f"has dtype {found.dtype} in sample {index}, the reference {wanted.dtype}"
+    return None
+
+
+def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> OutputReport:
+    errors = [row.errors for row in rows if row.errors is not None]
+    agreement = _agree_in_shape(rows)
+    unexcused = [row for row in rows if row.mismatch and not (agreement and row.shapes[1] not in {None, row.shapes[0]})]
+    mismatch = next((row.mismatch for row in unexcused), trouble)
+    non_finite = sum(sample.non_finite for sample in errors)
+    elements = sum(sample.elements for sample in errors)
+    facts = OutputReport(
+        name=name,
+        samples=len(errors),
+        elements=elements,
+        non_finite=non_finite,
+        reference_non_finite=sum(sample.reference_non_finite for sample in errors),
+        mismatch=mismatch,
+        shape_agreement=agreement,
+    )
+    if non_finite:
+        bad = next(index for index, sample in enumerate(errors) if sample.non_finite)
+        return _place_worst(facts, rows, bad)
+    if not elements:
+        return facts
+    if not all(sample.numeric for sample in errors):
+        worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
+        return _place_worst(_match_all(facts, errors), rows, worst)
+    worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
+    stale = msgspec.structs.replace(facts, mismatch=mismatch or _find_staleness(rows))
+    return _place_worst(_measure_all(stale, errors), rows, worst)
+
+
+def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
+    """Returns the facts with the worst of the samples that could be measured."""
+    index, errors = [(index, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
+    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position)
+
+
+def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
+    """Returns the share of samples with the shape of the reference, None where the shape does not depend on the data.
+
+    It does where it changes from sample to sample on either side.
+    """
+    changes = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
+    return sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes else None
+
+
+def _match_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
+    return msgspec.structs.replace(
+        facts, exact_match=metrics.match_share(errors), iou=mean_iou([sample.masks for sample in errors])
+    )
+
+
+def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
+    top1 = [sample.top1 for sample in errors if sample.top1 is not None]
+    top5 = [sample.top5 for sample in errors if sample.top5 is not None]
+    rank = [sample.rank for sample in errors if sample.rank is not None]
+    kl = [sample.kl for sample in errors if sample.kl is not None]
+    return msgspec.structs.replace(
+        facts,
+        max_abs=max(sample.max_abs for sample in errors),
+        mean_abs=metrics.mean_abs(errors),
+        rmse=metrics.rmse(errors),
+        relative_error=metrics.relative_error(errors),
+        cosine=metrics.cosine(errors),
+        sqnr_db=metrics.sqnr_db(errors),
+        sqnr_interval_db=bootstrap_sqnr(errors),
+        psnr_db=metrics.psnr_db(errors),
+        top1_agreement=sum(top1) / len(top1) if top1 else None,
+        top1_interval=wilson_interval(sum(top1), len(top1)) if top1 else None,
+        top5_agreement=sum(top5) / len(top5) if top5 else None,
+        rank_correlation=sum(rank) / len(rank) if rank else None,
+        kl_divergence=sum(kl) / len(kl) if len(kl) == len(errors) else None,
+    )
+
+
+def _find_staleness(rows: Sequence[_Measured]) -> str | None:
+    """Names a device that answers with the sample before, or with the same where the reference varies."""
+    later = [(row, row.errors) for row in rows if row.errors is not None and row.stale_energy is not None]
+    error = sum(errors.error_energy for _, errors in later)
+    if later and sum(row.stale_energy or 0.0 for row, _ in later) < error / 4.0:
+        return "follows the sample before, not its own"
+    moved = sum(row.reference_step or 0.0 for row, _ in later)
+    signal = sum(errors.reference_energy for _, errors in later)
+    if moved > signal / _STILL and not any(row.got_step for row, _ in later):
+        return "is the same for every sample"
+    sketches = [row.sketches for row in rows if row.sketches is not None]
+    same_size = len({row.errors.elements for row in rows if row.errors is not None}) == 1
+    if not sketches or not same_size:
+        return None
+    reference, got = zip(*sketches, strict=True)
+    energy = sum(row.errors.reference_energy for row in rows if row.errors is not None)
+    return find_order(reference, got) or find_deafness(reference, got, energy)

@@ -1,0 +1,70 @@
+"""How sure a figure from few samples is: confidence intervals of 95 %."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.data.wilson import Z95
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
+
+_RESAMPLES = 1000
+
+
+def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:
+    """Returns the interval of the SQNR in dB by the percentile bootstrap over samples (Efron 1979), seeded.
+
+    None for a single sample, which says nothing about the spread.
+    """
+    if len(samples) < 2:
+        return None
+    signal = np.array([sample.reference_energy for sample in samples])
+    noise = np.array([sample.error_energy for sample in samples])
+    rounds = min(_RESAMPLES, 100 + 200_000 // len(samples))
+    drawn = np.random.default_rng(0).integers(0, len(samples), (rounds, len(samples)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = 10.0 * np.log10(signal[drawn].sum(axis=1) / noise[drawn].sum(axis=1))
+    values = np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT)
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def interval_of_pairs(reference: Sequence[bool], got: Sequence[bool]) -> tuple[float, float]:
+    """Returns the interval of the difference of two shares of hits on the same samples, `got` minus `reference`.
+
+    Half a sample is added to each of the four cells (Agresti and Min, Statistics in Medicine 24, 2005), so that it is
+    not empty where both sides agree on every sample: 100 of these leave 1.9 points of doubt, 500 leave 0.4.
+    """
+    total = len(reference)
+    gained = sum(now and not before for before, now in zip(reference, got, strict=True))
+    lost = sum(before and not now for before, now in zip(reference, got, strict=True))
+    centre = (gained - lost) / (total + 2)
+    spread = gained + lost + 1 - (gained - lost) ** 2 / (total + 2)
+    half = Z95 * math.sqrt(spread) / (total + 2)
+    return max(-1.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap_pairs(
+    reference: Callable[[npt.NDArray[Any]], float], got: Callable[[npt.NDArray[Any]], float], count: int, rounds: int
+) -> tuple[tuple[float, float], tuple[float, float] | None]:
+    """Returns the intervals of `got` minus `reference` and of `got` over `reference`, by the paired bootstrap, seeded.
+
+    Both are functions of how often each of `count` samples is drawn (Efron 1979, percentiles); the same draw goes to
+    both, so that what is hard for both cancels. The second is None where a reference of zero was drawn.
+    """
+    rng = np.random.default_rng(0)
+    differences: list[float] = []
+    shares: list[float] = []
+    for _ in range(rounds):
+        weights = rng.multinomial(count, np.full(count, 1.0 / count))
+        before, now = reference(weights), got(weights)
+        differences.append(now - before)
+        if before > 0.0:
+            shares.append(now / before)
+    low, high = np.percentile(differences, [2.5, 97.5])
+    if len(shares) < rounds:
+        return (float(low), float(high)), None
+    least, most = np.percentile(shares, [2.5, 97.5])
+    return (float(low), float(high)), (float(least), float(most))

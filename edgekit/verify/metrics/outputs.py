@@ -1,0 +1,99 @@
+"""How far one output lies from the float reference, and the judgement on it."""
+
+from typing import Annotated
+
+import msgspec
+
+from edgekit.target import Thresholds
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Correlation = Annotated[float, msgspec.Meta(ge=-1, le=1)]
+Decibels = Annotated[float, msgspec.Meta(ge=-DB_LIMIT, le=DB_LIMIT)]
+"""What a figure can be: a report that is read with another one was not written by edgekit."""
+
+
+class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one output of a run lies from the float reference, over all samples.
+
+    The figures are None where they are not defined: for integers, booleans and strings only `exact_match` (the share
+    of equal elements) counts, and `iou` for those that are masks; where there is a value that is not finite, nothing
+    can be measured; `top1_agreement`, `top5_agreement` and `rank_correlation` need an output that ranks classes,
+    `kl_divergence` (in nats) one that is a distribution. Where the shape depends on the data, `shape_agreement` is the
+    share of samples that have the reference's, and `samples` counts those alone. `elements` counts the values over all
+    samples; an output that is empty on the float model in every sample has none and proves nothing. Decibels are
+    clamped to plus and minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite,
+    `worst_position` the flat index in it. `mismatch` says in words why the output cannot be compared, or what is wrong
+    with it beyond its distance, None if nothing is; `suspect` names a usual mistake that explains what came back.
+    """
+
+    name: str
+    samples: Count
+    elements: Count | None = None
+    max_abs: Size | None = None
+    mean_abs: Size | None = None
+    rmse: Size | None = None
+    relative_error: Size | None = None
+    cosine: Correlation | None = None
+    sqnr_db: Decibels | None = None
+    sqnr_interval_db: tuple[Decibels, Decibels] | None = None
+    psnr_db: Decibels | None = None
+    top1_agreement: Share | None = None
+    top1_interval: tuple[Share, Share] | None = None
+    top5_agreement: Share | None = None
+    rank_correlation: Correlation | None = None
+    kl_divergence: Size | None = None
+    exact_match: Share | None = None
+    iou: Share | None = None
+    shape_agreement: Share | None = None
+    non_finite: Count = 0
+    reference_non_finite: Count = 0
+    worst_sample: Count | None = None
+    worst_position: Count | None = None
+    mismatch: str | None = None
+    suspect: str | None = None
+
+
+def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
+    """Returns every reason why an output does not reach the thresholds, one line each."""
+    name = f"output '{output.name}'"
+    if output.samples == 0:
+        return (f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""),)
+    if output.non_finite:
+        own = output.reference_non_finite
+        return (
+            f"{name} has {output.non_finite} values that are NaN or infinite"
+            + (f", {own} of them on the float model already" if own else "")
+            + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else "")
+            + (f": it {output.suspect}" if output.suspect else ""),
+        )
+    judged = [f"{name} {output.mismatch}"] if output.mismatch else []
+    is_bound = thresholds.gate == "bound"
+    granted = 0.0 if is_bound else thresholds.granted_samples / output.samples
+    shaped = thresholds.min_top1_agreement - granted * (output.shape_agreement or 0.0)
+    for label, value, interval, least, unit in (
+        ("cosine", output.cosine, None, thresholds.min_cosine, ""),
+        ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
+        ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement - granted, ""),
+        ("shape agreement", output.shape_agreement, None, shaped, ""),
+        ("exact match", output.exact_match, None, thresholds.min_top1_agreement, ""),
+    ):
+        if value is not None and not value >= least - 1e-12:
+            judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
+        elif value is not None and is_bound and interval is not None and not interval[0] >= least - 1e-12:
+            worst = format_near(interval[0], least)
+            could = f"with {output.samples} samples it could be {worst}{unit}, below {least:.12g}{unit}"
+            judged.append(f"{name} has {label} {value:.4g}{unit}, and {could}")
+    if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
+        judged.append(f"{name} was not measured")
+    if judged and output.suspect:
+        judged.append(f"{name} {output.suspect}")
+    return tuple(judged)
+
+
+def format_near(value: float, limit: float) -> str:
+    """Returns a figure with four digits, or as many more as it takes to see on which side of its limit it lies."""
+    forms = (f"{value:.{digits}g}" for digits in range(4, 18))
+    return next(form for form in forms if (float(form) < limit) == (value < limit))

@@ -1,0 +1,42 @@
+"""A result of any size in 16 numbers, from which distances of results can be told."""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.model.tensors import Array
+
+BUCKETS = 16
+_LARGEST = 1e15
+
+Floats = npt.NDArray[np.float64]
+
+
+def fill_buckets(value: Array) -> Floats:
+    """Returns the sketch of a result: each value gets a sign and is added up in one of 16 buckets.
+
+    The energy of the difference of two results of one size is that of the difference of their sketches, on average
+    (Charikar et al. 2002). What is not finite counts as zero.
+    """
+    (sketch,) = fill_rows(value[np.newaxis])
+    return np.asarray(sketch)
+
+
+def fill_rows(values: Array) -> Floats:
+    """Returns the sketch of each of several results of one size, laid along a first axis, as `fill_buckets` does."""
+    count, size = len(values), math.prod(values.shape[1:])
+    rows = np.asarray(values, dtype=np.float64).reshape(count, size)
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = float(np.einsum("ij,ij->", rows, rows))
+    if not largest <= _LARGEST:
+        rows = np.where(np.isfinite(rows), rows, 0.0).clip(-_LARGEST, _LARGEST)
+    signed = np.zeros((count, size + -size % BUCKETS))
+    np.multiply(rows, _draw_signs(size), out=signed[:, :size])
+    return np.stack([row.reshape(-1, BUCKETS).sum(axis=0) for row in signed])
+
+
+@lru_cache(maxsize=64)
+def _draw_signs(size: int) -> npt.NDArray[np.int8]:
+    return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)

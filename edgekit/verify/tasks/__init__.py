@@ -1,0 +1,1 @@
+"""Metrics of a task: accuracy, detection, text, sound."""

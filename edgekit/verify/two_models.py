@@ -1,0 +1,190 @@
+"""Comparing any two models on the same samples, by their outputs and layer by layer."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgekit._files import work_folder
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.check.check import check_model
+from edgekit.data.labels import read_task_labels
+from edgekit.data.samples import Samples, spread_indices
+from edgekit.devices.device import Device, Job
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.target import Target, TaskLimit
+from edgekit.verify.devices.device_layers import find_device_layer
+from edgekit.verify.facts import Located
+from edgekit.verify.layers.comparison import LayerReport, compare_layers
+from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.matching.trace import adapt_sample
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.tasks.scores import TaskReport, judge_task
+from edgekit.verify.tasks.tasks import find_metric, measure_task
+
+
+class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for.
+
+    `renamed` holds those inputs and outputs of `b` that were taken for those of `a` by their places, because no names
+    agree.
+    `device` ran model `b`, None for this machine without optimisation; `failure` is what it did instead of running, and
+    `located` the first layer that it computes otherwise than this machine does.
+    """
+
+    a: str
+    b: str
+    samples: int
+    outputs: tuple[OutputReport, ...]
+    layers: tuple[LayerReport, ...]
+    task: TaskReport | None = None
+    task_limit: TaskLimit | None = None
+    device: str | None = None
+    failure: str | None = None
+    located: Located | None = None
+    renamed: dict[str, str] = {}
+
+    @property
+    def first_bad_layer(self) -> str | None:
+        """The first layer whose own error stands out, None if none does or none was compared."""
+        if self.located is not None:
+            return self.located.layer
+        layer = find_first_bad(self.layers)
+        return None if layer is None else layer.name
+
+    def reaches(self, min_sqnr_db: float | None) -> bool:
+        """Returns True if the outputs are comparable, finite and not below this ratio; metric and layers good."""
+        if self.failure is not None or self.first_bad_layer is not None or judge_task(self.task, self.task_limit):
+            return False
+        return bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
+
+
+def output_reaches(output: OutputReport, min_sqnr_db: float | None) -> bool:
+    """Returns True if an output can be compared, is finite and not below this ratio."""
+    least = -math.inf if min_sqnr_db is None else min_sqnr_db
+    is_below = output.sqnr_db is not None and output.sqnr_db < least
+    return not (output.mismatch or output.non_finite or is_below)
+
+
+def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:
+    """Runs both models here with every optimisation off and returns how far `b` lies from `a`.
+
+    Floats are cast where the two models want or give different float types. Inputs or outputs that have no name in
+    common go by their places.
+
+    Raises:
+        ModelError: the layers were asked for, and the models have none in common.
+        UsageError: the samples do not fit a model.
+        RuntimeRefusal: ONNX Runtime cannot run a model.
+    """
+    inputs, outputs = _pair_names(a.inputs, b.inputs), _pair_names(a.outputs, b.outputs)
+    both = _name_twice(samples, inputs)
+    wanted = _run_model(a, both, {})
+    dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
+    return ModelComparison(
+        a=a.name,
+        b=b.name,
+        samples=samples.count,
+        outputs=compare_outputs(wanted, _run_model(b, both, dtypes, outputs)),
+        layers=compare_layers(a, b, both) if layers else (),
+        renamed={**inputs, **outputs},
+    )
+
+
+def compare_on_device(
+    a: Model, b: Model, samples: Samples, device: Device, target: Target, *, layers: bool = False
+) -> ModelComparison:
+    """Runs model `a` here and model `b` on a device, and returns how far they lie apart.
+
+    With `layers` the first layer that the device computes otherwise than this machine is looked for, by the tensors
+    inside, or where the device cannot give them by cutting model `b`.
+
+    Raises:
+        DeviceError: the device is not there.
+        UsageError: the samples do not fit a model.
+    """
+    fitting = Samples(
+        source=samples.source, count=samples.count, read=lambda: (adapt_sample(sample, b) for sample in samples)
+    )
+    with work_folder() as work:
+        job = Job(
+            model=b.path,
+            target=target,
+            precision=target.precision,
+            outputs=b.outputs,
+            check=check_model(b, target),
+            samples=fitting,
+        )
+        (work / "run").mkdir()
+        run = device.run_job(job, work / "run")
+        wanted = _run_model(a, samples, {})
+        outputs = compare_outputs(wanted, run.outputs)
+        located = find_device_layer(device, job, work / "layers") if layers else None
+    return ModelComparison(
+        a=a.name,
+        b=b.name,
+        samples=samples.count,
+        outputs=outputs,
+        layers=(),
+        device=device.name,
+        failure=run.failure,
+        located=located,
+    )
+
+
+def add_task(
+    report: ModelComparison, a: Model, b: Model, samples: Samples, limit: TaskLimit, *, labels: tuple[Path, Samples]
+) -> ModelComparison:
+    """Returns the comparison with a metric of the task; `labels` is their file and the samples that it labels.
+
+    Raises:
+        UsageError: there is no such metric.
+        DataError: the labels or the outputs of `a` are nothing that the metric reads.
+        MissingExtraError: the metric needs a package that is not installed.
+    """
+    path, every = labels
+    known = read_task_labels(path, find_metric(limit).labels, every)
+    chosen = [known[index] for index in spread_indices(every.count, samples.count)]
+    task = measure_task(limit, _run_model(a, samples, {}), _run_model(b, samples, {}), chosen)
+    return msgspec.structs.replace(report, task=task, task_limit=limit)
+
+
+def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[str, str]:
+    """Returns the names in `a` by those in `b`, where there are as many and none is the same."""
+    is_other = len(of_a) == len(of_b) and {spec.name for spec in of_a}.isdisjoint(spec.name for spec in of_b)
+    return {theirs.name: mine.name for mine, theirs in zip(of_a, of_b, strict=True)} if is_other else {}
+
+
+def _name_twice(samples: Samples, renamed: Mapping[str, str]) -> Samples:
+    """Returns samples in which both models find their inputs."""
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            yield {**sample, **{theirs: sample[mine] for theirs, mine in renamed.items() if mine in sample}}
+
+    return Samples(source=samples.source, count=samples.count, read=read) if renamed else samples
+
+
+def _run_model(
+    model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]], renamed: Mapping[str, str] = MappingProxyType({})
+) -> Samples:
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            found = session.run(adapt_sample(sample, model))
+            outputs = {renamed.get(name, name): value for name, value in found.items()}
+            yield {name: _cast(value, dtypes.get(name)) for name, value in outputs.items()}
+
+    return Samples(source=str(model.path), count=samples.count, read=read)
+
+
+def _cast(value: Array, dtype: np.dtype[Any] | None) -> Array:
+    both_float = dtype is not None and value.dtype.kind == dtype.kind == "f"
+    return value.astype(dtype) if both_float else value
