@@ -1,7 +1,6 @@
 """The only door to `onnxruntime.quantization`: it places Q and DQ nodes with ranges and settings given to it."""
 
 import contextlib
-import io
 import logging
 from collections.abc import Generator, Sequence
 from typing import Any, Literal
@@ -75,12 +74,13 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    with _silenced(), _translated(subject):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(proto)
-        del copy.metadata_props[:]
-        options, op_types = _options(copy, request)
-        options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    del copy.metadata_props[:]
+    options, op_types = _options(copy, request, subject)
+    options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
+    ranges = _tensors_data(request)
+    with _asking_ort(subject):
         add_infer_metadata(copy)
         quantizer: Any = QDQQuantizer(
             copy,
@@ -88,17 +88,17 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
             request.weight_limit < _FULL,
             _TYPES[request.weight],
             _TYPES[request.activation],
-            _tensors_data(request),
+            ranges,
             [],
             list(request.excluded),
             op_types,
             options,
         )
         quantized: onnx.ModelProto = quantizer.quantize_model()
-        _quantize_weights(quantized.graph)
-        del quantized.metadata_props[:]
-        quantized.metadata_props.extend(proto.metadata_props)
-        return quantized
+    _quantize_weights(quantized.graph)
+    del quantized.metadata_props[:]
+    quantized.metadata_props.extend(proto.metadata_props)
+    return quantized
 
 
 def _quantize_weights(graph: onnx.GraphProto) -> None:
@@ -139,9 +139,9 @@ def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: s
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    with _silenced(), _translated(subject):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(proto)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    with _asking_ort(subject):
         quantizer: Any = ONNXQuantizer(
             copy,
             True,  # noqa: FBT003 - per_channel
@@ -160,7 +160,7 @@ def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: s
         return quantized
 
 
-def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any], list[str]]:
+def _options(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> tuple[dict[str, Any], list[str]]:
     weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
     overrides: dict[str, list[dict[str, Any]]] = {
         name: _channel_overrides(numpy_helper.to_array(weights[name]), axis, request.weight_limit)
@@ -176,17 +176,18 @@ def _options(proto: onnx.ModelProto, request: QdqRequest) -> tuple[dict[str, Any
         overrides[name] = [{"quant_type": QuantType.QUInt16, "rmin": np.float32(low), "rmax": np.float32(high)}]
     if request.scheme == "qnn":
         configure: Any = get_qnn_qdq_config
-        config: Any = configure(
-            proto,
-            None,
-            activation_type=_TYPES[request.activation],
-            weight_type=_TYPES[request.weight],
-            init_overrides=overrides,
-            activation_symmetric=request.activation_symmetric,
-            weight_symmetric=request.weight_symmetric,
-            op_types_to_quantize=list(request.op_types),
-            nodes_to_exclude=list(request.excluded),
-        )
+        with _asking_ort(subject):
+            config: Any = configure(
+                proto,
+                None,
+                activation_type=_TYPES[request.activation],
+                weight_type=_TYPES[request.weight],
+                init_overrides=overrides,
+                activation_symmetric=request.activation_symmetric,
+                weight_symmetric=request.weight_symmetric,
+                op_types_to_quantize=list(request.op_types),
+                nodes_to_exclude=list(request.excluded),
+            )
         contrib = {"UseQDQContribOps": True} if request.wide and _opset(proto) < 21 else {}
         return {**config.extra_options, **contrib}, sorted(config.op_types_to_quantize)
     return {
@@ -243,26 +244,24 @@ def _tensors_data(request: QdqRequest) -> Any:
 
 
 @contextlib.contextmanager
-def _silenced() -> Generator[None]:
-    """Keeps ORT's quantizer from printing and from installing a handler on the root logger."""
+def _asking_ort(subject: str) -> Generator[None]:
+    """Turns what ORT's quantizer raises into a ModelError, and keeps it from logging.
+
+    Only its own calls belong inside: the same exceptions of ours are bugs of ours. It logs with `logging.warning`,
+    which installs a handler on a root logger that has none.
+    """
     root = logging.getLogger()
     handler, level = logging.NullHandler(), root.manager.disable
     root.addHandler(handler)
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             yield
-    finally:
-        logging.disable(level)
-        root.removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _translated(subject: str) -> Generator[None]:
-    try:
-        yield
     except _FAILURES as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"ONNX Runtime's quantizer refuses '{subject}': {first[:300]}", hint="build it with --precision fp32"
         ) from error
+    finally:
+        logging.disable(level)
+        root.removeHandler(handler)

@@ -23,6 +23,8 @@ from edgekit._proc import run_process
 from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model, load_model
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
+from edgekit.quantize.graph.graph import read_graph
 from edgekit.target import load_target
 
 TARGETS = ["nnapi", "qnn", "xnnpack"]
@@ -178,3 +180,16 @@ def test_control_flow_stays_float(tmp_path: Path) -> None:
     for sample in arrays:
         assert np.allclose(session.run(sample)["y"], plain.run(sample)["y"], atol=0.2)
     assert op_types(quantized.model).count("If") == 1
+
+
+def test_only_what_ort_itself_raises_is_called_its_refusal(net: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = read_graph(net).proto
+    empty = QdqRequest(
+        scheme="ort", activation="uint8", weight="int8", activation_symmetric=False, weight_symmetric=True,
+        op_types=("Conv",), excluded=(), ranges={}, grids={}, axes={},
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"ONNX Runtime's quantizer refuses 'm': Quantization parameters are not"):
+        place_qdq(graph, empty, "m")
+    with pytest.raises(KeyError):
+        place_qdq(graph, msgspec.structs.replace(empty, axes={"absent": 0}), "m")
+    assert capsys.readouterr() == ("", "")
