@@ -14,7 +14,7 @@ from edgekit._proc import run_process
 from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest.manifest import encode_json
-from edgekit.bundle.opening import opened_bundle, sign_bundle
+from edgekit.bundle.opening import opened_any, opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError, OutputError, UsageError
 
@@ -126,6 +126,17 @@ def test_an_archive_keeps_the_signature(signed: Path, public: Path, tmp_path: Pa
     with opened_bundle(tmp_path / "a.zip", key=public) as bundle:
         assert bundle.manifest.name == "tiny"
     assert not bundle.folder.exists()
+
+
+def test_an_archive_is_held_to_the_key(signed: Path, public: Path, tmp_path: Path) -> None:
+    write_archive(list_files(signed), tmp_path / "a.zip", "zip")
+    other = make_key(tmp_path / "other")
+    with pytest.raises(BundleError, match="with another key"), opened_any(tmp_path / "a.zip", key=other):
+        pass
+    (signed / "signature.json").unlink()
+    write_archive(list_files(signed), tmp_path / "b.zip", "zip")
+    with pytest.raises(BundleError, match="is not signed"), opened_any(tmp_path / "b.zip", key=public):
+        pass
 
 
 def test_a_damaged_bundle_is_not_signed(signed: Path, original: Bundle) -> None:

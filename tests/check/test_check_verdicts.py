@@ -2,11 +2,21 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from check_models import check_file, check_text, conv_net, quantized_net, why_not
+from onnx import parser
 from onnxruntime.quantization import QuantType
 
+from edgekit.check.check import check_graph
+from edgekit.check.graph import view_graph
 from edgekit.check.report import CheckReport
+from edgekit.check.rules.rulebook import load_rules
+from edgekit.target import load_target
+
+RELU = parser.parse_model(
+    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = Relu(x) }'
+)
 
 
 def _taken(report: CheckReport, op: str) -> set[bool]:
@@ -78,3 +88,31 @@ def test_work_counts_and_not_nodes() -> None:
     assert [node.taken for node in nodes] == [True, False, False, False]
     assert nodes[0].macs == 64 * 64 * 9 * 56 * 56
     assert nodes[0].bytes == (2 * 64 * 56 * 56 + 64 * 64 * 9) * 4
+
+
+@pytest.mark.parametrize(("opset", "inside"), [(12, False), (13, True), (17, True), (18, False)])
+def test_a_model_is_judged_from_the_first_opset_to_the_last(opset: int, *, inside: bool) -> None:
+    book = load_rules(load_target("nnapi"))
+    book = msgspec.structs.replace(book, provider=msgspec.structs.replace(book.provider, opset_min=13, opset_max=17))
+    (node,) = check_graph(view_graph(RELU), book, load_target("nnapi").settings, opset=opset)
+    assert node.taken is inside
+    assert ("is outside 13 to 17" in why_not([node])) is not inside
+
+
+@pytest.mark.parametrize(
+    ("since", "most", "reason"),
+    [
+        ((1, 14), 99, ""),
+        ((14, 99), 14, ""),
+        ((15, 99), 99, "Relu of opset 14 is older than 15, the first that is taken"),
+        ((1, 13), 99, "Relu of opset 14 is newer than 13, the last that is taken"),
+        ((1, 99), 13, "Relu of opset 14 is newer than 13, the last that is taken"),
+    ],
+)
+def test_an_operator_is_taken_from_its_first_version_to_its_last(
+    since: tuple[int, int], most: int, reason: str
+) -> None:
+    book = load_rules(load_target("nnapi"))
+    ops = tuple(msgspec.structs.replace(op, since=since) if "Relu" in op.types else op for op in book.op)
+    book = msgspec.structs.replace(book, op=ops, provider=msgspec.structs.replace(book.provider, since_max=most))
+    assert why_not(list(check_graph(view_graph(RELU), book, load_target("nnapi").settings, opset=17))) == reason

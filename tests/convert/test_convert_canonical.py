@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -105,6 +106,22 @@ def test_a_table_with_an_unknown_slot_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(SCHEMA, "Model", SCHEMA["Model"][:7])
     with pytest.raises(ModelError, match=r"tables that are not known: Model\.7"):
         canonicalize_file(raw)
+
+
+def test_a_writer_that_loses_something_is_caught_and_the_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
+    before = raw.read_bytes()
+
+    def lose_doc(root: Record, out: Path) -> None:
+        model = cast("Record", root["model"])
+        layout.write_tables({**root, "model": {**model, "producer_name": b""}}, out)
+
+    monkeypatch.setattr(canonical, "write_tables", lose_doc)
+    with pytest.raises(ModelError, match="changed while it was put in order"):
+        canonicalize_file(raw)
+    assert raw.read_bytes() == before
 
 
 def test_the_canonical_form_has_a_version() -> None:

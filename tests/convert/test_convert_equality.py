@@ -10,7 +10,7 @@ from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write
 from onnx import helper
 
 from edgekit.convert.convert import convert_model
-from edgekit.convert.equality import MAX_SAMPLES, compare_with_source
+from edgekit.convert.equality import MAX_SAMPLES, Equality, compare_with_source
 from edgekit.convert.host_traits import describe_traits, find_folded
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.layout import write_tables
@@ -34,6 +34,17 @@ def corrupt(path: Path, weight: str) -> None:
         tensor["raw_data"] = memoryview((-np.frombuffer(data, dtype)).tobytes())
         write_tables(file.root, path.with_suffix(".bad"))
     path.with_suffix(".bad").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("error", "skipped", "passed"),
+    [(0.0, "", True), (1e-4, "", True), (1.01e-4, "", False), (np.inf, "", False), (np.inf, "it draws", True)],
+)
+def test_a_file_passes_within_the_tolerance_or_where_nothing_was_compared(
+    error: float, skipped: str, *, passed: bool
+) -> None:
+    found = Equality(samples=1, bit_equal=False, error=error, tolerance=1e-4, skipped=skipped)
+    assert found.passed is passed
 
 
 @pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])

@@ -7,7 +7,7 @@ import onnx
 from devices_models import SHAPE, float_conv, make_job, qdq_conv, text_model, write_graph
 from onnx import helper
 
-from edgekit._ort import CPU_PROVIDER
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.device import Job
 from edgekit.devices.local.emulated import Emulated
 from edgekit.model.tensors import Array
@@ -94,9 +94,11 @@ def test_a_weight_beyond_half_is_seen_as_infinity(tmp_path: Path, work: Path) ->
 
 def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> None:
     node = helper.make_node("Resize", ["x", "", "s"], ["y"], "resize", mode="nearest")
-    path = write_graph(tmp_path / "r.onnx", [node], {"s": np.array([1, 1, 1.0004, 1.0004], np.float32)})
+    # 8 times 1.1249 are 8 whole pixels; rounded to half it is 1.125, and there would be 9.
+    path = write_graph(tmp_path / "r.onnx", [node], {"s": np.array([1, 1, 1.1249, 1.1249], np.float32)})
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), half(x))
+    expected = CpuSession(path, SessionSettings()).run({"x": half(x)})["y"]
+    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), expected)
 
 
 def test_fp32_is_left_alone(tmp_path: Path, work: Path) -> None:

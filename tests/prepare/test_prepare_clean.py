@@ -104,6 +104,15 @@ def test_fp16_gets_no_casts(tmp_path: Path) -> None:
     assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
+def test_fp16_weights_alone_get_no_casts_either(tmp_path: Path) -> None:
+    text = (
+        "g (float[1,8] x) => (float16[1,8] y) <float16[1,8] w = {1, 2, 3, 4, 5, 6, 7, 8}>"
+        "{ h = Cast<to = 10>(x)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }"
+    )
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    assert op_names(prepared.path) == ["Cast", "Mul", "Softmax", "HardSwish"]
+
+
 def test_operators_without_a_cpu_kernel_stay_whole(tmp_path: Path) -> None:
     text = "g (float[1,8] x) => (float[1,8] y) { a = HardSwish(x)  b = Mish(a)  c = Identity(b)  y = HardSwish(c) }"
     model = make_model(text, tmp_path / "m.onnx", opset=18)

@@ -122,6 +122,27 @@ def test_hard_swish_is_known_in_other_spellings(tmp_path: Path, body: str) -> No
     )
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = HardSigmoid(x) y = Mul(a, x)",
+        "a = HardSigmoid<alpha=0.16666667, beta=0.4>(x) y = Mul(a, x)",
+        "a = Elu<alpha=0.16666667>(x) y = Mul(a, x)",
+        "a = HardSigmoid<alpha=0.16666667>(t) y = Mul(a, x)",
+        "a = Add(x, t) b = Clip(a, z, s) y = Mul(b, x)",
+        "a = Add(x, t) b = Clip(a, t, s) c = Mul(b, k) y = Mul(c, x)",
+        "a = Add(x, s) b = Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
+        "a = Sub(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
+        "a = Add(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Add(c, x)",
+        "a = Add(x, t) b = Clip(a, z, s) c = Mul(x, b) y = Div(s, c)",
+    ],
+)
+def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
+    constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
+    model = make_model(f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}", tmp_path / "m.onnx")
+    assert fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"]).fixes == ()
+
+
 def test_a_clip_of_fp16_is_rewritten_in_fp16(tmp_path: Path) -> None:
     text = "g (float16[2,9] x) => (float16[2,9] y) { y = HardSwish(x) }"
     fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["split-hard-swish"])

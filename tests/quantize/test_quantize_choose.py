@@ -103,3 +103,22 @@ def test_a_collapsed_model_keeps_nodes_float_where_the_target_has_only_8_bits(
     assert [node.op for node in plain.float_nodes] == ["Tanh"]
     assert any("8 bits do not hold" in node.reason for node in auto.float_nodes)
     CpuSession(quantize_model(collapsing[0], auto, tmp_path / "q.onnx").model.path, SessionSettings())
+
+
+@pytest.mark.parametrize(
+    ("target", "steps", "kept", "floats"),
+    [("qnn", [1, 3, 7], 7, set()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
+)
+def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
+    collapsing: tuple[Model, Calibration], target: str, steps: list[int], kept: int, floats: set[str]
+) -> None:
+    plan = plan_quantization(*collapsing, load_target(target), "int8")
+    tried = {len(entry.relieved): entry for entry in plan.judged if entry.relieved}
+    reached, best = max(entry.sqnr_db for entry in plan.judged if not entry.relieved), 0
+    for count in steps:
+        if tried[count].sqnr_db >= reached + 1:
+            reached, best = tried[count].sqnr_db, count
+    assert (sorted(tried), best) == (steps, kept)
+    assert (plan.method, plan.rounding) == (tried[kept].method, tried[kept].rounding)
+    assert set(plan.wide) == (set() if floats else set(tried[kept].relieved))
+    assert {node.name for node in plan.float_nodes} == floats

@@ -16,12 +16,41 @@ from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
+from edgekit.quantize.equalization.equalize import (
+    balance_channels,
+    choose_factors,
+    equalize_calibration,
+    equalize_graph,
+    has_gates,
+)
 from edgekit.quantize.equalization.pairs import find_seams
 from edgekit.quantize.equalization.silu import BACK, cut_tails
 from edgekit.quantize.graph.graph import float_activations, read_graph
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Target, load_target
+
+
+@pytest.mark.parametrize(
+    ("reach", "rows", "columns", "ceiling", "factors"),
+    [
+        ([16.0, 1.0], [0.0, 0.0], None, None, [1, 16]),
+        ([16.0, 1.0], [0.0, 0.0], [1.0, 1.0], None, [1, 4]),
+        ([16.0, 1.0], [0.0, 0.0], [1.0, 4.0], None, [1, 8]),
+        ([16.0, 1.0], [0.0, 1.0], [1.0, 1.0], None, [1, 1]),
+        ([16.0, 1.0], [1.0, 1.0], [1.0, 0.0], None, [1, 2**-7]),
+        ([1.0, 0.0], [0.0, 0.0], None, None, [1, 2**13]),
+        ([0.0, 0.0], [1.0, 1.0], None, None, [1, 1]),
+        # A Clip at 6: the first two touch it and stay, the others grow to at most 5.4.
+        ([6.0, 5.5, 1.0, 0.3], [0.0] * 4, None, 6.0, [1, 1, 4, 16]),
+        ([3.0, 1.0, 0.3], [0.0] * 3, None, 6.0, [1, 4, 8]),
+        ([3.0, 1.0, 0.3], [0.0] * 3, None, 300.0, [1, 4, 8]),
+    ],
+)
+def test_factors_even_out_channels_and_weights(
+    reach: list[float], rows: list[float], columns: list[float] | None, ceiling: float | None, factors: list[float]
+) -> None:
+    weights = None if columns is None else np.array(columns)
+    assert balance_channels(np.array(reach), np.array(rows), weights, ceiling).tolist() == factors
 
 
 @pytest.fixture

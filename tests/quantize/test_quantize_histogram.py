@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from edgekit.data.samples import spread_indices
-from edgekit.quantize.ranges.histogram import PARTS, HistogramGrower
+from edgekit.quantize.ranges.histogram import PARTS, Histogram, HistogramGrower
 
 floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
 
@@ -70,6 +71,17 @@ def test_shares_hold_for_all_samples_to_within_the_error_that_is_stated(kind: st
         held += float(np.abs(shares[0] - shares[1]).max()) <= stated
         assert stated < 0.25
     assert held >= 0.92 * turns
+
+
+def test_the_stated_error_is_that_of_students_t() -> None:
+    parts = np.array([[4, 0, 1], [0, 4, 1]] * (PARTS // 2))
+    seen = Histogram(centers=np.arange(3.0), counts=parts.sum(axis=0), parts=parts)
+    spread = np.std([0.8, 0.0] * (PARTS // 2), ddof=1)
+    assert seen.sample_error(50, 100) == pytest.approx(3.4995 * spread * (0.5 / PARTS) ** 0.5)
+    assert seen.sample_error(1, 10**9) == pytest.approx(3.4995 * spread / PARTS**0.5)
+    assert (seen.sample_error(100, 100), seen.sample_error(101, 100)) == (0, 0)
+    parts[0] = 0
+    assert msgspec.structs.replace(seen, parts=parts).sample_error(50, 100) == 1
 
 
 def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> None:

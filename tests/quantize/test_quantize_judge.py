@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from quantize_models import make_model
 
-from edgekit.quantize.accuracy.sqnr import ratio_db
+from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.graph.compared_tensors import JudgePoint, judge_points
 from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.mixed_precision.score import powers_of
@@ -35,3 +35,9 @@ def test_ratio_is_20_db_for_a_tenth() -> None:
 def test_shift_of_all_logits_is_no_error() -> None:
     point = JudgePoint(tensor="z", reader="n", centred=True)
     assert ratio_db(*powers_of(point, np.arange(4.0), np.arange(4.0) + 5)) == 80
+
+
+def test_several_ratios_stand_for_their_mean_noise() -> None:
+    assert join_ratios([20.0, 20.0]) == pytest.approx(20)
+    assert join_ratios([10.0, 80.0]) == pytest.approx(10 + 10 * np.log10(2), abs=1e-5)
+    assert join_ratios([-20.0, 80.0, 80.0, 80.0]) == pytest.approx(-20 + 10 * np.log10(4), abs=1e-5)

@@ -59,6 +59,46 @@ def test_16_bits_reach_through_what_only_moves_values(net: Model, calibration: C
     assert list(wide) == ["s", "p", "g", "f"]
 
 
+@pytest.mark.parametrize(
+    ("node", "weight", "axis"),
+    [
+        ("ConvTranspose(x, w)", (8, 5, 1, 1), 1),
+        ("ConvTranspose<group=2>(x, w)", (8, 5, 1, 1), None),
+        ("Conv<group=2>(x, w)", (6, 4, 1, 1), 0),
+        ("Conv(x, w)", (6, 8, 1, 1), 0),
+        ("MatMul(x, w)", (8, 6), 1),
+        ("MatMul(x, w)", (8, 8, 6), None),
+    ],
+)
+def test_weights_get_a_scale_per_output_channel_where_their_bias_can_follow(
+    tmp_path: Path, node: str, weight: tuple[int, ...], axis: int | None
+) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,8,8] x) => (float[N,C,H,W] y) {{ y = {node} }}'
+    model = make_model(text, tmp_path / "m.onnx", {"w": weight})
+    calibration = calibrate_model(model, random_samples(model, 4), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
+    assert plan.axes == ({} if axis is None else {"w": axis})
+
+
+@pytest.mark.parametrize(
+    ("node", "weight", "bias", "axis"),
+    [
+        ("Gemm<transB=1>(x, w, b)", (6, 8), (6,), 0),
+        ("Gemm(x, w, b)", (8, 6), (6,), 1),
+        ("Gemm(x, w)", (8, 6), (6,), 1),
+        ("Gemm(x, w, b)", (8, 6), (1, 6), None),
+    ],
+)
+def test_a_gemm_gets_a_scale_per_column_unless_its_bias_has_two_dimensions(
+    tmp_path: Path, node: str, weight: tuple[int, ...], bias: tuple[int, ...], axis: int | None
+) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,6] y) {{ y = {node} }}'
+    model = make_model(text, tmp_path / "m.onnx", {"w": weight, "b": bias})
+    calibration = calibrate_model(model, random_samples(model, 4), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
+    assert plan.axes == ({} if axis is None else {"w": axis})
+
+
 def test_node_without_integer_form_says_why(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { a = Erf(x) y = Add(a, x) }'
     model = make_model(text, tmp_path / "m.onnx")

@@ -5,7 +5,10 @@ import pytest
 from quantize_models import make_model, make_samples
 
 from edgekit.data.samples import Samples
+from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
+from edgekit.quantize.accuracy.loss import MEASURES
+from edgekit.quantize.accuracy.output_kinds import Reading
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.drop import measure_drop
@@ -228,3 +231,26 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     assert noise.got == pytest.approx(24.17, abs=0.01)
     assert noise.drop_estimate == pytest.approx(1 - (noise.got or 0) / (noise.reference or 1), abs=1e-4)
     assert measure_drop(good, good, samples, masks, TaskLimit(name="miou")).drop_estimate == 0
+    assert overlap.drop_interval is not None
+    assert overlap.drop_interval[0] < overlap.drop_estimate < overlap.drop_interval[1] < 1.2 * overlap.drop_estimate
+    assert noise.drop_interval is not None
+    assert noise.drop_interval == pytest.approx((noise.drop_estimate,) * 2, abs=0.01)
+    few = make_samples([{"x": row} for row in rows[:20]])
+    assert measure_drop(good, bad, few, masks[:20], TaskLimit(name="miou")).drop_interval is None
+
+
+def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
+    reading, record = Reading(meaning="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
+    unsure, sure = np.array([[0.5, 0.4, 0.1]]), np.array([[0.9, 0.05, 0.05]])
+    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 0.9 - 0.1**2, 1])
+    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 0.4, 1])
+    assert record(sure, unsure, reading).tolist() == [0, 0, 0]
+
+
+def test_labels_that_change_cost_half_and_single_ones_are_not_trusted_when_they_agree() -> None:
+    judge = MEASURES["labels"].judge
+    one, many = judge([np.array([0.0, 1.0])] * 20), judge([np.array([0.0, 4.0])] * 20)
+    assert (one.estimate, one.interval, one.agreement) == (0, (0, wilson_interval(0, 20)[1]), 1)
+    assert (many.estimate, many.interval, many.agreement) == (0, (0, 0), 1)
+    some = judge([np.array([1.0, 1.0])] + [np.array([0.0, 1.0])] * 19)
+    assert (some.estimate, some.interval[1], some.agreement) == (0.025, wilson_interval(1, 20)[1], 0.95)

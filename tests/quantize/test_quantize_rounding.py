@@ -4,6 +4,7 @@ import pytest
 from edgekit.model.tensors import Array
 from edgekit.quantize.rounding.gptq import (
     Rounded,
+    add_spread,
     refit_weights,
     round_nearest,
     round_with_moment,
@@ -62,6 +63,11 @@ def test_shrinking_keeps_the_diagonal_and_trusts_many_samples() -> None:
     assert np.diagonal(few[0]) == pytest.approx(np.diagonal(moment[0]))
     assert np.allclose(many, moment, atol=1e-3 * moment.max())
     assert abs(few[0, 0, 1]) < 0.3 * abs(moment[0, 0, 1])
+
+
+def test_an_input_counts_with_the_energy_of_one_vector_more_than_was_seen() -> None:
+    raised = add_spread(np.array([[[5.0, 1.0], [1.0, 0.0]]]), np.array([[2.0, 6.0]]), samples=3)
+    assert raised.tolist() == [[[6.0, 1.0], [1.0, 9.0]]]
 
 
 def test_scale_puts_the_largest_on_127_and_survives_a_channel_of_zeros() -> None:

@@ -14,9 +14,18 @@ from edgekit.bundle.folder import Bundle
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
-from edgekit.verify.history import diff_runs, find_last_good, hold_against, list_runs, read_run, record_report
+from edgekit.verify.history import (
+    diff_runs,
+    find_last_good,
+    find_regressions,
+    hold_against,
+    list_runs,
+    read_run,
+    record_report,
+)
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run import verify_bundle
+from edgekit.verify.tasks.scores import TaskReport
 
 
 @pytest.fixture
@@ -73,6 +82,34 @@ def test_the_same_and_what_chance_explains_is_no_regression(bundle: Bundle) -> N
 def test_fewer_nodes_on_the_provider_are_worse(bundle: Bundle) -> None:
     before, now = (verify_bundle(bundle, [InProcess(nodes=nodes)]) for nodes in (5, 3))
     assert "NnapiExecutionProvider on emulated takes 3 nodes, before 5" in hold_against(now, before, "r").failures[0]
+
+
+@pytest.mark.parametrize(
+    ("higher", "got", "interval", "worse"),
+    [
+        (True, 0.86, (-0.05, 0.05), False),
+        (True, 0.84, (-0.05, 0.05), True),
+        (True, 0.95, (-0.05, 0.05), False),
+        (True, 0.89, None, True),
+        (True, 0.9, None, False),
+        (False, 0.96, (-0.05, 0.05), True),
+        (False, 0.5, None, False),
+        (True, None, (-0.05, 0.05), True),
+    ],
+)
+def test_a_metric_is_worse_beyond_half_its_interval(
+    bundle: Bundle, higher: bool, got: float | None, interval: tuple[float, float] | None, worse: bool
+) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    task = TaskReport(
+        name="top1", output="y", samples=100, unit="share", higher_is_better=higher, reference=0.9, got=0.9,
+        interval=interval,
+    )  # fmt: skip
+    before, now = (
+        msgspec.structs.replace(report, runs=(msgspec.structs.replace(report.runs[0], task=each),))
+        for each in (task, msgspec.structs.replace(task, got=got))
+    )
+    assert bool(find_regressions(before, now)) is worse
 
 
 def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:

@@ -11,14 +11,16 @@ from verify_devices import InProcess, Lie
 from verify_models import make_images, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import make_golden, read_outputs
+from edgekit.bundle.folder import GOLDEN, Bundle, open_bundle
+from edgekit.bundle.golden.expected import EXPECTED
+from edgekit.bundle.golden.golden import OUTPUTS, make_golden, read_outputs
+from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
-from edgekit.verify.causes.honesty import find_half_values, find_sameness
+from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.dependence import find_order
 from edgekit.verify.metrics.sketch import fill_buckets
@@ -79,6 +81,15 @@ def test_the_references_own_outputs_are_a_replay(bundle: Bundle) -> None:
     run = ask(bundle, lambda _: list(read_outputs(bundle.golden)))
     assert not run.passed
     assert "the outputs are the float model's to the bit" in run.findings[0]
+
+
+def test_a_bundle_that_gives_the_float_models_bits_is_no_replay(bundle: Bundle) -> None:
+    own, wanted = (list(read_rows(bundle.folder / GOLDEN / name)) for name in (EXPECTED, OUTPUTS))
+    rows = [choice.row for choice in bundle.manifest.golden.chosen]
+    chosen = [wanted[row] for row in rows]
+    assert find_replay(bundle, rows, listed(own), listed(own)) is None
+    assert "to the bit" in str(find_replay(bundle, rows, listed(chosen), listed(chosen)))
+    assert find_replay(bundle, rows, listed(chosen), listed(own)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +15,9 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.target import load_target
-from edgekit.verify.devices.bisect import locate_on_device
+from edgekit.verify.devices.bisect import is_right, locate_on_device
 from edgekit.verify.devices.cuts import plan_cuts, save_beginning
+from edgekit.verify.metrics.outputs import OutputReport
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,25 @@ def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: P
     located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), tmp_path, min_sqnr_db=30.0)
     assert located.layer == layer
     assert located.runs <= 2 + math.log2(located.cuts)
+
+
+@pytest.mark.parametrize(
+    ("figures", "right"),
+    [
+        ({"sqnr_db": 15.0}, True),
+        ({"sqnr_db": 14.9}, False),
+        ({"exact_match": 1.0}, True),
+        ({"exact_match": 0.5}, False),
+        ({"sqnr_db": 50.0, "exact_match": 0.5}, False),
+        ({"sqnr_db": 50.0, "non_finite": 1}, False),
+        ({"sqnr_db": 50.0, "mismatch": "has another shape"}, False),
+    ],
+)
+def test_a_beginning_is_right_if_its_outputs_are_whole_and_near(figures: dict[str, Any], *, right: bool) -> None:
+    report = OutputReport(name="y", samples=2, **figures)
+    assert is_right([report], 15.0) is right
+    assert is_right([report, OutputReport(name="z", samples=2, sqnr_db=50.0)], 15.0) is right
+    assert not is_right([], 15.0)
 
 
 def test_an_honest_device_has_no_such_layer(models: tuple[Model, Model], tmp_path: Path) -> None:

@@ -46,13 +46,16 @@ def test_samples_add_up_to_the_whole(value: Array) -> None:
 
 
 def test_known_figures() -> None:
-    errors = [measure(np.array([3.0, 4.0]), np.array([3.0, 3.0]))]
-    assert metrics.mean_abs(errors) == 0.5
-    assert metrics.rmse(errors) == pytest.approx(0.5**0.5)
-    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(25.0))
-    assert metrics.cosine(errors) == pytest.approx(21 / (5 * 18**0.5))
-    assert metrics.psnr_db(errors) == pytest.approx(10 * np.log10(1.0 / 0.5))
-    assert (errors[0].max_abs, errors[0].position) == (1.0, 1)
+    errors = [measure(np.array([3.0, 6.0]), np.array([3.0, 4.0])), measure(np.array([2.0]), np.array([2.0]))]
+    assert metrics.mean_abs(errors) == pytest.approx(2 / 3)
+    assert metrics.rmse(errors) == pytest.approx((4 / 3) ** 0.5)
+    assert metrics.relative_error(errors) == pytest.approx(2 / 11)
+    assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(49 / 4))
+    assert metrics.cosine(errors) == pytest.approx((9 + 24 + 4) / (7 * 29**0.5))
+    assert metrics.psnr_db(errors) == pytest.approx(10 * np.log10(4.0**2 / (4 / 3)))
+    assert metrics.bias_share(errors) == pytest.approx(4 / (3 * 4))
+    assert metrics.match_share(errors) == pytest.approx(2 / 3)
+    assert (errors[0].max_abs, errors[0].position) == (2.0, 1)
 
 
 @pytest.mark.parametrize(("got", "cosine", "sqnr"), [([0.0, 0.0], 1.0, 200.0), ([1.0, 0.0], 0.0, -200.0)])
@@ -132,7 +135,7 @@ def test_sums_beyond_the_largest_float_are_no_perfect_score(count: int) -> None:
     wanted, found = np.array([1e300, 1e300, 1e300]), np.array([1e300, -1e300, 5e299])
     errors = [measure(wanted, found)] * count
     assert metrics.sqnr_db(errors) <= 0.0
-    assert metrics.cosine(errors) < 0.5
+    assert metrics.cosine(errors) == 0.0
     assert np.isfinite([metrics.rmse(errors), metrics.mean_abs(errors), metrics.psnr_db(errors)]).all()
     interval = bootstrap_sqnr(errors)
     assert interval is None or interval[1] <= 0.0

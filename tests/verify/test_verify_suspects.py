@@ -43,6 +43,21 @@ def test_the_usual_mistakes_are_named(change: Callable[[Array], Array], words: s
     assert words in suspect(change)
 
 
+@pytest.mark.parametrize(
+    ("factor", "noise", "words"),
+    [
+        (10.0, 0.05, "times a factor"),  # 26 dB once undone, and 45 dB more than before
+        (10.0, 0.2, "nobody"),  # 14 dB once undone: it explains too little
+        (1.02, 0.01, "nobody"),  # 40 dB once undone, but it was 33 dB before
+    ],
+)
+def test_a_mistake_is_named_only_where_undoing_it_explains_what_came_back(
+    factor: float, noise: float, words: str
+) -> None:
+    rng = np.random.default_rng(1)
+    assert words in suspect(lambda y: factor * (y + noise * rng.normal(size=y.shape).astype(np.float32)))
+
+
 def test_a_softmax_left_out_is_named() -> None:
     rows: list[Tensors] = [{"y": softmax(row["y"])} for row in ROWS]
     assert "before its softmax" in suspect(lambda y: np.log(y) + 5, rows)

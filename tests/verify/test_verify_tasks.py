@@ -15,6 +15,7 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Tensors
 from edgekit.target import TaskLimit
+from edgekit.verify.tasks.accuracy import measure_accuracy
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, judge_task
 from edgekit.verify.tasks.tasks import METRICS, measure_task
 
@@ -47,6 +48,24 @@ def test_a_constant_output_hits_one_class_only() -> None:
     flat: list[Tensors] = [{"y": np.zeros((1, 10), np.float32)} for _ in range(10)]
     assert score("top1", flat, list(range(10))) == 0.1
     assert score("top5", flat, list(range(10))) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("output", "share"),
+    [
+        ({"y": np.array([[0, 9, 1]], np.float32)}, 1.0),
+        ({"y": np.array([[0, 9, 1]], np.uint8)}, 1.0),
+        ({"y": np.array([[9, 0, 1]], np.float32)}, 0.0),
+        ({"y": np.array([[0, np.inf, 1]], np.float32)}, 0.0),
+        ({"y": np.array([[False, True, False]])}, 0.0),
+        ({"y": np.zeros((1, 0), np.float32)}, 0.0),
+        ({"z": np.array([[0, 9, 1]], np.float32)}, 0.0),
+    ],
+)
+def test_only_numbers_that_are_finite_have_a_first_class(output: Tensors, share: float) -> None:
+    accuracy = measure_accuracy(from_list(ranked(1, 2)), from_list([output, *ranked(3)]), [1, 2])
+    assert accuracy is not None
+    assert (accuracy.reference, accuracy.got) == (1.0, share / 2)
 
 
 def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:

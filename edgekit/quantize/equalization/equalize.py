@@ -91,7 +91,7 @@ def _even_out(
         for seam in seams:
             reach = reaches[seam.tensor] * total[seam.tensor]
             rows, columns = constants.row_sizes(seam, per_channel), constants.column_sizes(seam, per_channel)
-            factors = _balance(reach, rows, columns, seam.ceiling)
+            factors = balance_channels(reach, rows, columns, seam.ceiling)
             for start, stop in (*seam.fixed, *(step.part for step in seam.steps if step.gate in kept)):
                 factors[start:stop] = 1.0
             constants.scale(seam, factors)
@@ -185,7 +185,7 @@ def _reach(seam: Seam, spans: Mapping[str, Span]) -> Array:
     return np.asarray(share * own.max())
 
 
-def _balance(reach: Array, rows: Array, columns: Array | None, ceiling: float | None) -> Array:
+def balance_channels(reach: Array, rows: Array, columns: Array | None, ceiling: float | None) -> Array:
     """Returns factors, powers of two, that make the sizes of channels and of the weights behind them alike.
 
     `reach` is the largest value of each channel, `rows` and `columns` the largest weight that makes and that reads it;

@@ -43,7 +43,7 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
             return 0.0 if measured >= samples else 1.0
         shares = np.cumsum(self.parts, axis=1) / sizes[:, None]
         spread = float(shares.std(axis=0, ddof=1).max())
-        return min(1.0, _T_99 * spread * math.sqrt((1 - measured / samples) / PARTS))
+        return _T_99 * spread * math.sqrt((1 - measured / samples) / PARTS)
 
 
 class HistogramGrower:

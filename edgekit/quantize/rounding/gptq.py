@@ -55,6 +55,15 @@ def shrink_moment(moment: Array, samples: int) -> Array:
     return np.asarray((1 - rho) * moment + rho * moment * np.eye(size))
 
 
+def add_spread(moment: Array, spread: Array, samples: int) -> Array:
+    """Returns a second moment with the energy of one vector more on its diagonal; `spread` has shape [groups, inputs].
+
+    An input may fire in a place that no vector was cut from.
+    """
+    energy = spread**2 / (samples + 1)
+    return np.asarray(moment + energy[:, :, None] * np.eye(moment.shape[-1]))
+
+
 def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
     """Returns W C (C + noise I)^-1, the weights that err least when every input carries noise of that variance.
 

@@ -18,6 +18,7 @@ from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.rounding.gptq import (
     LIMIT,
     Rounded,
+    add_spread,
     refit_weights,
     round_nearest,
     round_with_moment,
@@ -133,9 +134,7 @@ def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor
     if layer.bias is not None:
         mean = moment.mean.reshape(-1, size, 1)
         blocks = blocks - mean * np.swapaxes(mean, 1, 2)
-    blocks = shrink_moment(blocks, moment.count)
-    # An input may fire in a place that no vector was cut from: its energy is at least that of one vector more.
-    blocks += (moment.spread.reshape(-1, size) ** 2 / (moment.count + 1))[:, :, None] * np.eye(size)
+    blocks = add_spread(shrink_moment(blocks, moment.count), moment.spread.reshape(-1, size), moment.count)
     pieces = layer.inputs // size
     split = (
         matrix.reshape(layer.groups, layer.outputs, pieces, size).transpose(0, 2, 1, 3).reshape(-1, layer.outputs, size)

@@ -1,0 +1,301 @@
+"""Would a test notice? Changes one operator, constant or step of a judge at a time and runs the tests beside it.
+
+    python tools/bench/mutation.py [--sample 12] [--seed 0] [--budget 1800] [MODULE[:LINE] ...]
+
+A mutation is what a slip of the hand would be: a flipped or shifted comparison, `and` for `or`, a dropped term, another
+constant, a refusal that is left out. Each is made in a copy of the tree, one per run, drawn by the seed; a mutant is
+killed if a test fails or hangs. MODULE is a part of a path of the table below, such as `verify` or `history.py:213`.
+Messages, annotations and decorators stay as they are. A driver of our own, because cosmic-ray and mutmut 3 know neither
+a sample, a seed, a budget nor tests by module, and the first changes the very tree that one works in.
+"""
+
+import argparse
+import ast
+import importlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("edgekit", "tests", "targets", "tools", "pyproject.toml", "README.md")
+SLOW_IMPORTS = ("numpy", "onnx", "onnxruntime", "PIL.Image", "rich.console", "jinja2", "click")
+"""What each run would import anew: two seconds that a forked child saves."""
+SLOWEST = 4.0
+"""A mutant that takes this many times as long as the right code hangs."""
+LEAST_KILLED = 0.85
+TESTS = {
+    "verify/metrics/tensor_metrics.py": "verify/test_verify_metrics.py verify/test_verify_compare.py",
+    "verify/tasks/scores.py": "verify/test_verify_gate.py verify/test_verify_tasks.py",
+    "verify/metrics/intervals.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
+    "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_compare.py",
+    "verify/metrics/dependence.py": "verify/test_verify_liars.py",
+    "verify/causes/honesty.py": "verify/test_verify_liars.py",
+    "verify/causes/suspects.py": "verify/test_verify_suspects.py",
+    "verify/devices/placement.py": "verify/test_verify_placement.py",
+    "verify/history.py": "verify/test_verify_history.py",
+    "verify/devices/bisect.py": "verify/test_verify_locate.py",
+    "verify/tasks/drop.py": "quantize/test_quantize_predict.py",
+    "verify/tasks/accuracy.py": "verify/test_verify_tasks.py",
+    "bundle/opening.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
+    "bundle/sign.py": "bundle/test_bundle_sign.py",
+    "bundle/manifest/checks.py": "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py",
+    "quantize/plan.py": "quantize/test_quantize_plan.py",
+    "quantize/mixed_precision/choose.py": "quantize/test_quantize_choose.py",
+    "quantize/ranges/methods.py": "quantize/test_quantize_ranges.py",
+    "quantize/ranges/histogram.py": "quantize/test_quantize_histogram.py quantize/test_quantize_ranges.py",
+    "quantize/equalization/equalize.py": "quantize/test_quantize_equalize.py",
+    "quantize/rounding/gptq.py": "quantize/test_quantize_rounding.py",
+    "quantize/rounding/weights.py": "quantize/test_quantize_rounding.py",
+    "quantize/mixed_precision/score.py": "quantize/test_quantize_judge.py",
+    "quantize/accuracy/sqnr.py": "quantize/test_quantize_judge.py",
+    "quantize/accuracy/loss.py": "quantize/test_quantize_predict.py",
+    "check/rules/rules.py": "check/test_check_rules.py check/test_check_rulebook.py",
+    "check/check.py": "check/test_check_verdicts.py check/test_check_rules.py check/test_check_units.py",
+    "convert/ort_format/canonical.py": "convert/test_convert_canonical.py",
+    "convert/equality.py": "convert/test_convert_equality.py",
+    "prepare/rewrites/hard_swish.py": "prepare/test_prepare_rewrites.py",
+    "devices/local/half.py": "devices/test_devices_emulated.py",
+    "prepare/half.py": "prepare/test_prepare_clean.py",
+}
+"""Judges, gates and numerics of `edgekit/`, each with the tests of `tests/` that are to hold it, fastest first."""
+
+_OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Div,),
+    ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Mult,),
+    ast.Mod: (ast.Mult,),
+    ast.Pow: (ast.Mult,),
+    ast.BitAnd: (ast.BitOr,),
+    ast.BitOr: (ast.BitAnd,),
+}
+_NAMES = {"min": "max", "any": "all", "minimum": "maximum", "floor": "ceil", "argmin": "argmax"}
+_SWAPPED = {**_NAMES, **{new: old for old, new in _NAMES.items()}}
+
+
+class Mutation(msgspec.Struct, frozen=True):
+    """One change of a module: the bytes from `start` to `end` become `text`."""
+
+    module: str
+    line: int
+    start: int
+    end: int
+    before: str
+    text: str
+
+    def apply(self, source: bytes) -> bytes:
+        """Returns a source with the change made."""
+        return source[: self.start] + self.text.encode() + source[self.end :]
+
+
+def list_mutations(module: str, source: bytes) -> list[Mutation]:
+    """Returns all single changes of a module, in the order of its lines."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node, changed in _walk(ast.parse(source)):
+        start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[operator]
+        text = ast.unparse(changed)
+        text = f"({text})" if isinstance(changed, ast.expr) else text
+        found.append(Mutation(module, node.lineno, start, end, source[start:end].decode(), text))
+    return sorted(set(found), key=lambda item: (item.line, item.start, item.text))
+
+
+def _walk(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]]:
+    if isinstance(node, ast.expr | ast.stmt):
+        yield from ((node, changed) for changed in _change(node))
+    if isinstance(node, ast.If | ast.IfExp | ast.While) and isinstance(node.test, ast.Name | ast.Call | ast.Attribute):
+        yield node.test, ast.UnaryOp(ast.Not(), node.test)
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Name) and node.value.id == node.arg:
+        yield node.value, ast.Constant(None)
+    for name, value in ast.iter_fields(node):
+        if name in {"annotation", "returns", "decorator_list", "keywords"} and not isinstance(node, ast.Call):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _is_kept(child):
+                yield from _walk(child)
+
+
+def _is_kept(node: ast.AST) -> bool:
+    """Returns True for messages, and for what only guards against slips: `zip(..., strict=True)`."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg == "strict")
+
+
+def _change(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
+    match node:
+        case ast.Compare(ops=ops):
+            for place, op in enumerate(ops):
+                for new in _OPERATORS[type(op)]:
+                    yield _replaced(node, ops=[*ops[:place], new(), *ops[place + 1 :]])
+        case ast.BoolOp(op=op, values=values):
+            yield _replaced(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+            for place in range(len(values)):
+                kept = values[:place] + values[place + 1 :]
+                yield kept[0] if len(kept) == 1 else _replaced(node, values=kept)
+        case ast.BinOp(op=op) | ast.AugAssign(op=op):
+            for new in _OPERATORS.get(type(op), ()):
+                yield _replaced(node, op=new())
+        case ast.UnaryOp(operand=operand):
+            yield operand
+        case _:
+            yield from _change_leaf(node)
+
+
+def _change_leaf(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
+    match node:
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.Name(id=name) if name in _SWAPPED:
+            yield ast.Name(_SWAPPED[name])
+        case ast.Attribute(attr=name) if name in _SWAPPED:
+            yield _replaced(node, attr=_SWAPPED[name])
+        case ast.Continue():
+            yield ast.Break()
+        case ast.Break():
+            yield ast.Continue()
+        case ast.Raise():
+            yield ast.Pass()
+
+
+def _replaced(node: ast.AST, **fields: object) -> Any:
+    return type(node)(**{**dict(ast.iter_fields(node)), **fields})
+
+
+def _run_tests(root: Path, names: Sequence[str]) -> None:
+    """Runs tests in a child of its own session."""
+    os.setsid()
+    os.chdir(root)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.path.insert(0, str(root))
+    os.environ["PYTHONPATH"] = str(root)
+    sys.dont_write_bytecode = True
+    argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *(f"tests/{name}" for name in names)]
+    os._exit(pytest.main(argv))
+
+
+class Bench(msgspec.Struct, frozen=True):
+    """A copy of the tree in which the tests of a module are run, and how long they take with the right code."""
+
+    root: Path
+    seconds: dict[str, float]
+
+    def run(self, module: str, limit_s: float) -> bool:
+        """Returns True if all tests of a module pass within a time."""
+        child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.root, TESTS[module].split()))
+        child.start()
+        child.join(limit_s)
+        if child.exitcode is None:
+            os.killpg(child.pid or 0, signal.SIGKILL)
+            child.join()
+        return child.exitcode == 0
+
+    def measure(self, module: str) -> None:
+        """Runs the tests of a module against the right code; their time is the limit for its mutants."""
+        start = time.monotonic()
+        if not self.run(module, 600.0):
+            sys.exit(f"the tests of {module} fail as they are: {TESTS[module]}")
+        self.seconds[module] = time.monotonic() - start
+
+    def survives(self, mutation: Mutation) -> bool:
+        """Returns True if no test notices a change."""
+        path = self.root / "edgekit" / mutation.module
+        source = path.read_bytes()
+        path.write_bytes(mutation.apply(source))
+        try:
+            return self.run(mutation.module, 10.0 + SLOWEST * self.seconds[mutation.module])
+        finally:
+            path.write_bytes(source)
+
+
+def draw(wanted: Sequence[str], sample: int, seed: int) -> dict[str, list[Mutation]]:
+    """Returns for each module that is asked for the changes to try: all of a line that is named, else a sample."""
+    drawn = {}
+    for module in TESTS:
+        names = [name for name in wanted if name.split(":")[0].removeprefix("edgekit/") in module]
+        if wanted and not names:
+            continue
+        lines = {int(name.split(":")[1]) for name in names if ":" in name}
+        every = list_mutations(module, (ROOT / "edgekit" / module).read_bytes())
+        named = [item for item in every if item.line in lines]
+        few = random.Random(f"{seed} {module}").sample(every, min(sample, len(every)))  # noqa: S311 - a draw, no secret
+        drawn[module] = named if lines else few
+    return drawn
+
+
+def try_all(bench: Bench, drawn: dict[str, list[Mutation]], budget_s: float) -> Iterator[tuple[Mutation, bool]]:
+    """Yields each change and whether it survived, one of each module in turn, until the time is up."""
+    end = time.monotonic() + budget_s
+    for turn in range(max(map(len, drawn.values()), default=0)):
+        for module, mutations in drawn.items():
+            if turn >= len(mutations):
+                continue
+            if time.monotonic() > end:
+                return
+            if module not in bench.seconds:
+                bench.measure(module)
+            yield mutations[turn], bench.survives(mutations[turn])
+
+
+def show(tried: Sequence[tuple[Mutation, bool]]) -> float:
+    """Prints a table by module and what survived, and returns the share that was killed."""
+    print(f"\n{'module':32} mutants  killed  survived")
+    for module in dict.fromkeys(mutation.module for mutation, _ in tried):
+        lived = [survived for mutation, survived in tried if mutation.module == module]
+        print(f"{module:32} {len(lived):7} {len(lived) - sum(lived):7} {sum(lived):9}")
+    lived = [survived for _, survived in tried]
+    print(f"{'all':32} {len(lived):7} {len(lived) - sum(lived):7} {sum(lived):9}")
+    return 1 - sum(lived) / max(1, len(lived))
+
+
+def main() -> None:
+    """Draws, tries and prints; exits with 1 where too few are killed."""
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("modules", nargs="*", metavar="MODULE[:LINE]")
+    parser.add_argument("--sample", type=int, default=12, help="changes of each module")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds")
+    options = parser.parse_args()
+    drawn = draw(options.modules, options.sample, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in NEEDED:
+            source = ROOT / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
+        tried = []
+        for mutation, survived in try_all(Bench(Path(folder), {}), drawn, options.budget):
+            tried.append((mutation, survived))
+            if survived:
+                print(f"survived {mutation.module}:{mutation.line}: {mutation.before} -> {mutation.text}", flush=True)
+    killed = show(tried)
+    print(f"killed {killed:.1%} of {len(tried)} drawn by seed {options.seed}, at least {LEAST_KILLED:.0%} wanted")
+    sys.exit(killed < LEAST_KILLED)
+
+
+if __name__ == "__main__":
+    main()
