@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench fuzz lock format clean
+.PHONY: demo test check bench mutants fuzz lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -40,6 +40,9 @@ bench: .venv/dev.stamp .venv/train.stamp  ## speed and memory on real models, as
 	$(BIN)/python tools/bench/bundle_reproducible.py 20
 	$(BIN)/python tools/bench/bundle_costs.py
 	$(BIN)/python tools/bench/compile_snippets.py
+
+mutants: .venv/dev.stamp  ## does a test notice a slip in a judge, a gate or the numerics?
+	$(BIN)/python tools/bench/mutation.py --budget 3600
 
 fuzz: .venv/dev.stamp  ## hostile files and broken links, for longer than in the tests
 	$(BIN)/pytest --hypothesis-profile=fuzz -m 'fuzz or faults'

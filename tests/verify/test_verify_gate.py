@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import comb
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from edgekit.data.wilson import wilson_interval
 from edgekit.model.tensors import Array
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
-from edgekit.verify.metrics.outputs import OutputReport, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, format_near, judge_output
 from edgekit.verify.tasks.scores import TaskReport, judge_task
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
@@ -87,3 +88,121 @@ def test_a_bootstrapped_metric_that_truly_drops_too_far_seldom_passes() -> None:
         )  # fmt: skip
         passed += not judge_task(report, limit)
     assert passed / draws <= LUCK
+
+
+LIMITS = Thresholds(min_cosine=0.9, min_top1_agreement=0.8, min_sqnr_db=10.0, gate="estimate", granted_samples=1)
+FIGURES: dict[str, Any] = {"cosine": 0.9, "sqnr_db": 10.0, "top1_agreement": 0.7, "shape_agreement": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({}, ""),
+        ({"cosine": 0.89}, "has cosine 0.89, below 0.9"),
+        ({"sqnr_db": 9.99}, "has SQNR 9.99 dB, below 10 dB"),
+        ({"top1_agreement": 0.69}, "has top-1 agreement 0.69, below 0.7"),
+        ({"shape_agreement": 0.7}, "has shape agreement 0.7, below 0.73"),
+        ({"exact_match": 0.8}, ""),
+        ({"exact_match": 0.79}, "has exact match 0.79, below 0.8"),
+        ({"mismatch": "is late"}, "is late"),
+        ({"sqnr_db": 9.0, "suspect": "is scaled"}, "below 10 dB|is scaled"),
+        ({"suspect": "is scaled"}, ""),
+        ({"samples": 0}, "was compared with no sample"),
+        ({"samples": 0, "mismatch": "is gone"}, "was compared with no sample: is gone"),
+        ({"non_finite": 2, "worst_sample": 0}, "has 2 values that are NaN or infinite, the first in sample 0"),
+        ({"non_finite": 2, "reference_non_finite": 1}, "infinite, 1 of them on the float model already"),
+        ({"cosine": None}, "was not measured"),
+        ({"cosine": None, "elements": 0}, ""),
+        ({"cosine": None, "elements": 4}, "was not measured"),
+        ({"cosine": None, "exact_match": 1.0}, ""),
+        ({"cosine": float("nan")}, "has cosine nan, below 0.9"),
+    ],
+)
+def test_an_output_is_refused_for_each_figure_below_its_limit(figures: dict[str, Any], words: str) -> None:
+    report = OutputReport(**{"name": "y", "samples": 10, **FIGURES, **figures})
+    lines = judge_output(report, LIMITS)
+    assert len(lines) == (words.count("|") + 1 if words else 0)
+    assert all(word in line for word, line in zip(words.split("|"), lines, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"top1_agreement": 0.8, "top1_interval": (0.8, 0.9)}, ""),
+        ({"top1_agreement": 0.79, "top1_interval": (0.7, 0.9)}, "has top-1 agreement 0.79, below 0.8"),
+        ({"top1_agreement": 0.85, "top1_interval": (0.79, 0.9)}, "with 10 samples it could be 0.79, below 0.8"),
+        ({"sqnr_db": 12.0, "sqnr_interval_db": (9.0, 14.0)}, "it could be 9 dB, below 10 dB"),
+        ({"sqnr_db": 12.0, "sqnr_interval_db": (10.0, 14.0)}, ""),
+        ({"sqnr_db": 12.0, "sqnr_interval_db": None}, ""),
+    ],
+)
+def test_on_the_bound_the_worst_end_of_an_interval_counts(figures: dict[str, Any], words: str) -> None:
+    report = OutputReport(**{"name": "y", "samples": 10, "cosine": 0.9, **figures})
+    lines = judge_output(report, msgspec.structs.replace(LIMITS, gate="bound"))
+    assert len(lines) == bool(words)
+    assert words in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "text"),
+    [(0.5, 0.9, "0.5"), (0.89996, 0.9, "0.89996"), (0.9, 0.9, "0.9"), (0.90004, 0.9, "0.9"), (1 / 3, 0.9, "0.3333")],
+)
+def test_a_figure_gets_as_many_digits_as_tell_it_from_its_limit(value: float, limit: float, text: str) -> None:
+    assert format_near(value, limit) == text
+
+
+def scored(**fields: Any) -> TaskReport:
+    plain: dict[str, Any] = {
+        "name": "m", "output": "y", "samples": 100, "unit": "share", "higher_is_better": True, "reference": 0.8,
+        "got": 0.78, "interval": (-0.03, -0.01), "share_interval": (0.96, 0.99),
+    }  # fmt: skip
+    return TaskReport(**{**plain, **fields})
+
+
+@pytest.mark.parametrize(
+    ("limit", "fields", "words"),
+    [
+        ({"max_drop": 3.0}, {}, ""),
+        ({"max_drop": 2.9}, {}, "with 100 samples it could be 3.00, more than 2.9: about 130 samples would tell"),
+        ({"max_drop": 2.0}, {}, "could be 3.00, more than 2"),
+        ({"max_drop": 2.0, "gate": "estimate"}, {}, ""),
+        ({"max_drop": 1.9, "gate": "estimate"}, {}, "is 2.00 points worse than the float model, more than 1.9"),
+        ({"max_drop": 2.0}, {"interval": None}, "has too few samples (100) for an interval"),
+        ({"max_drop": 0.03}, {"unit": "dB"}, ""),
+        ({"max_drop": 0.01}, {"unit": "dB"}, "is 0.02 points worse"),
+        ({"max_drop": 1.0}, {"higher_is_better": False, "interval": (-0.03, 0.01)}, ""),
+        ({"max_drop": 0.9}, {"higher_is_better": False, "interval": (-0.03, 0.01)}, "it could be 1.00"),
+        ({"min_share": 0.96}, {}, ""),
+        ({"min_share": 0.97}, {}, "and with 100 samples it could be 96.0%, less than 97.0%"),
+        ({"min_share": 0.98}, {}, "is 97.5% of the float model's, less than 98.0%"),
+        ({"min_share": 0.97, "gate": "estimate"}, {}, ""),
+        ({"min_share": 0.9}, {"share_interval": None}, "too few samples"),
+        ({"min_share": 0.9}, {"higher_is_better": False}, "cannot be held against a share"),
+        ({"min_share": 0.9}, {"reference": 0.0}, "cannot be held against a share"),
+        ({"at_least": 0.78}, {}, ""),
+        ({"at_least": 0.79}, {}, "is 78.0%, below 0.79"),
+        ({"at_least": 0.78}, {"higher_is_better": False}, ""),
+        ({"at_least": 0.77}, {"higher_is_better": False}, "is 78.0%, above 0.77"),
+        ({"at_least": 0.5}, {"got": None, "mismatch": "it died"}, "was not measured on every sample: it died"),
+    ],
+)
+def test_a_metric_keeps_its_limit_or_says_by_how_much_it_does_not(
+    limit: dict[str, Any], fields: dict[str, Any], words: str
+) -> None:
+    lines = judge_task(scored(**fields), TaskLimit(name="m", **limit))
+    assert len(lines) == bool(words)
+    assert words in "".join(lines)
+
+
+def test_no_limit_is_kept_by_all_and_another_metric_is_none() -> None:
+    assert judge_task(scored(), None) == judge_task(None, None) == ()
+    assert "needs labels" in judge_task(scored(name="other"), TaskLimit(name="m", max_drop=9.0))[0]
+
+
+def test_the_interval_of_pairs_is_that_of_agresti_and_min() -> None:
+    before, now = [True] * 8 + [False] * 2, [True] * 7 + [False] + [True] * 2
+    centre, half = 1 / 12, 1.959964 * ((2 + 1 + 1 - 1 / 12) ** 0.5) / 12
+    assert interval_of_pairs(before, now) == pytest.approx((centre - half, centre + half), abs=1e-6)
+    assert interval_of_pairs([True], [True])[0] < -0.5
+    assert interval_of_pairs([True] * 50, [False] * 50)[0] == -1.0
+    assert interval_of_pairs([False] * 50, [True] * 50)[1] == 1.0

@@ -2,6 +2,7 @@
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.verify.history import (
     diff_runs,
+    find_changes,
     find_last_good,
     find_regressions,
     hold_against,
@@ -23,6 +25,7 @@ from edgekit.verify.history import (
     read_run,
     record_report,
 )
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.tasks.scores import TaskReport
@@ -110,6 +113,60 @@ def test_a_metric_is_worse_beyond_half_its_interval(
         for each in (task, msgspec.structs.replace(task, got=got))
     )
     assert bool(find_regressions(before, now)) is worse
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({"sqnr_db": 30.0}, {"sqnr_db": 29.0}, ""),
+        ({"sqnr_db": 30.0}, {"sqnr_db": 28.9}, "SQNR fell to 28.9 dB from 30 dB"),
+        ({"sqnr_db": 30.0, "sqnr_interval_db": (28.0, 31.0)}, {"sqnr_db": 28.0}, ""),
+        ({"sqnr_db": 30.0, "sqnr_interval_db": (28.0, 31.0)}, {"sqnr_db": 27.9}, "SQNR fell"),
+        ({"sqnr_db": 30.0, "sqnr_interval_db": (29.9, 31.0)}, {"sqnr_db": 29.1}, ""),
+        ({"top1_agreement": 0.9}, {"top1_agreement": 0.9}, ""),
+        ({"top1_agreement": 0.9}, {"top1_agreement": 0.89}, "top-1 agreement fell to 0.89 from 0.9"),
+        ({"top1_agreement": 0.9, "top1_interval": (0.8, 1.0)}, {"top1_agreement": 0.81}, ""),
+        ({"exact_match": 1.0}, {"exact_match": 0.99}, "exact match fell"),
+        ({"exact_match": 1.0}, {}, "exact match was not measured"),
+        ({}, {"exact_match": 0.1}, ""),
+        ({"sqnr_db": 30.0}, {"sqnr_db": 40.0}, ""),
+    ],
+)
+def test_an_output_is_worse_below_its_interval(
+    bundle: Bundle, before: dict[str, Any], now: dict[str, Any], words: str
+) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    old, new = (
+        msgspec.structs.replace(report, runs=(msgspec.structs.replace(report.runs[0], outputs=outputs),))
+        for outputs in ((OutputReport(name="y", samples=6, **fields),) for fields in (before, now))
+    )
+    lines = find_regressions(old, new)
+    assert len(lines) == bool(words)
+    assert words in "".join(lines)
+
+
+def test_what_is_gone_or_new_is_told(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    (run,) = report.runs
+    less = msgspec.structs.replace(report, runs=(msgspec.structs.replace(run, outputs=(), samples=3),))
+    assert find_regressions(report, less) == ("output 'y' on emulated is gone",)
+    assert list(find_changes(report, less)) == ["samples on emulated 6 -> 3"]
+    other = msgspec.structs.replace(report, runs=(msgspec.structs.replace(run, device="phone"), run))
+    assert list(find_changes(report, other)) == ["device phone is new"]
+    assert find_regressions(report, other) == find_regressions(other, report) == ()
+    moved = msgspec.structs.replace(report, ancestry={"model": "b" * 64})
+    assert (
+        next(iter(find_changes(report, moved)))
+        == "model " + f"{report.ancestry.get('model', 'unknown')[:12]} -> {'b' * 12}"
+    )
+
+
+def test_the_nodes_of_an_emulator_are_no_placement(bundle: Bundle) -> None:
+    before, now = (verify_bundle(bundle, [InProcess(nodes=n, evidence=Evidence.EMULATED)]) for n in (5, 3))
+    assert find_regressions(before, now) == ()
+    more, none = (verify_bundle(bundle, [InProcess(nodes=nodes)]) for nodes in (6, 0))
+    assert find_regressions(verify_bundle(bundle, [InProcess(nodes=5)]), more) == ()
+    assert "takes 0 nodes, before 6" in find_regressions(more, none)[0]
 
 
 def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:

@@ -18,11 +18,11 @@ from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
-from edgekit.model.tensors import Tensors
+from edgekit.model.tensors import Array, Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
 from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.dependence import find_order
+from edgekit.verify.metrics.dependence import find_deafness, find_order
 from edgekit.verify.metrics.sketch import fill_buckets
 from edgekit.verify.report import RunReport
 from edgekit.verify.run import verify_bundle
@@ -197,3 +197,79 @@ def test_samples_that_all_give_the_same_are_told() -> None:
     assert "for all 9 samples" in find_sameness(rows_of([row] * 9))[0]
     assert not find_sameness(rows_of([*[row] * 8, row + 1]))
     assert not find_sameness(rows_of([row]))
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([0, 10, 20, 30], None),
+        ([10, 0, 20, 30], "that of sample 0 belongs to sample 1"),
+        ([0, 10, 30, 20], "that of sample 2 belongs to sample 3"),
+        ([10, 20, 30, 0], "that of sample 0 belongs to sample 1"),
+        ([10, 20, 30, 30], None),  # all in one direction: no circle
+        ([0, 0, 0, 0], None),
+        ([5.5, 4.5, 20, 30], None),  # nearer to each other's, but not farther than half of what samples lie apart
+        ([6, 4, 20, 30], None),  # farther, but the other's is not four times nearer
+        ([7, 3, 20, 30], "that of sample 0 belongs to sample 1"),
+        ([10, 0, 20], None),
+    ],
+)
+def test_only_closed_circles_of_samples_that_clearly_moved_are_another_order(
+    found: list[float], words: str | None
+) -> None:
+    rows, others = ([np.array([value, 1.0]) for value in values] for values in ([0.0, 10.0, 20.0, 30.0], found))
+    found_words = find_order(rows, others)
+    assert found_words is None if words is None else words in str(found_words)
+    assert find_order(rows[:1], others[:1]) is None
+
+
+CENTRED, ACROSS = np.arange(6) - 2.5, np.array([1.0, -1, 0, 0, -1, 1])
+"""What varies over six samples, and what varies otherwise: their product is 0."""
+
+
+def correlated(by: float) -> Array:
+    return by * CENTRED / 17.5**0.5 + (1 - by**2) ** 0.5 * ACROSS / 2
+
+
+@pytest.mark.parametrize(
+    ("found", "energy", "words"),
+    [
+        (CENTRED, 100.0, None),
+        (-CENTRED, 100.0, "correlates by -1.00 only"),
+        (correlated(0.31), 100.0, None),
+        (correlated(0.29) + 7.0, 100.0, "correlates by 0.29 only"),
+        (correlated(0.29), 17.5 * 300 - 1, "correlates by 0.29 only"),
+        (correlated(0.29), 17.5 * 300 + 1, None),  # too steady to tell
+        (np.ones(6), 100.0, None),
+    ],
+)
+def test_what_varies_must_follow_the_inputs(found: Array, energy: float, words: str | None) -> None:
+    rows, others = ([np.array([value, 1.0]) for value in values] for values in (CENTRED + 3.0, found))
+    found_words = find_deafness(rows, others, energy)
+    assert found_words is None if words is None else words in str(found_words)
+    assert find_deafness(rows[:5], others[:5], energy) is None
+    assert find_deafness(rows, others[:5], energy) is None
+
+
+def halves(rows: list[np.ndarray]) -> list[np.ndarray]:
+    return [row.astype(np.float16).astype(np.float32) for row in rows]
+
+
+@pytest.mark.parametrize(("values", "count", "exact_from", "told"), [
+    (16, 1, 1, True), (15, 1, 1, False), (8, 2, 2, True), (16, 9, 8, True), (16, 9, 7, False),
+])  # fmt: skip
+def test_half_precision_is_told_from_sixteen_values_of_the_first_eight_samples(
+    values: int, count: int, exact_from: int, *, told: bool
+) -> None:
+    wanted = [np.random.default_rng(index).normal(size=(1, values)).astype(np.float32) for index in range(count)]
+    found = halves(wanted[:exact_from]) + wanted[exact_from:]
+    assert bool(find_half_values(rows_of(wanted), rows_of(found))) is told
+    assert not find_half_values(rows_of(halves(wanted)), rows_of(halves(wanted)))
+    assert not find_half_values(rows_of(wanted), rows_of([row.astype(np.float64) for row in halves(wanted)]))
+
+
+@pytest.mark.parametrize(("step", "most", "told"), [(1, 255, False), (1, 256, True), (4, 255, False), (5, 255, True)])
+def test_a_grid_is_at_most_256_steps_of_a_quarter_of_the_least_distance(step: int, most: int, *, told: bool) -> None:
+    places = np.array([0, step, 100, 101 + step, most * 1.0] * 4, np.float32)
+    wanted = np.random.default_rng(0).normal(size=(1, 20)).astype(np.float32)
+    assert bool(find_half_values(rows_of([wanted]), rows_of([places[None] / 64]))) is told

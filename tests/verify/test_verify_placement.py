@@ -14,11 +14,15 @@ from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, read_check, write_bundle
 from edgekit.bundle.golden.golden import make_golden
+from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
+from edgekit.verify.devices.placement import find_gap
+from edgekit.verify.facts import PlacementGap
 from edgekit.verify.report import RunReport, recheck_report
 from edgekit.verify.run import verify_bundle
 
@@ -145,3 +149,64 @@ def test_a_prediction_is_no_observation_where_the_gate_asks_for_one(tmp_path: Pa
         report
     )
     assert recheck_report(verify_bundle(bundle, [emulated, InProcess()]), strict).passed
+
+
+def checked(name: str, op: str, macs: int, *, taken: bool = True) -> CheckedNode:
+    return CheckedNode(name=name, op=op, domain="", taken=taken, reasons=(), macs=macs, bytes=1, partition=0)
+
+
+NODES = (
+    checked("a", "Conv", 60), checked("b", "Relu", 0), checked("c", "Gemm", 40), checked("d", "Conv", 0, taken=False),
+    checked("q", "QuantizeLinear", 0),
+)  # fmt: skip
+
+
+def gap_of(
+    placed: str, nodes: tuple[CheckedNode, ...] = NODES, evidence: Evidence = Evidence.DEVICE, source: str = "log"
+) -> PlacementGap | None:
+    """Returns the gap of a session with nodes such as "a Conv cpu"."""
+    target = load_target("nnapi")
+    places = tuple(
+        PlacedNode(name=name, op=op, domain="", provider=CPU_PROVIDER if where == "cpu" else target.provider)
+        for name, op, where in (item.split() for item in placed.split(", ") if item)
+    )
+    empty = Samples(source="none", count=0, read=lambda: iter(()))
+    check = CheckReport(
+        target="nnapi", model="m", sha256="", evidence="predicted", settings={}, node_list=nodes, advice=()
+    )
+    job = Job(model=Path("m"), target=target, precision="int8", outputs=(), check=check, samples=empty)
+    run = DeviceRun(
+        device="phone", evidence=evidence, outputs=empty, placement=places, placement_source=source,  # type: ignore[arg-type]
+        load_ms=0, latency_ms=(), peak_rss_bytes=0, versions={}, failure=None,
+    )  # fmt: skip
+    return find_gap(run, job)
+
+
+@pytest.mark.parametrize(
+    ("placed", "lost", "macs"),
+    [
+        ("a Conv npu, b Relu npu, c Gemm npu, d Conv cpu, q QuantizeLinear npu", (), 0.0),
+        ("a Conv cpu, b Relu npu, c Gemm npu, d Conv cpu, q QuantizeLinear cpu", ("a",), 0.6),
+        ("a Conv npu, b Relu cpu, c Gemm cpu", ("b", "c"), 0.4),
+        ("fused FusedConv cpu, d Conv cpu", ("a",), 0.6),
+        ("fused FusedConv cpu", (), 0.0),  # it may be d, which was not predicted taken
+        ("one FusedConv cpu, two FusedConv cpu", ("a",), 0.6),
+        ("a Conv npu, one FusedConv cpu, two FusedConv cpu", (), 0.0),
+        ("fused FusedGemm cpu", ("c",), 0.4),
+        ("fused FusedConv npu, d Conv cpu", (), 0.0),
+        ("other Softmax cpu, d Conv cpu", (), 0.0),
+    ],
+)
+def test_a_gap_is_what_was_predicted_taken_and_ran_on_the_cpu(placed: str, lost: tuple[str, ...], macs: float) -> None:
+    assert gap_of(placed) == PlacementGap(predicted=3, lost=len(lost), lost_macs=macs, nodes=lost)
+
+
+def test_without_products_nodes_count_and_without_observation_nothing_does() -> None:
+    plain = tuple(msgspec.structs.replace(node, macs=0) for node in NODES)
+    gap = gap_of("a Conv cpu", plain)
+    assert gap is not None
+    assert gap.lost_macs == pytest.approx(1 / 3)
+    assert gap_of("a Conv cpu", plain[3:4]) == PlacementGap(predicted=0, lost=0, lost_macs=0.0, nodes=())
+    assert gap_of("a Conv cpu", evidence=Evidence.EMULATED) is None
+    assert gap_of("a Conv cpu", source="predicted") is None
+    assert gap_of("") is None
