@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
+WORKERS := -n auto --dist worksteal
 
 .PHONY: demo test check bench mutants fuzz lock format clean
 
@@ -10,7 +12,7 @@ demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 test: .venv/dev.stamp  ## install what the tests need, then run them all
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
-	$(BIN)/pytest
+	$(PYTEST) $(WORKERS)
 
 check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, types, layers, sizes
 	$(BIN)/ruff check .
@@ -45,7 +47,7 @@ mutants: .venv/dev.stamp  ## does a test notice a slip in a judge, a gate or the
 	$(BIN)/python tools/bench/mutation.py --budget 3600
 
 fuzz: .venv/dev.stamp  ## hostile files and broken links, for longer than in the tests
-	$(BIN)/pytest --hypothesis-profile=fuzz -m 'fuzz or faults'
+	$(PYTEST) --hypothesis-profile=fuzz -m 'fuzz or faults'
 
 lock: .venv/dev.stamp  ## pin and hash what pyproject.toml asks for
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/lock.sh

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -138,6 +139,23 @@ def staged_folder(path: Path) -> Generator[Path]:
         staging.mkdir()
         yield staging
         _publish(staging, path, holder)
+
+
+@contextlib.contextmanager
+def one_at_a_time(place: Path) -> Generator[None]:
+    """Lets one process at a time into blocks about the same `place`; the others wait beside it.
+
+    The lock is the system's (`flock`), so that a process which dies leaves none behind.
+
+    Raises:
+        OutputError: the folder of `place` cannot be written.
+    """
+    with writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file = place.with_name(f".{place.name}.lock").open("wb")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

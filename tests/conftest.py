@@ -1,13 +1,18 @@
 """What every test shares: hypothesis profiles, and CI's rule that nothing may be skipped which can run there."""
 
 import os
+import shutil
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from demo_paths import CALIBRATION, MODEL
 from tiny_models import parse_model
+
+import edgekit
+from edgekit._files import one_at_a_time, staged_folder
 
 hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", max_examples=5000, deadline=None)
@@ -17,6 +22,7 @@ hypothesis.settings.load_profile("quick")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+TARGETS = Path(__file__).parents[1] / "targets"
 CANNOT_RUN_IN_CI = ("needs a Mac", "needs ../shared/zoo", "needs a user who is not root")
 
 
@@ -42,3 +48,54 @@ def relu_model(tmp_path: Path) -> Path:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
         tmp_path / "relu.onnx",
     )
+
+
+@pytest.fixture(scope="session")
+def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Makes a folder of some name that all workers of this run share; what is in it is not to be changed."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def make(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = shared / f"once-{name}"
+        with one_at_a_time(folder):
+            if not folder.is_dir():
+                with staged_folder(folder) as staging:
+                    fill(staging)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_build(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """A build of the digits from few samples: `bundles` for each target that edgekit ships, and two beside it.
+
+    `digits_mobilenet-older` is for XNNPACK and an ONNX Runtime of which there is a Java package for desktops,
+    `digits_mobilenet-plain` for the CPU.
+    """
+    return make_once("demo-build", _build_demo)
+
+
+@pytest.fixture(scope="session")
+def demo_bundles(demo_build: Path) -> Path:
+    """A folder with a bundle of the digits for each target that edgekit ships."""
+    return demo_build / "bundles"
+
+
+def _build_demo(folder: Path) -> None:
+    source = TARGETS / "xnnpack"
+    text = (source / "target.toml").read_text()
+    older = text.replace('"1.31.0"', '"1.29.0"').replace('"xnnpack"', '"older"', 1)
+    plain = text.replace('"xnnpack"', '"plain"', 1).replace("XnnpackExecutionProvider", "CPUExecutionProvider")
+    plain = plain.replace('intra_op_num_threads = "4"\n', "").replace(
+        'forms = ["runtime", "full", "onnx"]', 'forms = ["onnx"]'
+    )
+    for name, changed in (("older", older), ("plain", plain)):
+        shutil.copytree(source, folder / name)
+        (folder / name / "target.toml").write_text(changed)
+    recipe = edgekit.Recipe(samples=16, targets=(*edgekit.target_names(), str(folder / "older"), str(folder / "plain")))
+    data = edgekit.Data(source=str(CALIBRATION))
+    edgekit.build(MODEL, data, folder / "bundles", recipe, verify=False)
+    for name in ("older", "plain"):
+        (folder / "bundles" / f"digits_mobilenet-{name}").rename(folder / f"digits_mobilenet-{name}")

@@ -1,10 +1,11 @@
 """Files appear whole or not at all."""
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from edgekit._files import replacing_file, require_place, safe_join, staged_folder, write_file
+from edgekit._files import one_at_a_time, replacing_file, require_place, safe_join, staged_folder, write_file
 from edgekit.errors import BundleError, OutputError
 
 
@@ -24,6 +25,23 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
             (folder / name).write_text(name)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def come_second() -> None:
+        with one_at_a_time(tmp_path / "shared"):
+            order.append("second")
+
+    second = Thread(target=come_second)
+    with one_at_a_time(tmp_path / "shared"):
+        second.start()
+        second.join(0.05)
+        order.append("first")
+    second.join()
+    assert order == ["first", "second"]
+    assert not (tmp_path / "shared").exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from demo_paths import EVALUATION, LABELS, MODEL
 from tiny_models import parse_model
 
 import edgekit
@@ -21,12 +21,9 @@ from edgekit.cli.main import run_command
 WITH_DATA = ["--data", str(EVALUATION), "--reference", str(MODEL), "--samples", "8"]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("verify") / "out"
-    arguments = ["build", str(MODEL), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "16"]
-    assert run_command([*arguments, "--no-verify", "-q", "--out", str(out)]) == 0
-    return out / "digits_mobilenet-nnapi"
+@pytest.fixture
+def built(demo_bundles: Path) -> Path:
+    return demo_bundles / "digits_mobilenet-nnapi"
 
 
 @pytest.fixture

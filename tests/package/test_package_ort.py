@@ -19,19 +19,19 @@ NAME = "digits_mobilenet"
 
 
 @pytest.fixture(scope="module")
-def package(bundles: Path, everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(bundles: Path, demo_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ort") / "package"
-    package_bundles((bundles / QNN, bundles / XNNPACK, everything / PLAIN), "ort-package", out)
-    shutil.copytree(everything / PLAIN / "golden", out.parent / "golden")
+    package_bundles((bundles / QNN, bundles / XNNPACK, demo_build / PLAIN), "ort-package", out)
+    shutil.copytree(demo_build / PLAIN / "golden", out.parent / "golden")
     return out
 
 
 @pytest.fixture(scope="module")
-def program(package: Path, bundles: Path, everything: Path) -> Path:
+def program(package: Path, bundles: Path, demo_build: Path) -> Path:
     """`far/open_package.cc`, which calls the model package API of the library in the wheel."""
     require_program("g++", "g++")
     folder = package.parent
-    package_bundles((bundles / QNN, bundles / XNNPACK, everything / PLAIN), "tar", folder / "board.tar")
+    package_bundles((bundles / QNN, bundles / XNNPACK, demo_build / PLAIN), "tar", folder / "board.tar")
     unpack_archive(folder / "board.tar", folder / "board")
     out, source = folder / "open_package", HERE / "far" / "open_package.cc"
     code, shown = run_program(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
@@ -54,11 +54,11 @@ def test_onnxruntime_chooses_the_npu_variant_with_its_options(program: Path, pac
     assert "self-test passed" in shown
 
 
-def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, bundles: Path, everything: Path) -> None:
+def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, bundles: Path, demo_build: Path) -> None:
     variants = _component(package)
     assert variants.keys() == {QNN, XNNPACK, PLAIN}
     for name, variant in variants.items():
-        manifest = open_bundle((everything if name == PLAIN else bundles) / name).manifest
+        manifest = open_bundle((demo_build if name == PLAIN else bundles) / name).manifest
         assert variant["ep"] == manifest.provider
         assert variant["executor_info"]["ort"]["session_options"] == manifest.session_config
         assert variant["executor_info"]["ort"].get("provider_options", {}) == manifest.provider_options
@@ -92,8 +92,8 @@ def test_shared_files_lie_once_under_the_digest_that_onnxruntime_computes(packag
             assert hashlib.sha256(place.read_bytes()).hexdigest() == entry["sha256"], file
 
 
-def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, everything: Path, tmp_path: Path) -> None:
-    given = (bundles / QNN, bundles / XNNPACK, everything / PLAIN)
+def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, demo_build: Path, tmp_path: Path) -> None:
+    given = (bundles / QNN, bundles / XNNPACK, demo_build / PLAIN)
     report: PackageReport = package_bundles(given, "ort-package", tmp_path / "again")
     files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in list_files(package).items()}
     assert report.files == files

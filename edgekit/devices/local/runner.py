@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, staged_entries, staged_folder, work_folder
+from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_entries, staged_folder, work_folder
 from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.device import Missing
@@ -118,20 +118,26 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
         OutputError: the cache cannot be written.
     """
     known = _known_abi(abi)
-    if (found := find_runner(abi)) is not None and library is None:
+    if library is None and (found := find_runner(abi)) is not None:
         return found
-    flags = _android_flags(known, ndk, library) if known.android else _linux_flags(known)
-    with staged_folder(_place(known)) as staging, work_folder() as work:
-        if library is not None:
-            _take_library(known, library, staging / LIBRARY, work)
-        progress(f"compiling the runner for {abi}")
-        _compile(flags, work / "build")
-        shutil.copy(work / "build" / PROGRAM, staging / PROGRAM)
+    with one_at_a_time(_place(known)):
+        if library is not None or find_runner(abi) is None:
+            _build(known, progress, ndk, library)
     built = find_runner(abi)
     if built is None:
         missing = find_missing_runner(abi)
         raise DeviceError(f"the runner for {abi} has no library", hint=(missing and missing.command) or "build again")
     return built
+
+
+def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
+    flags = _android_flags(abi, ndk, library) if abi.android else _linux_flags(abi)
+    with staged_folder(_place(abi)) as staging, work_folder() as work:
+        if library is not None:
+            _take_library(abi, library, staging / LIBRARY, work)
+        progress(f"compiling the runner for {abi.name}")
+        _compile(flags, work / "build")
+        shutil.copy(work / "build" / PROGRAM, staging / PROGRAM)
 
 
 def copy_runner(runner: NativeRunner, out: Path) -> NativeRunner:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
-from edgekit._files import digest_file, staged_folder
+from edgekit._files import digest_file, one_at_a_time, staged_folder
 
 _STAMP = "installed-from"
 
@@ -34,6 +34,6 @@ def installing(name: str, lock: Path) -> Generator[Path]:
     Raises:
         OutputError: the cache cannot be written.
     """
-    with staged_folder(cache_folder() / name) as staging:
+    with one_at_a_time(cache_folder() / name), staged_folder(cache_folder() / name) as staging:
         yield staging
         (staging / _STAMP).write_text(digest_file(lock))

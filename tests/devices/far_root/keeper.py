@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from edgekit._files import digest_bytes, staged_folder
+from edgekit._files import digest_bytes, one_at_a_time, staged_folder
 from edgekit.devices.emulators.arm64 import Arm64
 from edgekit.devices.process.cache import cache_folder
 
@@ -112,9 +112,10 @@ def arm_root() -> Path:
     require("mmdebstrap", "mmdebstrap")
     stamp = digest_bytes((_PACKAGES + inspect.getsource(_fill) + _getprop("")).encode())[:12]
     folder = cache_folder() / "test-far" / stamp
-    if not folder.is_dir():
-        with staged_folder(folder) as staging:
-            _fill(staging)
+    with one_at_a_time(folder):
+        if not folder.is_dir():
+            with staged_folder(folder) as staging:
+                _fill(staging)
     return folder
 
 
