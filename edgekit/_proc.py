@@ -18,6 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from edgekit.errors import DeviceError
+from edgekit.machine import peak_bytes
 
 _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
@@ -80,7 +81,7 @@ def run_process(
             timed_out=timed_out,
             stdout=_tail(out.fileno()),
             stderr=_tail(err.fileno()),
-            peak_rss_bytes=usage.ru_maxrss * 1024,
+            peak_rss_bytes=peak_bytes(usage),
         )
 
 
@@ -132,7 +133,7 @@ def stream_process(
         timed_out=timed_out or time.monotonic() > deadline,
         stdout="",
         stderr=words.decode(errors="replace"),
-        peak_rss_bytes=usage.ru_maxrss * 1024,
+        peak_rss_bytes=peak_bytes(usage),
     )
 
 

@@ -4,6 +4,8 @@ import ctypes
 import gc
 import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -18,6 +20,11 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def peak_bytes(usage: resource.struct_rusage) -> int:
+    """Returns the peak of resident memory that the system counted: in bytes on macOS, in kibibytes on Linux (getrusage(2))."""
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def release_memory() -> None:

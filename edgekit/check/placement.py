@@ -82,7 +82,6 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
             continue
         if able[at]:
             group.append(at)
-            border.discard(at)
         for target in followers[at]:
             if able[at]:
                 border.add(target)

@@ -43,8 +43,8 @@ class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_CONTEXT = ContextOptions()
-HTP_ARCHS = ("68", "69", "73", "75", "79", "81")
-"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for."""
+HTP_SOCS: Mapping[str, str] = {"68": "30", "69": "36", "73": "43", "75": "57", "79": "69", "81": "87"}
+"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for, each with Qualcomm's number of a SoC."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +137,8 @@ def _check_options(options: ContextOptions) -> None:
         if not re.fullmatch(r"[1-9][0-9]{0,2}", soc):
             raise UsageError(f"'{soc}' is no number of a SoC", hint="for example 43 (SM8550), 57 (SM8650), 69 (SM8750)")
     for arch in options.archs:
-        if arch not in HTP_ARCHS:
-            raise UsageError(f"there is no HTP version '{arch}'", hint=suggest_name(arch, HTP_ARCHS))
+        if arch not in HTP_SOCS:
+            raise UsageError(f"there is no HTP version '{arch}'", hint=suggest_name(arch, HTP_SOCS))
 
 
 def _check_compatibility(compatibility: str, options: ContextOptions) -> None:

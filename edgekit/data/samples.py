@@ -1,8 +1,6 @@
 """Where sample inputs come from: they are streamed, one sample at a time."""
 
-import importlib
 import re
-import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit.data.images import SUFFIXES, Preprocess, read_image
 from edgekit.data.npz import count_rows, read_rows
+from edgekit.data.user_code import load_function
 from edgekit.errors import DataError, quote_error, suggest_name
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 
@@ -230,13 +229,7 @@ def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Te
 
 
 def _from_function(source: str) -> Samples:
-    module, _, name = source.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        function = cast("Callable[[], Iterable[Mapping[str, Array]]]", getattr(importlib.import_module(module), name))
-    except Exception as error:  # importing runs the user's own code
-        raise DataError(f"cannot load '{source}': {error}", hint="module:function, importable from here") from error
+    function: Callable[[], Iterable[Mapping[str, Array]]] = load_function(source, "samples")
 
     def read() -> Iterator[Tensors]:
         try:

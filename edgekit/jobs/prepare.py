@@ -10,6 +10,7 @@ from edgekit import _ort
 from edgekit._files import move_file, work_folder
 from edgekit.data.images import Preprocess
 from edgekit.jobs.check import TargetGain, fix_for_target
+from edgekit.machine import peak_bytes
 from edgekit.model.model import Model
 from edgekit.prepare import Fix, fix_model
 from edgekit.prepare.clean import prepare_model
@@ -89,5 +90,4 @@ def list_versions() -> dict[str, str]:
 
 def peak_rss_bytes() -> int:
     """Returns the peak memory of this process plus that of its largest child."""
-    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return (own + children) * 1024
+    return sum(peak_bytes(resource.getrusage(who)) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

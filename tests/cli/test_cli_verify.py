@@ -319,7 +319,7 @@ def test_functions_of_the_user_that_raise_are_told_of_in_one_line(
     reference = ["--on", "host", "--reference", str(MODEL)]
     labelled = [*WITH_DATA, "--on", "host", "--labels", str(LABELS)]
     assert "'own_functions:samples'" in _refuse([str(bundle), *reference, "--data", "own_functions:samples"], capsys)
-    assert "cannot load 'own_broken:f'" in _refuse([str(bundle), *reference, "--data", "own_broken:f"], capsys)
+    assert "cannot load samples 'own_broken:f'" in _refuse([str(bundle), *reference, "--data", "own_broken:f"], capsys)
     said = _refuse([str(bundle), *labelled, "--metric", "own_functions:metric"], capsys)
     assert "metric 'own_functions:metric' raises ZeroDivisionError: division by zero" in said
     assert "cannot load metric 'own_broken:f'" in _refuse([str(bundle), *labelled, "--metric", "own_broken:f"], capsys)

@@ -12,7 +12,6 @@ from edgekit.recipe import Licence
 from edgekit.target import Form, Platform, Precision, Thresholds, Verification
 
 MAX_MANIFEST_BYTES = 16 << 20
-SCHEMA_VERSION = 2
 
 
 _Value = TypeVar("_Value")

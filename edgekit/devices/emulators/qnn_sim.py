@@ -10,6 +10,7 @@ import msgspec
 import onnx
 
 from edgekit._ort import VERSION
+from edgekit.convert.context import HTP_SOCS
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device, run_python
 from edgekit.devices.process.exchange import FarJob
@@ -17,7 +18,7 @@ from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_n
 from edgekit.evidence import Evidence
 
 PROVIDER = "QNNExecutionProvider"
-ARCH_SOCS = {"v68": "30", "v69": "36", "v73": "43", "v75": "57", "v79": "69", "v81": "87"}
+ARCH_SOCS: Mapping[str, str] = {f"v{arch}": soc for arch, soc in HTP_SOCS.items()}
 """One SoC number for each architecture of the HTP; the simulator computes by architecture."""
 
 _NO_DEVICE = frozenset({14, 22, 23, 24, 44, 79, 80, 81, 98, 121})

@@ -1,7 +1,6 @@
 """Our own arithmetic in place of a provider: 8-bit grids through Q and DQ nodes, half precision by rounding."""
 
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from edgekit.devices.process.child import describe_stop
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
+from edgekit.machine import peak_bytes
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, load_model, read_proto
 
 _UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
@@ -141,4 +141,4 @@ def _find_types(proto: onnx.ModelProto, work: Path) -> dict[str, int]:
 
 
 def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_bytes(resource.getrusage(resource.RUSAGE_SELF))

@@ -14,17 +14,14 @@ from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.runner import ABIS, find_missing_runner
 from edgekit.devices.process.child import require_device
-from edgekit.devices.remote.remote import Session, given_runner, native_program, run_remote
+from edgekit.devices.remote.remote import SLOWEST_BYTES_PER_S, STEP_S, RemoteOptions, native_program, run_remote
 from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
 from edgekit.errors import DeviceError, EdgekitError
-from edgekit.evidence import Evidence
 
 ADB = "adb"
 BASE = "/data/local/tmp/edgekit"
 """Where edgekit keeps its files: the one folder of a phone in which adb's user may write and start programs."""
 
-_STEP_S = 30.0
-SLOWEST_BYTES_PER_S = 256 << 10
 """Files that come slower than this are given up: adb's client itself waits for ever."""
 
 _SERIAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -50,7 +47,7 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     serial: str = ""
-    step_timeout_s: float = _STEP_S
+    step_timeout_s: float = STEP_S
     slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
     run: str = msgspec.field(default_factory=run_name)
 
@@ -155,32 +152,15 @@ class Phone(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-class AdbDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A phone or a board behind adb, by its serial; "" is the only one that is connected.
-
-    `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; without them those are used that
-    `edgekit runner build` made for its ABI. `libraries` are a plug-in provider's library and what that one loads.
-    `provider` is "" for the target's own; with another, a run shows no more than the CPU architecture.
-    """
+class AdbDevice(RemoteOptions, frozen=True, kw_only=True):
+    """A phone or a board behind adb, by its serial; "" is the only one that is connected."""
 
     serial: str = ""
-    runner: Path | None = None
-    library: Path | None = None
-    libraries: tuple[Path, ...] = ()
-    provider: str = ""
-    threads: int = 0
-    step_timeout_s: float = _STEP_S
-    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
 
     @property
     def name(self) -> str:
         """The device as the user names it."""
         return self._link().name
-
-    @property
-    def evidence(self) -> Evidence:
-        """How good its word is."""
-        return self._session().evidence
 
     def find_missing(self) -> Missing | None:
         """Returns why this device cannot be used, and what to do about it."""
@@ -204,10 +184,10 @@ class AdbDevice(msgspec.Struct, frozen=True, kw_only=True):
         require_device(self.name, link.find_missing())
         phone = _look_at(link)
         require_device(self.name, self._find_lacking(phone.abi))
-        native = given_runner(phone.abi, self.runner, self.library)
+        native = self.find_runner(phone.abi)
         if native is None:
             raise DeviceError(f"'{self.name}' has no runner for {phone.abi}", hint="edgekit runner build")
-        run = run_remote(link, native_program(native, self.libraries), job, work, self._session())
+        run = run_remote(link, native_program(native, self.libraries), job, work, self.session)
         about = {"android": phone.release, "model": phone.model, "abi": phone.abi}
         return msgspec.structs.replace(run, versions={**run.versions, **{k: v for k, v in about.items() if v}})
 
@@ -220,10 +200,7 @@ class AdbDevice(msgspec.Struct, frozen=True, kw_only=True):
         self._link().clean()
 
     def _find_lacking(self, abi: str) -> Missing | None:
-        return None if given_runner(abi, self.runner, self.library) else find_missing_runner(abi)
-
-    def _session(self) -> Session:
-        return Session(provider=self.provider, threads=self.threads)
+        return None if self.find_runner(abi) else find_missing_runner(abi)
 
     def _link(self) -> AdbLink:
         return AdbLink(

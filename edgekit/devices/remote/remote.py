@@ -14,6 +14,11 @@ from edgekit.devices.process.pipe import run_over
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
 
+STEP_S = 30.0
+"""How long one step of a conversation with a device may take, but for what its bytes need."""
+SLOWEST_BYTES_PER_S = 256 << 10
+"""A link that moves fewer is taken for dead: USB 2 and slow Wi-Fi move ten times as many."""
+
 
 class StoppableLink(Link, Protocol):
     """A link that can end the program it started."""
@@ -49,6 +54,45 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
         return Evidence.SAME_ARCH if self.provider else Evidence.DEVICE
 
 
+class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user may say of a device behind any link.
+
+    `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; without them those are used that
+    `edgekit runner build` made for its ABI. `libraries` are a plug-in provider's library and what that one loads.
+    `provider` is "" for the target's own; with another, a run shows no more than the CPU architecture.
+    """
+
+    runner: Path | None = None
+    library: Path | None = None
+    libraries: tuple[Path, ...] = ()
+    provider: str = ""
+    threads: int = 0
+    step_timeout_s: float = STEP_S
+    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
+
+    @property
+    def evidence(self) -> Evidence:
+        """How good its word is."""
+        return self.session.evidence
+
+    @property
+    def session(self) -> Session:
+        """How a session is opened there."""
+        return Session(provider=self.provider, threads=self.threads)
+
+    def find_runner(self, abi: str) -> NativeRunner | None:
+        """Returns the runner that the user gave, or the one that was built for a kind of machine, or None.
+
+        Raises:
+            UsageError: one of the two files is given without the other.
+        """
+        if self.runner is not None and self.library is not None:
+            return NativeRunner(abi=abi, program=self.runner, library=self.library)
+        if self.runner is not None or self.library is not None:
+            raise UsageError("a runner and a library are given together", hint="give both, or none")
+        return find_runner(abi)
+
+
 def native_program(native: NativeRunner, libraries: tuple[Path, ...] = ()) -> Program:
     """Returns edgekit's own runner with ONNX Runtime's library, and a plug-in provider's with what that one loads."""
     paths = ("env", "LD_LIBRARY_PATH={folder}", "ADSP_LIBRARY_PATH={folder}") if libraries else ()
@@ -58,19 +102,6 @@ def native_program(native: NativeRunner, libraries: tuple[Path, ...] = ()) -> Pr
         runtime=LIBRARY,
         library=libraries[0].name if libraries else "",
     )
-
-
-def given_runner(abi: str, program: Path | None, library: Path | None) -> NativeRunner | None:
-    """Returns the runner that the user gave, or the one that was built for a kind of machine, or None.
-
-    Raises:
-        UsageError: one of the two files is given without the other.
-    """
-    if program is not None and library is not None:
-        return NativeRunner(abi=abi, program=program, library=library)
-    if program is not None or library is not None:
-        raise UsageError("a runner and a library are given together", hint="give both, or none")
-    return find_runner(abi)
 
 
 def run_remote(link: StoppableLink, program: Program, job: Job, work: Path, session: Session) -> DeviceRun:

@@ -11,15 +11,20 @@ import msgspec
 
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.local.runner import ABIS, NativeRunner, find_missing_runner
+from edgekit.devices.local.runner import ABIS, find_missing_runner
 from edgekit.devices.process.child import ORT_RUNNER, require_device
-from edgekit.devices.remote.adb import SLOWEST_BYTES_PER_S, linked_names
-from edgekit.devices.remote.remote import Program, Session, given_runner, native_program, run_remote
+from edgekit.devices.remote.adb import linked_names
+from edgekit.devices.remote.remote import (
+    SLOWEST_BYTES_PER_S,
+    STEP_S,
+    Program,
+    RemoteOptions,
+    native_program,
+    run_remote,
+)
 from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
 from edgekit.errors import DeviceError, EdgekitError
-from edgekit.evidence import Evidence
 
-_STEP_S = 30.0
 _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ClearAllForwardings=yes",
 )  # fmt: skip
@@ -39,7 +44,7 @@ class SshLink(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     base: str = ""
     control: str = ""
-    step_timeout_s: float = _STEP_S
+    step_timeout_s: float = STEP_S
     slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
     run: str = msgspec.field(default_factory=run_name)
 
@@ -135,33 +140,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     python: str
 
 
-class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
+class SshDevice(RemoteOptions, frozen=True, kw_only=True):
     """A machine behind ssh, named as the user would for ssh itself.
 
-    `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; without them those are used that
-    `edgekit runner build` made for its kind, and where there are none, a Python there that has onnxruntime. `python`
-    asks for that Python by its path. `libraries`, `provider` and `threads` are as for a device behind adb.
+    Where there is no runner for its kind, a Python there that has onnxruntime runs models. `python` asks for that
+    Python by its path.
     """
 
     host: str
-    runner: Path | None = None
-    library: Path | None = None
-    libraries: tuple[Path, ...] = ()
     python: str = ""
-    provider: str = ""
-    threads: int = 0
-    step_timeout_s: float = _STEP_S
-    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
 
     @property
     def name(self) -> str:
         """The device as the user names it."""
         return self._link().name
-
-    @property
-    def evidence(self) -> Evidence:
-        """How good its word is."""
-        return self._session().evidence
 
     def find_missing(self) -> Missing | None:
         """Returns why this machine cannot be used, and what to do about it."""
@@ -185,7 +177,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
             machine = self._look_at(link)
             require_device(self.name, self._find_lacking(machine))
             program = self._choose_program(machine)
-            run = run_remote(msgspec.structs.replace(link, base=machine.base), program, job, work, self._session())
+            run = run_remote(msgspec.structs.replace(link, base=machine.base), program, job, work, self.session)
         return msgspec.structs.replace(run, versions={"system": machine.system, **run.versions})
 
     def clean(self) -> None:
@@ -198,7 +190,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.replace(link, base=self._look_at(link).base).clean()
 
     def _find_lacking(self, machine: Machine) -> Missing | None:
-        if machine.python or (machine.abi and not self.python and self._given(machine.abi)):
+        if machine.python or (machine.abi and not self.python and self.find_runner(machine.abi)):
             return None
         if self.python:
             return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
@@ -211,7 +203,7 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _choose_program(self, machine: Machine) -> Program:
-        native = self._given(machine.abi) if machine.abi and not self.python else None
+        native = self.find_runner(machine.abi) if machine.abi and not self.python else None
         if native is not None:
             return native_program(native, self.libraries)
         why = "as asked" if self.python else f"because no runner for '{machine.abi or machine.system}' is built"
@@ -221,15 +213,9 @@ class SshDevice(msgspec.Struct, frozen=True, kw_only=True):
             notes=(f"run by the onnxruntime of {machine.python}, {why}",),
         )
 
-    def _given(self, abi: str) -> NativeRunner | None:
-        return given_runner(abi, self.runner, self.library)
-
     def _look_at(self, link: SshLink) -> Machine:
-        linux = [abi for abi in ABIS.values() if not abi.android and not self.python and self._given(abi.name)]
+        linux = [abi for abi in ABIS.values() if not abi.android and not self.python and self.find_runner(abi.name)]
         return _look_at(link, self.python, [f"Linux {abi.machine}" for abi in linux])
-
-    def _session(self) -> Session:
-        return Session(provider=self.provider, threads=self.threads)
 
     def _link(self) -> SshLink:
         return SshLink(host=self.host, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s)

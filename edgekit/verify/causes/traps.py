@@ -12,6 +12,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun
+from edgekit.devices.emulators.qnn_sim import ARCH_SOCS
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors, is_numeric
@@ -19,7 +20,7 @@ from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 from edgekit.verify.metrics import tensor_metrics as metrics
 
 _VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
-_SOCS = {"30": "v68", "36": "v69", "43": "v73", "57": "v75", "69": "v79", "87": "v81"}
+_SOCS: Mapping[str, str] = {soc: arch for arch, soc in ARCH_SOCS.items()}
 _FIT_DB, _GAIN_DB, _SAMPLES = 20.0, 15.0, 3
 _LEAST_ROUNDED = 4
 _SAFE = 64

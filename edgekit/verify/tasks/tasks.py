@@ -1,9 +1,7 @@
 """Metrics of the task: what a labelled sample is worth, on the float model and on a device, and how sure that is."""
 
-import importlib
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 
 from edgekit.data.labels import Label, LabelKind
 from edgekit.data.samples import Samples
+from edgekit.data.user_code import load_function
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, suggest_name
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.target import TaskLimit
@@ -53,7 +52,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
         UsageError: there is no such metric, or no such function.
     """
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", limit.name):
-        function = _import_function(limit.name)
+        function = load_function(limit.name, "metric")
         return TaskMetric(
             labels="any",
             read=lambda outputs, label, limit: _as_fraction(_call(limit.name, function, outputs, label)),
@@ -323,19 +322,6 @@ METRICS: Mapping[str, TaskMetric] = {
 
 
 _GIVES = "it returns a number, or (above, below) whose sums are divided"
-
-
-def _import_function(name: str) -> Callable[[Tensors, Label], Any]:
-    module, _, function = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Callable[[Tensors, Label], Any] = getattr(importlib.import_module(module), function)
-    except Exception as error:  # importing runs the user's own code
-        raise UsageError(
-            f"cannot load metric '{name}': {error}", hint="module:function, importable from here"
-        ) from error
-    return found
 
 
 def _as_fraction(value: Any) -> tuple[float, float]:
