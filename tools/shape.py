@@ -101,7 +101,7 @@ DOORS = {
         "edgekit/_ort.py",
         "edgekit/prepare/_ort_transformers.py",
         "edgekit/quantize/_ort_quantizer.py",
-        "edgekit/quantize/weight_only/_ort_half.py",
+        "edgekit/quantize/weight_only/_ort_float16.py",
     ),
     "subprocess": ("edgekit/_proc.py",),
 }

@@ -14,7 +14,7 @@ from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
-from edgekit.quantize.weight_only.convert import LightenOptions
+from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 from edgekit.recipe import Recipe
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
@@ -51,7 +51,7 @@ def command(
     with_onnx: bool,
     context: ContextOptions,
     fuse: FuseOptions | None,
-    weights: LightenOptions | None,
+    weights: WeightOnlyOptions | None,
     qoperator: bool,
     custom_ops: tuple[Path, ...],
     data: str | None,

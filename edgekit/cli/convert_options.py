@@ -10,7 +10,7 @@ from edgekit.cli.options import split_names
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.errors import UsageError
 from edgekit.prepare.transformer import FuseOptions
-from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, LightenOptions, WeightForm
+from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, WeightForm, WeightOnlyOptions
 
 Command = Callable[..., int]
 
@@ -58,7 +58,7 @@ def weights(function: Command) -> Command:
     def command(*, form: WeightForm | None, keep: str | None, block: int | None, **rest: Any) -> int:
         if form is None and (keep or block):
             raise UsageError("--keep and --block say how to make weights smaller", hint="add --weights int8")
-        chosen = LightenOptions(form=form, kept=split_names(keep), block=block or 32) if form else None
+        chosen = WeightOnlyOptions(form=form, kept=split_names(keep), block=block or 32) if form else None
         return function(weights=chosen, **rest)
 
     return command

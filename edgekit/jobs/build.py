@@ -34,9 +34,9 @@ from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
-from edgekit.quantize.calibration.cache import Cache
+from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.mixed_precision.goal_search import Goal, plan_sparingly, search_quantization
-from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_build
@@ -213,7 +213,7 @@ def _hold_out(samples: Samples) -> tuple[Samples, Samples]:
 def _calibrate(prepared: Model, samples: Samples, facts: SampleFacts, job: _Job) -> Calibration | ModelError | None:
     if not job.wants_integers():
         return None
-    cache = None if job.cache is None else Cache(folder=job.cache, digests=facts.digests)
+    cache = None if job.cache is None else CacheSettings(folder=job.cache, digests=facts.digests)
     try:
         return calibrate_model(prepared, samples, work=job.work / "calibration", cache=cache, progress=job.progress)
     except ModelError as error:
@@ -327,7 +327,7 @@ def _quantize(inputs: _Inputs, target: Target, precision: Precision, job: _Job, 
 
 def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:
     left = [node.name for node in check.node_list if not node.taken]
-    halved = halve_model(prepared, left, out)
+    halved = convert_to_fp16(prepared, left, out)
     if halved.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(halved.clamped[:5])}")
     return halved.model

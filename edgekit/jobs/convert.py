@@ -21,7 +21,7 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq.qoperator import write_qoperator
-from edgekit.quantize.weight_only.convert import LightenOptions, LightModel, WeightForm, lighten_model
+from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.target import Form, Target
 
@@ -39,7 +39,7 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     with_onnx: bool = False
     context: ContextOptions = DEFAULT_CONTEXT
     fuse: FuseOptions | None = None
-    weights: LightenOptions | None = None
+    weights: WeightOnlyOptions | None = None
     qoperator: bool = False
     custom_ops: tuple[Path, ...] = ()
     data: Data | None = None
@@ -155,8 +155,8 @@ def _fuse(
     return changed, fusion
 
 
-def _lighten(model: Model, options: ConvertOptions, work: Path) -> LightModel | None:
-    return None if options.weights is None else lighten_model(model, options.weights, work / "light.onnx")
+def _lighten(model: Model, options: ConvertOptions, work: Path) -> WeightOnlyModel | None:
+    return None if options.weights is None else compress_weights(model, options.weights, work / "light.onnx")
 
 
 def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:
@@ -171,7 +171,7 @@ def _load_samples(data: Data | None, prepared: Model) -> Samples | None:
 
 
 def _report(
-    source: Model, out: Path, converted: ConvertedModel, fusion: Fusion | None, small: LightModel | None
+    source: Model, out: Path, converted: ConvertedModel, fusion: Fusion | None, small: WeightOnlyModel | None
 ) -> ConvertReport:
     return ConvertReport(
         model=source.name,

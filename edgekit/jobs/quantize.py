@@ -19,7 +19,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.calibration.cache import Cache
+from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import adopt_plan, require_origin
 from edgekit.quantize.graph.graph import refuse_huge
 from edgekit.quantize.mixed_precision.choose import plan_calibration
@@ -246,7 +246,7 @@ def _calibrate(job: _Job, wanted: _Wanted, cache: Path | None, progress: Progres
         work=job.work / "calibration",
         methods=wanted.methods,
         fitting=wanted.fitting,
-        cache=None if cache is None else Cache(folder=cache, digests=job.facts.digests),
+        cache=None if cache is None else CacheSettings(folder=cache, digests=job.facts.digests),
         progress=progress,
     )
 

@@ -12,7 +12,7 @@ from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
 from edgekit.quantize.qdq.compact import compact_qdq
-from edgekit.quantize.rounding.unsigned import unsign_weights
+from edgekit.quantize.rounding.unsigned import store_weights_unsigned
 
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ def quantize_model(model: Model, plan: QuantPlan, out: Path) -> QuantizedModel:
     if not units.quantized:
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
     if plan.weight == "uint8" and plan.weight_symmetric:
-        unsign_weights(quantized)
+        store_weights_unsigned(quantized)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
     written = save_proto(quantized, out)

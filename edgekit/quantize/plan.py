@@ -10,7 +10,7 @@ from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.float_regions import boundless_tensors, delicate_islands, float_islands
+from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph, float_activations, range_source
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
@@ -104,7 +104,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     activation = rules.activation if precision == "int8" else "uint16"
     op_types = _op_types(graph, rules)
     widens = precision == "int8" and "int16" in target.precisions
-    delicate = delicate_islands(graph) if precision == "int8" else {}
+    delicate = find_high_precision_regions(graph) if precision == "int8" else {}
     exact = calibration.ranges["minmax"]
     float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else delicate, exact.keys()))
     plan = QuantPlan(
@@ -183,9 +183,9 @@ def _float_computing(graph: Graph) -> list[onnx.NodeProto]:
 def _float_nodes(
     graph: Graph, op_types: tuple[str, ...], delicate: dict[str, str], measured: Collection[str]
 ) -> Iterator[FloatNode]:
-    boundless = boundless_tensors(graph)
+    boundless = find_infinite_tensors(graph)
     unmeasured = {name for name in float_activations(graph) if name not in measured}
-    islands = delicate | float_islands(graph)
+    islands = delicate | find_float_regions(graph)
     for node in graph.proto.graph.node:
         kinds = {graph.elem_types.get(name, 0) for name in (*node.input, *node.output)}
         other = next((text for kind, text in _OTHER_FLOATS.items() if kind in kinds), None)

@@ -9,7 +9,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph.compared_tensors import judge_points
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.mixed_precision.score import judge_candidate
 from edgekit.quantize.qdq.build import build_qdq
@@ -71,7 +71,7 @@ def test_moments_recover_what_correlated_inputs_lose(tmp_path: Path) -> None:
 
     def score(rounding: Rounding) -> float:
         built = build_qdq(graph, msgspec.structs.replace(plan, rounding=rounding), "m")
-        return judge_candidate(built, judge_points(graph), Path(calibration.statistics))
+        return judge_candidate(built, find_compared_tensors(graph), Path(calibration.statistics))
 
     assert score("gptq") > score("nearest") + 3
 

@@ -21,10 +21,10 @@ from edgekit.quantize.equalization.equalize import (
     choose_factors,
     equalize_calibration,
     equalize_graph,
-    has_gates,
+    scales_silu,
 )
-from edgekit.quantize.equalization.pairs import find_seams
-from edgekit.quantize.equalization.silu import BACK, cut_tails
+from edgekit.quantize.equalization.pairs import find_equalization_pairs
+from edgekit.quantize.equalization.silu import RESTORED, clip_silu_tails
 from edgekit.quantize.graph.graph import float_activations, read_graph
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Target, load_target
@@ -76,7 +76,7 @@ def sqnr_db(model: Model, other: Model) -> float:
 
 
 def test_the_seams_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model, Calibration]) -> None:
-    seams = {seam.tensor: seam for seam in find_seams(read_graph(unequal[0]))}
+    seams = {seam.tensor: seam for seam in find_equalization_pairs(read_graph(unequal[0]))}
     assert list(seams) == ["r", "p", "c", "f"]
     assert [step.tensor for step in seams["p"].steps] == ["d"]
     assert (seams["c"].ceiling, seams["r"].ceiling) == (6, None)
@@ -89,7 +89,7 @@ def test_a_normalisation_is_a_seam_through_the_reshapes_behind_it(tmp_path: Path
     shapes: dict[str, tuple[int, ...]] = {
         "gain": (32,), "shift": (32,), "wa": (32, 8), "wb": (32, 8), "wc": (32, 40),
     }  # fmt: skip
-    seams = find_seams(read_graph(make_model(text, tmp_path / "m.onnx", shapes)))
+    seams = find_equalization_pairs(read_graph(make_model(text, tmp_path / "m.onnx", shapes)))
     assert [(seam.tensor, seam.copies, len(seam.readers)) for seam in seams] == [("n", ("one", "two"), 3)]
 
 
@@ -139,7 +139,7 @@ def test_channels_are_scaled_through_joins_and_resizing_and_slopes_below_zero(tm
     calibration = calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
     graph, seen = read_graph(model), calibration.ranges["minmax"]
     assert (numpy_helper.to_array(graph.initializers["slope"]) < 0).any()
-    (joined,) = (seam for seam in find_seams(graph) if seam.tensor == "z")
+    (joined,) = (seam for seam in find_equalization_pairs(graph) if seam.tensor == "z")
     assert joined.fixed == ((16, 24),)  # Two nodes read r.
     factors = choose_factors(graph, Path(calibration.statistics), (), seen)
     assert set(factors) == {"p", "z"}
@@ -226,7 +226,7 @@ def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, C
     assert choose_factors(graph, Path(calibration.statistics), (), seen) == {}
     factors = choose_factors(graph, Path(calibration.statistics), (), seen, gated=True)
     assert set(factors) == {"p", "q"}
-    assert has_gates(graph, factors)
+    assert scales_silu(graph, factors)
     evened = equalize_graph(graph, factors)
     save_proto(evened.proto, tmp_path / "evened.onnx")
     for sample in random_samples(model, count=4, seed=2):
@@ -240,8 +240,8 @@ def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, C
     for name in ("p", "q"):
         span = again.ranges["minmax"][f"{name}_equalized"]
         assert derived[f"{name}_equalized"].high == pytest.approx(span.high, rel=0.01)
-    assert derived[f"a{BACK}"].high <= 8
-    assert derived[f"b{BACK}"].low >= -3.01
+    assert derived[f"a{RESTORED}"].high <= 8
+    assert derived[f"b{RESTORED}"].low >= -3.01
 
 
 def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
@@ -253,7 +253,7 @@ def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
         plan = plan_quantization(model, calibration, target, "int8")
         ruined = quantize_model(model, stock, tmp_path / "stock.onnx").model
         saved = quantize_model(model, plan, tmp_path / "saved.onnx").model
-        assert has_gates(read_graph(model), plan.factors)
+        assert scales_silu(read_graph(model), plan.factors)
         assert sqnr_db(model, ruined) < 8
         assert sqnr_db(model, saved) > 26
         assert {node.op for node in plan.float_nodes} <= {"HardSigmoid"}
@@ -266,7 +266,7 @@ def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -
     model = make_model(GATED, tmp_path / "m.onnx", shapes)
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     graph, seen = read_graph(model), calibration.ranges["minmax"]
-    assert not has_gates(graph, choose_factors(graph, Path(calibration.statistics), (), seen, gated=True))
+    assert not scales_silu(graph, choose_factors(graph, Path(calibration.statistics), (), seen, gated=True))
 
 
 def test_low_values_that_a_gate_turns_to_nothing_get_no_integers(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_low_values_that_a_gate_turns_to_nothing_get_no_integers(tmp_path: Path)
     model = save_proto(proto, tmp_path / "large.onnx")
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     seen = calibration.ranges["minmax"]
-    for method, spans in cut_tails(read_graph(model), calibration).ranges.items():
+    for method, spans in clip_silu_tails(read_graph(model), calibration).ranges.items():
         assert -7 < spans["a"].low < -1.3, method
         assert spans["a"].high == calibration.ranges[method]["a"].high
         assert spans["b"] == calibration.ranges[method]["b"]

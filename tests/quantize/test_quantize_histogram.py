@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from edgekit.data.samples import spread_indices
-from edgekit.quantize.ranges.histogram import PARTS, Histogram, HistogramGrower
+from edgekit.quantize.ranges.histogram import PARTS, Histogram, HistogramCollector
 
 floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
 
 
 @given(floats, floats)
 def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndarray) -> None:
-    forward, backward = HistogramGrower(), HistogramGrower()
+    forward, backward = HistogramCollector(), HistogramCollector()
     for grower, parts in ((forward, (one, two)), (backward, (two, one))):
         for part in parts:
             grower.add(part[None])
@@ -25,7 +25,7 @@ def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndar
 
 @given(floats)
 def test_centers_lie_near_the_values(values: np.ndarray) -> None:
-    grower = HistogramGrower()
+    grower = HistogramCollector()
     grower.add(values[None])
     centers = grower.freeze().centers
     nearest = np.abs(values[:, None] - centers[None]).min(axis=1)
@@ -33,7 +33,7 @@ def test_centers_lie_near_the_values(values: np.ndarray) -> None:
 
 
 def test_zeros_have_a_bin_of_their_own() -> None:
-    grower = HistogramGrower()
+    grower = HistogramCollector()
     grower.add(np.array([[0, 0, 0, 1, -1]], np.float32))
     frozen = grower.freeze()
     assert frozen.counts[frozen.centers == 0].tolist() == [3]
@@ -62,7 +62,7 @@ def test_shares_hold_for_all_samples_to_within_the_error_that_is_stated(kind: st
     for seed in range(turns):
         every = every_sample(kind, seed)
         measured = every[list(spread_indices(len(every), 64))]
-        grower = HistogramGrower()
+        grower = HistogramCollector()
         for block in np.split(measured, 4):
             grower.add(block)
         stated = grower.freeze().sample_error(len(measured), len(every))
@@ -85,11 +85,11 @@ def test_the_stated_error_is_that_of_students_t() -> None:
 
 
 def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> None:
-    whole, parts = HistogramGrower(), HistogramGrower()
+    whole, parts = HistogramCollector(), HistogramCollector()
     values = np.random.default_rng(0).normal(size=(3 * PARTS + 2, 40)).astype(np.float32)
     whole.add(values)
     for block in (values[:5], values[5:6], values[6:]):
-        again = HistogramGrower()
+        again = HistogramCollector()
         assert again.restore(parts.state())
         again.add(block)
         parts = again

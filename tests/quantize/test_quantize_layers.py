@@ -7,7 +7,7 @@ from quantize_models import make_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.graph.layers import Cut, Layer, cut_vectors, read_layers
+from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers
 
 CASES = {
     "plain": ("Conv<kernel_shape=[3,3]>", (6, 4, 3, 3), (1, 4, 9, 9)),
@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-def gather(cut: Cut, value: Array) -> Array:
+def gather(cut: PatchIndices, value: Array) -> Array:
     for axis, indices in cut.gathers:
         value = np.take(value, indices, axis=axis)
     return cut.vectors(value)
@@ -44,7 +44,7 @@ def test_matrix_times_vectors_is_what_the_layer_computes(case: str, tmp_path: Pa
     model = make_model(text, tmp_path / "m.onnx", {"w": weight_shape})
     graph = read_graph(model)
     (layer,) = read_layers(graph)
-    cut = cut_vectors(graph, layer, 10_000)
+    cut = locate_patches(graph, layer, 10_000)
     assert cut is not None
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     weight = graph.constant("w")
@@ -84,4 +84,4 @@ def test_layers_that_cannot_be_corrected_are_left_out(body: str, tmp_path: Path)
 def test_unknown_spatial_size_gives_no_cut(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,H,W] x) => (float y) { y = Conv(x, w) }'
     graph = read_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 4, 3, 3)}))
-    assert cut_vectors(graph, read_layers(graph)[0], 10) is None
+    assert locate_patches(graph, read_layers(graph)[0], 10) is None

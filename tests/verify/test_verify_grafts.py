@@ -12,7 +12,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.target import load_target
 from edgekit.verify.layers.comparison import compare_layers
 from edgekit.verify.layers.outliers import find_first_bad
@@ -67,7 +67,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
         "source": source,
         "fp32": prepared,
         "int8": quantize_model(prepared, plan, folder / "quantized.onnx").model,
-        "fp16": halve_model(prepared, [], folder / "half.onnx").model,
+        "fp16": convert_to_fp16(prepared, [], folder / "half.onnx").model,
     }
 
 

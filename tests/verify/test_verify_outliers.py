@@ -13,7 +13,7 @@ from verify_models import break_layer, make_images, quantize, save_network
 from edgekit.model.model import Model, load_model
 from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.model.tensors import Array
-from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.verify.layers.comparison import LayerReport, compare_layers
 from edgekit.verify.layers.outliers import find_first_bad, judge_layers
 from edgekit.verify.layers.overflows import settle_infinities
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
 def floats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     folder = tmp_path_factory.mktemp("floats")
     model = save_network(folder / "network.onnx")
-    return {"fp32": model, "fp16": halve_model(model, [], folder / "half.onnx").model}
+    return {"fp32": model, "fp16": convert_to_fp16(model, [], folder / "half.onnx").model}
 
 
 def change_float(model: Model, path: Path, layer: str, change: Callable[[Array], Array]) -> Model:

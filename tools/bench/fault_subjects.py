@@ -17,7 +17,7 @@ from edgekit.model.model import Model, iterate_graphs, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.target import Target, load_target
 
 _DRAWN = {"ppocr_cls_mbv3": (1, 3, 48, 192), "mnist8_cntk": (1, 1, 28, 28)}
@@ -76,7 +76,7 @@ def deploy(subject: Subject, form: str, work: Path) -> tuple[Model, Target]:
         return subject.prepared, target
     if form == "fp16":
         left = [node.name for node in check_model(subject.prepared, target).node_list if not node.taken]
-        return halve_model(subject.prepared, left, work / "half.onnx").model, target
+        return convert_to_fp16(subject.prepared, left, work / "half.onnx").model, target
     calibration = calibrate_model(subject.prepared, subject.learn, work=work / "calibration")
     plan = plan_quantization(subject.prepared, calibration, target, "int8")
     return quantize_model(subject.prepared, plan, work / "quantized.onnx").model, target

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.graph.graph import Graph
-from edgekit.quantize.graph.raw_scores import are_scores, list_columns
+from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges.methods import sigmoid
 
 Meaning = Literal["classes", "map", "labels", "image", "values"]
@@ -47,11 +47,11 @@ def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading
     Scores that decide nothing are values, such as an embedding, whose largest entry says little. Raw scores of a map
     are told from other tensors by the confidence that they show, and by classes that are of one size.
     """
-    columns = list_columns({name: value.shape for name, value in outputs[0].items()})
+    columns = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
     return {
         name: reading
         for name in outputs[0]
-        for reading in _read(graph, name, [row[name] for row in outputs], is_column=name in columns)
+        for reading in _read(graph, name, [row[name] for row in outputs], is_raw_score=name in columns)
     }
 
 
@@ -77,7 +77,7 @@ def read_decisions(value: Array, reading: Reading) -> Array:
     return np.asarray(np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1).argmax(axis=0))
 
 
-def _read(graph: Graph, name: str, values: Sequence[Array], *, is_column: bool) -> Iterator[Reading]:
+def _read(graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool) -> Iterator[Reading]:
     """Yields the meaning of an output, nothing where its numbers or its changing shape say none.
 
     A column beside a table, such as one score for each of many boxes, is no choice between its rows.
@@ -88,11 +88,11 @@ def _read(graph: Graph, name: str, values: Sequence[Array], *, is_column: bool) 
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(meaning="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        scores = _find_places(values, squash) if is_column else _find_classes(values, squash)
+        scores = _find_places(values, squash) if is_raw_score else _find_classes(values, squash)
         yield next(scores, None) or _read_numbers(first)
 
 
-def may_be_picture(shape: tuple[int, ...]) -> bool:
+def may_be_image(shape: tuple[int, ...]) -> bool:
     """Returns True for four axes with 1, 3 or 4 channels, first or last, and sides that are not tiny."""
     if len(shape) != 4:
         return False
@@ -101,14 +101,14 @@ def may_be_picture(shape: tuple[int, ...]) -> bool:
 
 
 def _read_numbers(value: Array) -> Reading:
-    if value.shape[:1] == (1,) and may_be_picture(value.shape):
+    if value.shape[:1] == (1,) and may_be_image(value.shape):
         return Reading(meaning="image")
     sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
     return Reading(meaning="values", axis=min(sizes, default=(True, 1, 0))[2])
 
 
 def _find_places(values: Sequence[Array], squash: str) -> Iterator[Reading]:
-    is_raw = not squash and are_scores(np.concatenate([value.reshape(-1) for value in values]))
+    is_raw = not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values]))
     meaning: Meaning = "map" if is_raw or squash == "Sigmoid" else "values"
     yield Reading(
         meaning=meaning, axis=values[0].ndim - 1, squash=RAW if is_raw else squash if meaning == "map" else ""

@@ -20,14 +20,14 @@ SHARE = 20
 _LEAST_SECONDS = 0.2
 
 
-class Cache(msgspec.Struct, frozen=True, kw_only=True):
+class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where to keep a calibration, and the sha256 of each sample in order, as `check_samples` returns them."""
 
     folder: Path
     digests: tuple[bytes, ...]
 
 
-class Keeper:
+class CalibrationCache:
     """Reads and writes the parts of one calibration; without a folder it does nothing.
 
     `notes` says what was wrong with them.
@@ -76,8 +76,8 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def opened_keeper(cache: Cache | None, key: str, progress: Progress) -> Generator[Keeper]:
-    """Yields the keeper of the calibration with a key; one that another run has open is left to it.
+def open_cache(cache: CacheSettings | None, key: str, progress: Progress) -> Generator[CalibrationCache]:
+    """Yields the store of the calibration with a key; one that another run has open is left to it.
 
     The folder is its owner's alone, for the samples held out to judge by are in it.
 
@@ -85,7 +85,7 @@ def opened_keeper(cache: Cache | None, key: str, progress: Progress) -> Generato
         OutputError: the folder cannot be made.
     """
     if cache is None:
-        yield Keeper(None, key, progress)
+        yield CalibrationCache(None, key, progress)
         return
     folder = cache.folder / f"calibration-{key[:32]}"
     try:
@@ -95,15 +95,15 @@ def opened_keeper(cache: Cache | None, key: str, progress: Progress) -> Generato
     except OSError as error:
         raise OutputError(f"cannot write '{folder}': {error.strerror}", hint="give another --cache") from error
     try:
-        keeper = Keeper(folder, key, progress)
+        store = CalibrationCache(folder, key, progress)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            keeper = Keeper(None, key, progress)
-            keeper.note(f"another run has '{folder}' open: this one keeps nothing")
+            store = CalibrationCache(None, key, progress)
+            store.note(f"another run has '{folder}' open: this one keeps nothing")
         else:
             for left in folder.glob(".edgekit-*"):
                 shutil.rmtree(left, ignore_errors=True)
-        yield keeper
+        yield store
     finally:
         os.close(lock)

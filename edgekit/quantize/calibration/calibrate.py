@@ -10,24 +10,24 @@ from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.calibration.cache import Cache
+from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.calibration.held_out import save_held_out
 from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import Task, measure_samples
-from edgekit.quantize.calibration.statistics import Tally
-from edgekit.quantize.graph.compared_tensors import judge_points
+from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import Graph, float_activations, read_graph, set_weights_aside
-from edgekit.quantize.ranges.histogram import HistogramGrower
+from edgekit.quantize.ranges.histogram import HistogramCollector
 from edgekit.quantize.ranges.methods import (
     AUTO_METHODS,
     METHODS,
     PLAIN_METHODS,
     RANGE_METHODS,
-    Seen,
     TensorRange,
-    fitting_reader,
-    read_by,
+    TensorStatistics,
+    find_nonlinearities,
+    match_nonlinearity,
     snap_range,
 )
 
@@ -70,7 +70,7 @@ def calibrate_model(
     work: Path,
     methods: Sequence[str] = AUTO_METHODS,
     fitting: bool = True,
-    cache: Cache | None = None,
+    cache: CacheSettings | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Measures every float activation of a prepared float model, streaming the samples.
@@ -96,7 +96,7 @@ def calibrate_model(
     found = measure_samples(model, task, cache, progress or say_nothing)
     if fitting:
         save_held_out(work, found.held_out)
-        save_moments(work / "moments.npz", found.tally.moments())
+        save_moments(work / "moments.npz", found.statistics.moments())
     return Calibration(
         model_sha256=model.sha256,
         samples_sha256=_join_digests(found.seen),
@@ -104,19 +104,26 @@ def calibrate_model(
         measured=len(task.indices),
         picked=task.picked,
         is_exact=found.is_exact,
-        sample_error=found.tally.sample_error(len(task.indices), len(found.seen)),
+        sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=found.notes,
-        ranges=_all_ranges(graph, found.aliases, found.tally, methods),
+        ranges=_all_ranges(graph, found.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
     )
 
 
 def _make_task(
-    name: str, graph: Graph, samples: Samples, methods: Sequence[str], cache: Cache | None, work: Path, *, fitting: bool
+    name: str,
+    graph: Graph,
+    samples: Samples,
+    methods: Sequence[str],
+    cache: CacheSettings | None,
+    work: Path,
+    *,
+    fitting: bool,
 ) -> Task:
     indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or methods != PLAIN_METHODS else ()
-    points = {point.tensor for point in judge_points(graph)} if fitting else set[str]()
+    points = {point.tensor for point in find_compared_tensors(graph)} if fitting else set[str]()
     return Task(
         name=name,
         graph=graph,
@@ -126,7 +133,7 @@ def _make_task(
         others=tuple(sorted(set(range(samples.count)) - set(indices))),
         points=tuple(sorted(points)),
         picked=picked_values(len(indices)) if methods != PLAIN_METHODS else 0,
-        vectors_from=len(indices) if fitting else 0,
+        patch_samples=len(indices) if fitting else 0,
         expected=() if cache is None else cache.digests,
     )
 
@@ -143,19 +150,21 @@ def _join_digests(digests: Mapping[int, bytes]) -> str:
 
 
 def _all_ranges(
-    graph: Graph, aliases: dict[str, str], tally: Tally, methods: Sequence[str]
+    graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
-    exact, mean, histograms = tally.exact_ranges(), tally.mean_ranges(), tally.histograms()
-    masked, empty, readers = tally.masked(), HistogramGrower().freeze(), read_by(graph)
+    exact, mean, histograms = statistics.exact_ranges(), statistics.mean_ranges(), statistics.histograms()
+    masked, empty, readers = statistics.masked(), HistogramCollector().freeze(), find_nonlinearities(graph)
     exact |= masked
     mean |= masked
     histograms |= dict.fromkeys(masked, empty)
-    fitting = {name: fitting_reader(reader, histograms.get(name, empty)) for name, reader in readers.items()}
+    fitting = {name: match_nonlinearity(reader, histograms.get(name, empty)) for name, reader in readers.items()}
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]
         chosen = {
-            name: choose(Seen(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), fitting.get(name))
+            name: choose(
+                TensorStatistics(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), fitting.get(name)
+            )
             for name, span in exact.items()
         }
         for name, source in reversed(list(aliases.items())):

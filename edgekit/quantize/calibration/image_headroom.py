@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from edgekit.quantize.accuracy.output_kinds import may_be_picture
+from edgekit.quantize.accuracy.output_kinds import may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
@@ -13,12 +13,12 @@ _WHITES = (1.0, 255.0)
 _MOST_HEADROOM = 1.25
 
 
-def makes_pictures(graph: Graph) -> bool:
+def makes_images(graph: Graph) -> bool:
     """Returns True if an output of a graph may be an image."""
     return any(_is_picture(graph, value.name) for value in graph.proto.graph.output)
 
 
-def give_headroom(graph: Graph, calibration: Calibration) -> Calibration:
+def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     """Returns a calibration in which the ranges of a net that makes images of images reach as far as white would.
 
     Samples seldom show all that images may be: where the brightest is 0.9, a white wall would be cut off, and the net
@@ -29,7 +29,7 @@ def give_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     seen = calibration.ranges["minmax"]
     fed = [value.name for value in graph.proto.graph.input if _is_picture(graph, value.name)]
     whites = [white for name in fed for white in _find_white(seen, name)]
-    if not makes_pictures(graph) or not whites or len(whites) < len(fed):
+    if not makes_images(graph) or not whites or len(whites) < len(fed):
         return calibration
     white = max(whites)
     growth = max(1.0, *(white / seen[name].high for name in fed))
@@ -61,4 +61,4 @@ def _is_image(graph: Graph, name: str, span: TensorRange, white: float) -> bool:
 
 
 def _is_picture(graph: Graph, name: str) -> bool:
-    return graph.is_float(name) and may_be_picture(graph.static_shape(name) or ())
+    return graph.is_float(name) and may_be_image(graph.static_shape(name) or ())

@@ -9,15 +9,15 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import vectors_wanted
-from edgekit.quantize.graph.attention_masks import HIDDEN, Scores, score_tensors
-from edgekit.quantize.graph.float_regions import boundless_tensors
+from edgekit.quantize.calibration.moments import patches_per_sample
+from edgekit.quantize.graph.attention_masks import MASK_VALUE, AttentionScores, find_attention_scores
+from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph, float_activations, folded_activations, known_bounds
-from edgekit.quantize.graph.layers import Cut, Layer, cut_vectors, read_layers
+from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers
 
 LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
-PICKS, VECTORS = "edgekit.picks", "edgekit.vectors."
+PICKS, PATCHES = "edgekit.picks", "edgekit.vectors."
 
 PICKED_VALUES = 1 << 18
 """About how many values of a tensor its histogram holds, over all samples."""
@@ -46,7 +46,7 @@ _NAN_OPS = frozenset(
 )
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
+class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A graph that measures, and the order in which its extra outputs hold the tensors.
 
     `lows` and `highs` name the tensors of the vectors of minima and maxima, with how many entries each has: one, or
@@ -55,7 +55,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which the lowest value that
     counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
     Runtime's minimum and maximum skip. `cuts` says how to read
-    the vectors of each layer from its own output, named VECTORS and its node.
+    the vectors of each layer from its own output, named PATCHES and its node.
     """
 
     proto: onnx.ModelProto
@@ -64,19 +64,21 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     sums: tuple[str, ...]
     scores: tuple[str, ...]
     picks: tuple[tuple[str, int], ...]
-    cuts: tuple[tuple[Layer, Cut], ...]
+    cuts: tuple[tuple[Layer, PatchIndices], ...]
     bounds: dict[str, tuple[float | None, float | None]]
     aliases: dict[str, str]
 
 
-def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0, vectors_from: int = 0) -> Observation:
+def instrument_graph(
+    graph: Graph, shown: Collection[str] = (), *, picked: int = 0, patch_samples: int = 0
+) -> InstrumentedGraph:
     """Returns the graph with a minimum and a maximum for each float activation, and the tensors of `shown` as outputs.
 
-    `picked` is how many values at fixed positions of each activation are returned besides. With `vectors_from`, whole
+    `picked` is how many values at fixed positions of each activation are returned besides. With `patch_samples`, whole
     vectors of the input of each layer with weights are, as many as so many samples should give.
     """
     aliases = folded_activations(graph)
-    unsure = {*aliases, *_shaped_by_data(graph), *boundless_tensors(graph)}
+    unsure = {*aliases, *_shaped_by_data(graph), *find_infinite_tensors(graph)}
     names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     builder = _Builder(graph)
@@ -90,7 +92,7 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     builder.extremes(HIGHS, "ReduceMax", {name: channels.get(name) for name in highs})
     scores = [
         each
-        for each in score_tensors(graph.proto.graph, {name: len(shape) for name, shape in graph.shapes.items()})
+        for each in find_attention_scores(graph.proto.graph, {name: len(shape) for name, shape in graph.shapes.items()})
         if each.tensor in lows and graph.shapes.get(each.tensor)
     ]
     builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
@@ -98,14 +100,14 @@ def observe_graph(graph: Graph, shown: Collection[str] = (), *, picked: int = 0,
     picks = tuple((name, builder.pick_count(name, picked)) for name in names)
     picks = tuple((name, count) for name, count in picks if count)
     builder.concat(PICKS, [builder.pick(name, count) for name, count in picks])
-    return Observation(
+    return InstrumentedGraph(
         proto=builder.proto,
         lows=tuple((name, _entries(graph, name, channels.get(name))) for name in lows),
         highs=tuple((name, _entries(graph, name, channels.get(name))) for name in highs),
         sums=sums,
         scores=tuple(each.tensor for each in scores),
         picks=picks,
-        cuts=tuple(builder.cut(vectors_from)) if vectors_from else (),
+        cuts=tuple(builder.cut(patch_samples)) if patch_samples else (),
         bounds=bounds,
         aliases=aliases,
     )
@@ -181,11 +183,11 @@ class _Builder:
         reduced = self._reduce_axes(op, source, others, keepdims=0)
         return self._node("Reshape", [reduced, "edgekit.flat"]) if axis is None else reduced
 
-    def lowest_score(self, scores: Scores) -> str:
+    def lowest_score(self, scores: AttentionScores) -> str:
         """Adds the lowest value that counts before a Softmax; a row that is hidden as a whole counts for nothing."""
         rank = len(self._graph.shapes[scores.tensor])
         highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
-        seen = self._node("Greater", [highest, self._number(HIDDEN / 10)])
+        seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
         least = self._node("Sub", [highest, self._number(scores.reach)])
         least = self._node("Where", [seen, least, self._number(0.0)])
         return self._node(
@@ -229,21 +231,21 @@ class _Builder:
         whole = self._node("Reshape", [name, "edgekit.flat"])
         return self._node("Gather", [whole, self._constant(f"edgekit.positions.{size}.{count}", flat)])
 
-    def cut(self, samples: int) -> Iterator[tuple[Layer, Cut]]:
+    def cut(self, samples: int) -> Iterator[tuple[Layer, PatchIndices]]:
         for layer in read_layers(self._graph):
             if not self._graph.is_float(layer.source) or layer.source in _shaped_by_data(self._graph):
                 continue
-            cut = cut_vectors(self._graph, layer, vectors_wanted(layer, samples))
+            cut = locate_patches(self._graph, layer, patches_per_sample(layer, samples))
             if cut is not None:
                 self._gather(layer, cut)
                 yield layer, cut
 
-    def _gather(self, layer: Layer, cut: Cut) -> None:
+    def _gather(self, layer: Layer, cut: PatchIndices) -> None:
         name = layer.source
         for axis, indices in cut.gathers:
             name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
-        self.proto.graph.node.append(helper.make_node("Identity", [name], [VECTORS + layer.node]))
-        self.proto.graph.output.append(onnx.ValueInfoProto(name=VECTORS + layer.node))
+        self.proto.graph.node.append(helper.make_node("Identity", [name], [PATCHES + layer.node]))
+        self.proto.graph.output.append(onnx.ValueInfoProto(name=PATCHES + layer.node))
 
     def concat(self, name: str, parts: list[str]) -> None:
         if parts:

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgekit.errors import UsageError
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.layers import Cut, Layer, layer_factors
+from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
 _BLOCK_SIZES = (1152, 576, 288, 144)
@@ -18,7 +18,7 @@ _FLUSH_ROWS = 256
 _FIELDS = ("mean", "spread", "low", "high", "blocks")
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics of a layer's input vectors: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
 
     `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
@@ -35,10 +35,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     blocks: Array
 
 
-class MomentGrower:
+class MomentCollector:
     """Sums up the moments of one layer, a sample at a time."""
 
-    def __init__(self, layer: Layer, cut: Cut, size: int) -> None:
+    def __init__(self, layer: Layer, cut: PatchIndices, size: int) -> None:
         self._layer, self._cut, self._size = layer, cut, size
         self._pieces = layer.inputs // size
         self._sum = np.zeros((layer.groups, layer.inputs))
@@ -57,7 +57,7 @@ class MomentGrower:
         if sum(map(len, self._pending)) >= _FLUSH_ROWS:
             self._flush()
 
-    def freeze(self, lows: Array, highs: Array) -> Moment:
+    def freeze(self, lows: Array, highs: Array) -> InputMoments:
         """Returns the moments of everything added, given the extremes of the source: one a channel, or one for all."""
         self._flush()
         count = max(1, int(self._count))
@@ -66,7 +66,7 @@ class MomentGrower:
         padded = not all(inside.all() for inside in self._cut.inside)
         spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
         taps = math.prod(self._cut.kernel)
-        return Moment(
+        return InputMoments(
             count=int(self._count),
             mean=(self._sum / count).astype(np.float32),
             spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
@@ -86,9 +86,9 @@ class MomentGrower:
         self._products += np.swapaxes(parts, 1, 2) @ parts
 
 
-def scale_moment(moment: Moment, layer: Layer, factors: Array) -> Moment:
+def scale_moments(moment: InputMoments, layer: Layer, factors: Array) -> InputMoments:
     """Returns the moments of a layer's input once its channels are multiplied by factors."""
-    scale = layer_factors(layer, factors)[:, 0].astype(np.float32)
+    scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
     pieces = scale.reshape(len(moment.blocks), -1)
     return msgspec.structs.replace(
         moment,
@@ -110,13 +110,13 @@ def block_sizes(layers: tuple[Layer, ...]) -> dict[str, int]:
     return sizes
 
 
-def vectors_wanted(layer: Layer, samples: int) -> int:
+def patches_per_sample(layer: Layer, samples: int) -> int:
     """Returns how many vectors a sample should give: in all about four times as many as the layer has inputs."""
     wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
 
 
-def save_moments(path: Path, moments: Mapping[str, Moment]) -> None:
+def save_moments(path: Path, moments: Mapping[str, InputMoments]) -> None:
     """Writes moments by node to an .npz file."""
     arrays: dict[str, Array] = {}
     for index, (node, moment) in enumerate(moments.items()):
@@ -131,7 +131,7 @@ def save_moments(path: Path, moments: Mapping[str, Moment]) -> None:
 
 
 @contextlib.contextmanager
-def open_moments(path: Path) -> Generator[Callable[[str], Moment | None]]:
+def open_moments(path: Path) -> Generator[Callable[[str], InputMoments | None]]:
     """Yields a function that reads the moments of a node from a file that `save_moments` wrote, None if it has none.
 
     Raises:
@@ -145,11 +145,11 @@ def open_moments(path: Path) -> Generator[Callable[[str], Moment | None]]:
         names = [name for name in archive.files if name.endswith(".node")]
         places = {str(archive[name]): name.removesuffix(".node") for name in names}
 
-        def read(node: str) -> Moment | None:
+        def read(node: str) -> InputMoments | None:
             if node not in places:
                 return None
             fields = {field: archive[f"{places[node]}.{field}"] for field in _FIELDS}
-            return Moment(count=int(archive[f"{places[node]}.count"]), **fields)
+            return InputMoments(count=int(archive[f"{places[node]}.count"]), **fields)
 
         yield read
 

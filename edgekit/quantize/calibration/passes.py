@@ -21,12 +21,12 @@ from edgekit.machine import release_memory
 from edgekit.model.model import Model, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
-from edgekit.quantize.calibration.cache import Cache, Keeper, opened_keeper
+from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
 from edgekit.quantize.calibration.checkpoint import Checkpoint
 from edgekit.quantize.calibration.held_out import MOST_BYTES, HeldOut
-from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, Observation, observe_graph
-from edgekit.quantize.calibration.statistics import Tally
-from edgekit.quantize.graph.float_regions import boundless_tensors
+from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, InstrumentedGraph, instrument_graph
+from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph, float_activations
 
 SETTLED_SAMPLES = 8
@@ -42,7 +42,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     `is_exact` says that every value of every tensor is in its histogram.
     """
 
-    tally: Tally
+    statistics: ActivationStatistics
     held_out: HeldOut
     aliases: dict[str, str]
     is_exact: bool
@@ -65,26 +65,26 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[int, ...]
     points: tuple[str, ...]
     picked: int
-    vectors_from: int
+    patch_samples: int
     expected: tuple[bytes, ...]
 
-    def observe(self) -> Observation:
+    def observe(self) -> InstrumentedGraph:
         """Returns the graph that measures everything."""
-        return observe_graph(self.graph, self.points, picked=self.picked, vectors_from=self.vectors_from)
+        return instrument_graph(self.graph, self.points, picked=self.picked, patch_samples=self.patch_samples)
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured so far, of the samples in `seen` (the sha256 of each by its position)."""
 
     task: Task
-    keeper: Keeper
-    tally: Tally
+    store: CalibrationCache
+    statistics: ActivationStatistics
     held_out: HeldOut
     seen: dict[int, bytes]
 
     def everything(self) -> dict[str, Array]:
         held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
-        return self.tally.extremes() | self.tally.sums() | held
+        return self.statistics.extremes() | self.statistics.sums() | held
 
     def restore(self, found: Checkpoint) -> bool:
         held = {name: array for name, array in found.arrays.items() if name.startswith("held.")}
@@ -92,10 +92,10 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
         self.seen.clear()
         self.seen.update(found.seen)
         held = {name.removeprefix("held."): array for name, array in held.items()}
-        return self.tally.restore(others) and self.held_out.restore(held)
+        return self.statistics.restore(others) and self.held_out.restore(held)
 
 
-def measure_samples(model: Model, task: Task, cache: Cache | None, progress: Progress) -> Measured:
+def measure_samples(model: Model, task: Task, cache: CacheSettings | None, progress: Progress) -> Measured:
     """Runs the observed model over all samples that the cache does not know.
 
     Raises:
@@ -109,8 +109,8 @@ def measure_samples(model: Model, task: Task, cache: Cache | None, progress: Pro
             f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
             hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
         )
-    with opened_keeper(cache, _key(model, task, whole), progress) as keeper:
-        run = _go_on(task, whole, keeper)
+    with open_cache(cache, _key(model, task, whole), progress) as store:
+        run = _go_on(task, whole, store)
         known, count = len(run.seen), task.samples.count
         if known == count:
             progress(f"the calibration with {count} samples is read from the cache")
@@ -121,32 +121,32 @@ def measure_samples(model: Model, task: Task, cache: Cache | None, progress: Pro
         _bound(run)
         release_memory()
     return Measured(
-        tally=run.tally,
+        statistics=run.statistics,
         held_out=run.held_out,
         aliases=whole.aliases,
         is_exact=not task.others and all(count < task.picked for _, count in whole.picks),
         seen=run.seen,
         known=known,
-        notes=tuple(keeper.notes),
+        notes=tuple(store.notes),
     )
 
 
-def _key(model: Model, task: Task, whole: Observation) -> str:
+def _key(model: Model, task: Task, whole: InstrumentedGraph) -> str:
     """Returns a digest of what a calibration depends on, but for the samples, whose digests are in its files."""
     layers = [(layer.node, layer.groups, layer.inputs) for layer, _ in whole.cuts]
     facts = {
         "model": model.sha256,
         "versions": (version("edgekit"), VERSION, platform.machine()),
         "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.points),
-        "settings": (task.picked, task.vectors_from, SETTLED_SAMPLES),
+        "settings": (task.picked, task.patch_samples, SETTLED_SAMPLES),
         "indices": task.indices,
     }
     return digest_bytes(msgspec.json.encode(facts, order="sorted"))
 
 
-def _go_on(task: Task, whole: Observation, keeper: Keeper) -> _Run:
-    """Returns a run that knows what the keeper has of its samples."""
-    fresh = partial(_begin, task, whole, keeper)
+def _go_on(task: Task, whole: InstrumentedGraph, store: CalibrationCache) -> _Run:
+    """Returns a run that knows what the store has of its samples."""
+    fresh = partial(_begin, task, whole, store)
     run = fresh()
     if not task.expected:
         return run
@@ -156,21 +156,21 @@ def _go_on(task: Task, whole: Observation, keeper: Keeper) -> _Run:
     for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):
         if not count or len(run.seen) < needed:
             continue
-        found = keeper.load(part, digests, most_bytes)
+        found = store.load(part, digests, most_bytes)
         if found is None:
             continue
         if tuple(found.seen) != order[: len(found.seen)] or len(found.seen) > count or not run.restore(found):
-            keeper.note(f"what is kept as '{part}' is not used: it does not fit this model")
+            store.note(f"what is kept as '{part}' is not used: it does not fit this model")
             return fresh()
     return run
 
 
-def _begin(task: Task, whole: Observation, keeper: Keeper) -> _Run:
+def _begin(task: Task, whole: InstrumentedGraph, store: CalibrationCache) -> _Run:
     held_out = HeldOut(len(task.indices), task.points)
-    return _Run(task=task, keeper=keeper, tally=Tally(whole), held_out=held_out, seen={})
+    return _Run(task=task, store=store, statistics=ActivationStatistics(whole), held_out=held_out, seen={})
 
 
-def _store(observation: Observation, path: Path) -> Observation:
+def _store(observation: InstrumentedGraph, path: Path) -> InstrumentedGraph:
     """Writes an observed graph and returns the observation without it, so that its weights are not held in memory."""
     write_proto(observation.proto, path)
     return msgspec.structs.replace(observation, proto=onnx.ModelProto())
@@ -178,29 +178,29 @@ def _store(observation: Observation, path: Path) -> Observation:
 
 def _measure(run: _Run) -> None:
     """Takes in everything of the samples to measure, as far as they are not known."""
-    indices, keeper = run.task.indices, run.keeper
+    indices, store = run.task.indices, run.store
     for _ in _pass(run, indices, learning=True):
         ended = len(run.seen) == len(indices)
         if ended or not len(run.seen) % SETTLED_SAMPLES:
-            run.tally.settle()
-            keeper.save(_MEASURED, run.seen, run.everything, now=ended)
+            run.statistics.settle()
+            store.save(_MEASURED, run.seen, run.everything, now=ended)
 
 
 def _bound(run: _Run) -> None:
     """Takes in the extremes of the other samples, as far as they are not known."""
-    task, keeper = run.task, run.keeper
+    task, store = run.task, run.store
     if task.indices and len(run.seen) < task.samples.count:
-        _store(observe_graph(task.graph), task.work / "observed.onnx")
+        _store(instrument_graph(task.graph), task.work / "observed.onnx")
     try:
         for _ in _pass(run, task.others, learning=False):
-            keeper.save(_EXTREMES, run.seen, run.tally.extremes, now=len(run.seen) == task.samples.count)
+            store.save(_EXTREMES, run.seen, run.statistics.extremes, now=len(run.seen) == task.samples.count)
     except EdgekitError:
-        keeper.save(_EXTREMES, run.seen, run.tally.extremes, now=True)
+        store.save(_EXTREMES, run.seen, run.statistics.extremes, now=True)
         raise
 
 
 def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
-    """Takes in samples one by one and yields after each: then the tally holds exactly the samples seen."""
+    """Takes in samples one by one and yields after each: then the statistics holds exactly the samples seen."""
     task = run.task
     todo = [index for index in indices if index not in run.seen]
     if not todo:
@@ -211,7 +211,7 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
         now = time.monotonic()
         if done and now >= told + _TOLD_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
-            run.keeper.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
+            run.store.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         digest = digest_sample(sample)
         if task.expected and task.expected[index] != digest:
             raise DataError(
@@ -221,7 +221,7 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
         values = _run(session, sample, index, task.samples.source)
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
-        run.tally.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
+        run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
         run.seen[index] = digest
         yield
 
@@ -255,7 +255,7 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.proto)
     del proto.graph.output[:]
-    boundless = boundless_tensors(graph)
+    boundless = find_infinite_tensors(graph)
     computed = [name for name in float_activations(graph) if name in graph.producers and name not in boundless]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in computed)
     for name, value in _load(proto, work / "located.onnx").run(sample).items():

@@ -5,27 +5,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.instrument import HIGHS, LOWS, PICKS, SCORES, VECTORS, Observation
-from edgekit.quantize.calibration.moments import Moment, MomentGrower, block_sizes
+from edgekit.quantize.calibration.instrument import HIGHS, LOWS, PATCHES, PICKS, SCORES, InstrumentedGraph
+from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.graph.attention_masks import is_masked
-from edgekit.quantize.ranges.histogram import Histogram, HistogramGrower
+from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import TensorRange
 
 _FLUSH_SAMPLES = 32
 
 
-class Tally:
+class ActivationStatistics:
     """Sums up what an observed graph returns, a sample at a time; memory does not grow with the samples."""
 
-    def __init__(self, observation: Observation) -> None:
+    def __init__(self, observation: InstrumentedGraph) -> None:
         self._observation = observation
         self._lows, self._highs = _Extremes(observation.lows, np.minimum), _Extremes(observation.highs, np.maximum)
         self._scores = _Extremes(tuple((name, 1) for name in observation.scores), np.minimum)
-        self._growers = [HistogramGrower() for _ in observation.picks]
+        self._growers = [HistogramCollector() for _ in observation.picks]
         self._pending: list[Array] = []
         layers = tuple(layer for layer, _ in observation.cuts)
         sizes = block_sizes(layers)
-        self._moments = [MomentGrower(layer, cut, sizes[layer.node]) for layer, cut in observation.cuts]
+        self._moments = [MomentCollector(layer, cut, sizes[layer.node]) for layer, cut in observation.cuts]
 
     def add(self, values: Tensors, *, learn: bool) -> None:
         """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
@@ -38,7 +38,7 @@ class Tally:
             self._flush()
         if learn:
             for (layer, _), moment in zip(self._observation.cuts, self._moments, strict=True):
-                vectors = values.get(VECTORS + layer.node)
+                vectors = values.get(PATCHES + layer.node)
                 if vectors is not None:
                     moment.add(vectors)
 
@@ -59,7 +59,7 @@ class Tally:
         return states | self._moment_arrays()
 
     def restore(self, arrays: Tensors) -> bool:
-        """Goes on from such arrays; returns False if one does not fit, and then this tally is of no use any more."""
+        """Goes on from such arrays; returns False if one does not fit, and then these are of no use."""
         own = self.extremes() | self._moment_arrays()
         for name, array in arrays.items():
             kind, _, index = name.partition(".")
@@ -109,7 +109,7 @@ class Tally:
         """Returns how far a share read from a histogram may be from that over all samples, for the worst tensor."""
         return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
 
-    def moments(self) -> dict[str, Moment]:
+    def moments(self) -> dict[str, InputMoments]:
         """Returns the moments of each layer's input by the layer's node."""
         lows, highs = self._channel_extremes()
         cuts = zip(self._observation.cuts, self._moments, strict=True)

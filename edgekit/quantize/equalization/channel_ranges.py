@@ -1,4 +1,4 @@
-"""How far each channel of a seam reaches, there and on the way back to the weights that make it."""
+"""How far each channel of a pair reaches, there and on the way back to the weights that make it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -9,8 +9,8 @@ from onnx import numpy_helper
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import open_moments
-from edgekit.quantize.equalization.pairs import Seam, Step
-from edgekit.quantize.equalization.silu import undo_gate
+from edgekit.quantize.equalization.pairs import EqualizationPair, Step
+from edgekit.quantize.equalization.silu import invert_silu
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges.methods import TensorRange
@@ -20,8 +20,8 @@ _FAR = 6.0
 _LEAST_SLOPE = float(np.finfo(np.float32).tiny)
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """The lowest and highest value of each channel of a tensor, which are those of a seam from `start` on."""
+class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
+    """The lowest and highest value of each channel of a tensor, which are those of a pair from `start` on."""
 
     start: int
     low: Array
@@ -29,7 +29,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> slice:
-        """Which channels of the seam they are."""
+        """Which channels of the pair they are."""
         return slice(self.start, self.start + len(self.low))
 
     def reach(self) -> Array:
@@ -37,22 +37,22 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return np.asarray(np.maximum(np.abs(self.low), np.abs(self.high)))
 
 
-def read_spans(
-    graph: Graph, seams: Iterable[Seam], statistics: Path, seen: Mapping[str, TensorRange]
-) -> Iterator[tuple[Seam, dict[str, Span]]]:
-    """Yields the spans of every tensor of each seam that calibration measured; `seen` holds the extremes of tensors.
+def read_channel_ranges(
+    graph: Graph, pairs: Iterable[EqualizationPair], statistics: Path, seen: Mapping[str, TensorRange]
+) -> Iterator[tuple[EqualizationPair, dict[str, ChannelRange]]]:
+    """Yields the spans of every tensor of each pair that calibration measured; `seen` holds the extremes of tensors.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
     with open_moments(statistics / "moments.npz") as read:
-        found = [(seam, read(seam.readers[0].node)) for seam in seams]
-    for seam, moment in found:
-        if moment is None or len(moment.high) != seam.channels:
+        found = [(pair, read(pair.readers[0].node)) for pair in pairs]
+    for pair, moment in found:
+        if moment is None or len(moment.high) != pair.channels:
             continue
         low, high = moment.low.astype(np.float64), moment.high.astype(np.float64)
-        spans = {seam.tensor: Span(start=0, low=low, high=high)}
-        for step in seam.steps:
+        spans = {pair.tensor: ChannelRange(start=0, low=low, high=high)}
+        for step in pair.steps:
             behind = spans[step.behind]
             part = slice(step.part[0] - behind.start, step.part[1] - behind.start)
             is_hidden = bool(step.gate) or (step.slope <= 0).any()
@@ -60,11 +60,11 @@ def read_spans(
             growth = _growth(seen, step.tensor, step.behind) if step.pooled else (1.0, 1.0)
             if step.gate:
                 gate = next(node for node in graph.consumers[step.tensor] if node.name == step.gate)
-                low, high = undo_gate(gate, behind.low[part], behind.high[part], floor)
+                low, high = invert_silu(gate, behind.low[part], behind.high[part], floor)
             else:
                 low, high = _undo(step, behind.low[part], behind.high[part], floor, growth)
-            spans[step.tensor] = Span(start=step.part[0], low=low, high=high)
-        yield seam, spans
+            spans[step.tensor] = ChannelRange(start=step.part[0], low=low, high=high)
+        yield pair, spans
 
 
 def _undo(step: Step, low: Array, high: Array, floor: Array, growth: tuple[float, float]) -> tuple[Array, Array]:

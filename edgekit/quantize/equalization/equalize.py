@@ -19,11 +19,11 @@ from edgekit.model.model import drop_unread
 from edgekit.model.scaling import NOTE, SUFFIX, write_powers
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.equalization.channel_ranges import Span, read_spans
-from edgekit.quantize.equalization.pairs import Seam, find_seams, source_of
-from edgekit.quantize.equalization.silu import BACK, LEAST_RATIO, gate_reach, insert_gates
+from edgekit.quantize.equalization.channel_ranges import ChannelRange, read_channel_ranges
+from edgekit.quantize.equalization.pairs import EqualizationPair, find_equalization_pairs, source_of
+from edgekit.quantize.equalization.silu import LEAST_RATIO, RESTORED, restore_sigmoid_inputs, saturation_of
 from edgekit.quantize.graph.graph import Graph, index_proto
-from edgekit.quantize.graph.layers import layer_factors, read_layers
+from edgekit.quantize.graph.layers import expand_channel_factors, read_layers
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
 _SWEEPS = 2
@@ -53,49 +53,51 @@ def choose_factors(
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    seams = find_seams(graph)
-    reaches = {seam.tensor: _reach(seam, spans) for seam, spans in read_spans(graph, seams, statistics, seen or {})}
-    seams = tuple(seam for seam in seams if seam.tensor in reaches)
-    kept = {step.gate for seam in seams for step in seam.steps if step.gate}
+    pairs = find_equalization_pairs(graph)
+    reaches = {
+        pair.tensor: _reach(pair, spans) for pair, spans in read_channel_ranges(graph, pairs, statistics, seen or {})
+    }
+    pairs = tuple(pair for pair in pairs if pair.tensor in reaches)
+    kept = {step.gate for pair in pairs for step in pair.steps if step.gate}
     if gated and kept:
-        total = _even_out(graph, seams, reaches, per_channel, frozenset())
+        total = _even_out(graph, pairs, reaches, per_channel, frozenset())
         kept = {
             step.gate
-            for seam in seams
-            for step in seam.steps
-            if step.gate and np.ptp(np.log2(total[seam.tensor][slice(*step.part)])) < np.log2(LEAST_RATIO)
+            for pair in pairs
+            for step in pair.steps
+            if step.gate and np.ptp(np.log2(total[pair.tensor][slice(*step.part)])) < np.log2(LEAST_RATIO)
         }
-    total = _even_out(graph, seams, reaches, per_channel, kept)
+    total = _even_out(graph, pairs, reaches, per_channel, kept)
     return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
 
 
-def has_gates(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> bool:
+def scales_silu(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> bool:
     """Returns True if factors scale channels through x * sigmoid(x)."""
-    seams = [seam for seam in find_seams(graph) if seam.tensor in factors]
+    pairs = [pair for pair in find_equalization_pairs(graph) if pair.tensor in factors]
     return any(
-        step.gate and set(factors[seam.tensor][slice(*step.part)]) != {1.0} for seam in seams for step in seam.steps
+        step.gate and set(factors[pair.tensor][slice(*step.part)]) != {1.0} for pair in pairs for step in pair.steps
     )
 
 
 def _even_out(
     graph: Graph,
-    seams: Sequence[Seam],
+    pairs: Sequence[EqualizationPair],
     reaches: Mapping[str, Array],
     per_channel: Collection[str],
     kept: Collection[str],
 ) -> dict[str, Array]:
-    """Returns the factors of the channels of each seam, which are 1 before the gates that are `kept` as they are."""
+    """Returns the factors of the channels of each pair, which are 1 before the gates that are `kept` as they are."""
     constants = _Constants(graph)
     total = {name: np.ones(len(reach)) for name, reach in reaches.items()}
     for _ in range(_SWEEPS):
-        for seam in seams:
-            reach = reaches[seam.tensor] * total[seam.tensor]
-            rows, columns = constants.row_sizes(seam, per_channel), constants.column_sizes(seam, per_channel)
-            factors = balance_channels(reach, rows, columns, seam.ceiling)
-            for start, stop in (*seam.fixed, *(step.part for step in seam.steps if step.gate in kept)):
+        for pair in pairs:
+            reach = reaches[pair.tensor] * total[pair.tensor]
+            rows, columns = constants.row_sizes(pair, per_channel), constants.column_sizes(pair, per_channel)
+            factors = balance_channels(reach, rows, columns, pair.ceiling)
+            for start, stop in (*pair.fixed, *(step.part for step in pair.steps if step.gate in kept)):
                 factors[start:stop] = 1.0
-            constants.scale(seam, factors)
-            total[seam.tensor] *= factors
+            constants.scale(pair, factors)
+            total[pair.tensor] *= factors
     return total
 
 
@@ -107,24 +109,24 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
     """
     if not factors:
         return graph
-    seams = {seam.tensor: seam for seam in find_seams(graph)}
+    pairs = {pair.tensor: pair for pair in find_equalization_pairs(graph)}
     constants, renamed, powers = _Constants(graph), dict[str, str](), dict[str, str]()
     gates: dict[str, Array] = {}
     for name, its in factors.items():
         values = np.asarray(its)
-        if name not in seams or len(values) != seams[name].channels or not _are_powers(values):
+        if name not in pairs or len(values) != pairs[name].channels or not _are_powers(values):
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
-        constants.scale(seams[name], values)
-        renamed |= {tensor: tensor + SUFFIX for tensor in seams[name].tensors}
-        powers |= dict.fromkeys((name, *seams[name].copies), write_powers(values))
-        powers |= {step.tensor: write_powers(values[slice(*step.part)]) for step in seams[name].steps}
-        for step in seams[name].steps:
+        constants.scale(pairs[name], values)
+        renamed |= {tensor: tensor + SUFFIX for tensor in pairs[name].tensors}
+        powers |= dict.fromkeys((name, *pairs[name].copies), write_powers(values))
+        powers |= {step.tensor: write_powers(values[slice(*step.part)]) for step in pairs[name].steps}
+        for step in pairs[name].steps:
             part = values[slice(*step.part)]
             if step.gate and (part != 1).any():
-                rank = len(graph.shapes.get(step.tensor, ())) or -seams[name].place
-                gates[step.gate] = part.reshape([-1 if axis == seams[name].place else 1 for axis in range(-rank, 0)])
+                rank = len(graph.shapes.get(step.tensor, ())) or -pairs[name].place
+                gates[step.gate] = part.reshape([-1 if axis == pairs[name].place else 1 for axis in range(-rank, 0)])
     proto = constants.write(renamed)
-    insert_gates(proto, gates)
+    restore_sigmoid_inputs(proto, gates)
     note = msgspec.json.encode(powers, order="sorted").decode()
     proto.metadata_props.add(key=NOTE, value=note)
     return index_proto(proto)
@@ -142,22 +144,22 @@ def equalize_calibration(
     """
     if not factors:
         return calibration
-    seams = [seam for seam in find_seams(graph) if seam.tensor in factors]
+    pairs = [pair for pair in find_equalization_pairs(graph) if pair.tensor in factors]
     changed: dict[str, TensorRange] = {}
     reaches: dict[str, float] = {}
-    for seam, spans in read_spans(graph, seams, Path(calibration.statistics), calibration.ranges["minmax"]):
+    for pair, spans in read_channel_ranges(graph, pairs, Path(calibration.statistics), calibration.ranges["minmax"]):
         for name, span in spans.items():
-            scale = np.asarray(factors[seam.tensor])[span.part]
+            scale = np.asarray(factors[pair.tensor])[span.part]
             if (scale != 1).any():
                 changed[name] = snap_range(TensorRange(low=(span.low * scale).min(), high=(span.high * scale).max()))
-        changed |= dict.fromkeys(seam.copies, changed[seam.tensor])
-        gates = {step.gate: step.tensor for step in seam.steps if step.gate and step.tensor in changed}
-        reaches |= {gates[node.name]: gate_reach(node) for node in graph.proto.graph.node if node.name in gates}
-    renamed = {name for seam in seams for name in seam.tensors}
+        changed |= dict.fromkeys(pair.copies, changed[pair.tensor])
+        gates = {step.gate: step.tensor for step in pair.steps if step.gate and step.tensor in changed}
+        reaches |= {gates[node.name]: saturation_of(node) for node in graph.proto.graph.node if node.name in gates}
+    renamed = {name for pair in pairs for name in pair.tensors}
     ranges = {
         method: {
             **{name + SUFFIX if name in renamed else name: changed.get(name, span) for name, span in its.items()},
-            **{name + BACK: _cut_range(its[name], reach) for name, reach in reaches.items() if name in its},
+            **{name + RESTORED: _cut_range(its[name], reach) for name, reach in reaches.items() if name in its},
         }
         for method, its in calibration.ranges.items()
     }
@@ -174,11 +176,11 @@ def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dic
     return {node: factors[source] for node, source in sources.items() if source in factors}
 
 
-def _reach(seam: Seam, spans: Mapping[str, Span]) -> Array:
+def _reach(pair: EqualizationPair, spans: Mapping[str, ChannelRange]) -> Array:
     """Returns how far each channel reaches; before a slope that is a share of the tensor there, if that is larger."""
-    own = spans[seam.tensor].reach()
+    own = spans[pair.tensor].reach()
     share = own / max(float(own.max()), _TINY)
-    for step in (step for step in seam.steps if step.gate or (step.below and (step.slope != 1).any())):
+    for step in (step for step in pair.steps if step.gate or (step.below and (step.slope != 1).any())):
         before = spans[step.tensor].reach()
         part = slice(*step.part)
         share[part] = np.maximum(share[part], before / max(float(before.max()), _TINY))
@@ -222,21 +224,21 @@ class _Constants:
         self._nodes = {node.name: node for node in graph.proto.graph.node}
         self._values: dict[tuple[str, int], Array] = {}
 
-    def scale(self, seam: Seam, factors: Array) -> None:
-        for edit in seam.edits:
+    def scale(self, pair: EqualizationPair, factors: Array) -> None:
+        for edit in pair.edits:
             value = self._get(edit.node, edit.index)
             shape = [-1 if axis == value.ndim + edit.axis else 1 for axis in range(value.ndim)]
             its = factors[slice(*edit.part)].astype(np.float32)
             self._values[edit.node, edit.index] = value * its.reshape(shape)
-        for layer in seam.readers:
+        for layer in pair.readers:
             value = self._get(layer.node, 1)
-            matrix = layer.to_matrix(value) / layer_factors(layer, factors).astype(np.float32)
+            matrix = layer.to_matrix(value) / expand_channel_factors(layer, factors).astype(np.float32)
             self._values[layer.node, 1] = layer.from_matrix(matrix, value.shape)
 
-    def row_sizes(self, seam: Seam, per_channel: Collection[str]) -> Array:
+    def row_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array:
         """Returns the largest weight that makes each channel, as a share of the largest of all that share its scale."""
-        sizes = np.zeros(seam.channels)
-        for edit in seam.edits:
+        sizes = np.zeros(pair.channels)
+        for edit in pair.edits:
             node = self._nodes[edit.node]
             if edit.index != 1 or node.op_type not in _SHARING or node.input[1] in per_channel:
                 continue
@@ -245,19 +247,19 @@ class _Constants:
             sizes[slice(*edit.part)] = value.max(axis=others) / max(float(value.max()), _TINY)
         return sizes
 
-    def column_sizes(self, seam: Seam, per_channel: Collection[str]) -> Array | None:
+    def column_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array | None:
         """Returns the largest weight that reads each channel, as a share of the largest that shares its scale.
 
         None where each channel is read by weights with a scale of their own.
         """
-        sizes = np.zeros(seam.channels)
-        for layer in seam.readers:
+        sizes = np.zeros(pair.channels)
+        for layer in pair.readers:
             matrix = np.abs(layer.to_matrix(self._get(layer.node, 1)))
             alone = layer.weight in per_channel
-            if alone and layer.groups == seam.channels:
+            if alone and layer.groups == pair.channels:
                 continue
             matrix = matrix / np.maximum(matrix.max(axis=2, keepdims=True) if alone else matrix.max(), _TINY)
-            sizes = np.maximum(sizes, matrix.max(axis=1).reshape(seam.channels, -1).max(axis=1))
+            sizes = np.maximum(sizes, matrix.max(axis=1).reshape(pair.channels, -1).max(axis=1))
         return sizes if sizes.any() else None
 
     def write(self, renamed: Mapping[str, str]) -> onnx.ModelProto:

@@ -5,9 +5,9 @@ import numpy as np
 import onnx
 
 from edgekit.model.tensors import Array
-from edgekit.quantize.equalization.silu import find_gate
-from edgekit.quantize.graph.compared_tensors import judge_points
-from edgekit.quantize.graph.float_regions import float_islands
+from edgekit.quantize.equalization.silu import find_silu
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 
@@ -25,10 +25,10 @@ _POOLING = frozenset({"Resize", "Upsample", "MaxPool", "AveragePool"})
 """What mixes or picks neighbours of a channel, and is the same for a channel twice as large."""
 
 
-class Edit(msgspec.Struct, frozen=True, kw_only=True):
+class ScaledConstant(msgspec.Struct, frozen=True, kw_only=True):
     """A constant to multiply: an input of a node, and the axis of the channels counted from the end (negative).
 
-    `part` says which channels of the seam they are.
+    `part` says which channels of the pair they are.
     """
 
     node: str
@@ -38,11 +38,11 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor on the way back from a seam, and what undoes the node behind it: value = (value - shift) / slope.
+    """A tensor on the way back from a pair, and what undoes the node behind it: value = (value - shift) / slope.
 
     With `below` the slope is that of negative values; where it is not positive it undoes nothing. With `pooled` the
     node picks or mixes neighbours, so extremes are only about the same. With a `gate`, the name of a Sigmoid, the node
-    multiplies the tensor by that of itself. `behind` is the tensor it makes, `part` which channels of the seam the
+    multiplies the tensor by that of itself. `behind` is the tensor it makes, `part` which channels of the pair the
     tensor has.
     """
 
@@ -56,7 +56,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     gate: str = ""
 
 
-class Seam(msgspec.Struct, frozen=True, kw_only=True):
+class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that only layers with weights read, whose channels are made by constants: where they can be scaled.
 
     `place` is their axis, counted from the end. `ceiling` is where a Clip cuts its channels off. `copies` are other
@@ -67,7 +67,7 @@ class Seam(msgspec.Struct, frozen=True, kw_only=True):
     place: int
     channels: int
     fixed: tuple[tuple[int, int], ...]
-    edits: tuple[Edit, ...]
+    edits: tuple[ScaledConstant, ...]
     steps: tuple[Step, ...]
     ceiling: float | None
     readers: tuple[Layer, ...]
@@ -80,26 +80,26 @@ class Seam(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Trail(msgspec.Struct, frozen=True, kw_only=True):
-    """How some channels of a seam came to be."""
+    """How some channels of a pair came to be."""
 
-    edits: tuple[Edit, ...]
+    edits: tuple[ScaledConstant, ...]
     steps: tuple[Step, ...] = ()
     fixed: tuple[tuple[int, int], ...] = ()
     ceiling: float | None = None
 
 
-def find_seams(graph: Graph) -> tuple[Seam, ...]:
-    """Returns the seams of a graph, in graph order: none that is judged by, none before a layer that stays float."""
-    islands = float_islands(graph)
+def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
+    """Returns the pairs of a graph, in graph order: none that is judged by, none before a layer that stays float."""
+    islands = find_float_regions(graph)
     layers: dict[str, list[Layer]] = {}
     for layer in (layer for layer in read_layers(graph) if layer.node not in islands):
         layers.setdefault(source_of(graph, layer), []).append(layer)
-    judged = {point.tensor for point in judge_points(graph)}
-    seams = (_find_seam(graph, name, tuple(readers)) for name, readers in layers.items())
-    return tuple(seam for seam in seams if seam is not None and judged.isdisjoint(seam.tensors))
+    judged = {point.tensor for point in find_compared_tensors(graph)}
+    pairs = (_find_seam(graph, name, tuple(readers)) for name, readers in layers.items())
+    return tuple(pair for pair in pairs if pair is not None and judged.isdisjoint(pair.tensors))
 
 
-def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | None:
+def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> EqualizationPair | None:
     places = {_place(graph, layer) for layer in readers}
     copies = _copies(graph, name, {layer.node for layer in readers})
     if len(places) != 1 or copies is None:
@@ -110,7 +110,7 @@ def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | No
     trail = _trace(graph, name, place, (0, channels))
     if trail is None:
         return None
-    return Seam(
+    return EqualizationPair(
         tensor=name, place=place, channels=channels, edits=trail.edits, steps=trail.steps, ceiling=trail.ceiling,
         readers=readers, copies=copies, fixed=trail.fixed,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> Seam | No
 
 def _trace(graph: Graph, name: str, place: int, part: tuple[int, int]) -> _Trail | None:
     """Returns what makes a tensor, back to the constants that decide how large its channels are."""
-    edits: tuple[Edit, ...] = ()
+    edits: tuple[ScaledConstant, ...] = ()
     steps: tuple[Step, ...] = ()
     ceiling: float | None = None
     node = graph.producers.get(name)
@@ -205,21 +205,25 @@ def _is_inner(graph: Graph, name: str) -> bool:
     return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
 
 
-def _made_by(graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]) -> list[Edit] | None:
+def _made_by(graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]) -> list[ScaledConstant] | None:
     """Returns the constants that scale every channel of what a node makes, None if it has none."""
     channels = part[1] - part[0]
     if node.op_type == "Mul":
         side = _constant_side(graph, node)
         fits = side is not None and _holds_channels(graph, node.input[side], place, channels)
-        return [Edit(node=node.name, index=side, axis=place, part=part)] if fits and side is not None else None
-    edits: list[Edit] = []
+        return (
+            [ScaledConstant(node=node.name, index=side, axis=place, part=part)] if fits and side is not None else None
+        )
+    edits: list[ScaledConstant] = []
     for index, axis in _weights_of(node):
         if index >= len(node.input) or not node.input[index]:
             continue
         dims = graph.initializers[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
         if not dims or dims[axis] != channels:
             return None
-        edits.append(Edit(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims), part=part))
+        edits.append(
+            ScaledConstant(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims), part=part)
+        )
     return edits or None
 
 
@@ -234,7 +238,7 @@ def _weights_of(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
 
 def _pass(
     graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]
-) -> tuple[Step, list[Edit], float | None] | None:
+) -> tuple[Step, list[ScaledConstant], float | None] | None:
     """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
     channels = part[1] - part[0]
     flat = Step(
@@ -244,7 +248,7 @@ def _pass(
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _slope_of(graph, node, channels)
         return bounds and (msgspec.structs.replace(flat, slope=bounds[0], below=True), [], bounds[1])
-    gate = find_gate(graph, node)
+    gate = find_silu(graph, node)
     if gate is not None:
         return msgspec.structs.replace(flat, tensor=gate.input[0], gate=gate.name), [], None
     if node.op_type in _POOLING:
@@ -258,7 +262,7 @@ def _pass(
     if value is None or not _holds_channels(graph, node.input[constant], place, channels) or value.size != channels:
         return None
     step = msgspec.structs.replace(flat, tensor=node.input[1 - constant], shift=value.reshape(-1).astype(np.float64))
-    return step, [Edit(node=node.name, index=constant, axis=place, part=part)], None
+    return step, [ScaledConstant(node=node.name, index=constant, axis=place, part=part)], None
 
 
 def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:

@@ -18,7 +18,7 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.ranges.methods import TensorRange, sigmoid, snap_range
 
-BACK = ".edgekit.back"
+RESTORED = ".edgekit.back"
 """What a tensor that is scaled back has behind its name."""
 LEAST_RATIO = 8.0
 """Channels less unequal than this are not worth a product before the sigmoid."""
@@ -31,7 +31,7 @@ _KNEE, _FAR = 1.3, 40.0
 _HALVINGS = 60
 
 
-def find_gate(graph: Graph, product: onnx.NodeProto) -> onnx.NodeProto | None:
+def find_silu(graph: Graph, product: onnx.NodeProto) -> onnx.NodeProto | None:
     """Returns the node that squashes x where a node computes x times that, and nothing else reads either; else None."""
     if product.op_type != "Mul" or len(product.input) != 2:
         return None
@@ -46,12 +46,12 @@ def find_gate(graph: Graph, product: onnx.NodeProto) -> onnx.NodeProto | None:
     return None
 
 
-def gate_reach(gate: onnx.NodeProto) -> float:
+def saturation_of(gate: onnx.NodeProto) -> float:
     """Returns how far from 0 a squashing node still changes."""
     return _SIGMOID_REACH if gate.op_type == "Sigmoid" else 0.5 / _numbers(gate).get("alpha", 0.2)
 
 
-def cut_tails(graph: Graph, calibration: Calibration) -> Calibration:
+def clip_silu_tails(graph: Graph, calibration: Calibration) -> Calibration:
     """Returns a calibration in which x, where only x * sigmoid(x) reads it, loses the low values that come to about 0.
 
     No integers are spent on them, whatever the range method.
@@ -59,7 +59,7 @@ def cut_tails(graph: Graph, calibration: Calibration) -> Calibration:
     gates = {
         gate.input[0]: (gate, node.output[0])
         for node in graph.proto.graph.node
-        if (gate := find_gate(graph, node)) is not None
+        if (gate := find_silu(graph, node)) is not None
     }
     seen = calibration.ranges["minmax"]
     lows = {
@@ -77,7 +77,7 @@ def cut_tails(graph: Graph, calibration: Calibration) -> Calibration:
     return msgspec.structs.replace(calibration, ranges=ranges)
 
 
-def undo_gate(gate: onnx.NodeProto, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
+def invert_silu(gate: onnx.NodeProto, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
     """Returns the lowest and highest value that matter of each channel of x, from those of x times its squashed value.
 
     `floor` is about the lowest value of each channel. Where the product is next to nothing it does not count.
@@ -98,18 +98,18 @@ def _lost_below(gate: onnx.NodeProto, reach: Array) -> Array:
     return np.asarray(np.interp(-_LOST * reach, -rest, places))
 
 
-def insert_gates(proto: onnx.ModelProto, gates: Mapping[str, Array]) -> None:
+def restore_sigmoid_inputs(proto: onnx.ModelProto, gates: Mapping[str, Array]) -> None:
     """Lets each squashing node read its channels scaled back; `proto` is changed.
 
     `gates` holds by the node's name the factors, in the shape of a constant that fits what it reads. A tensor that is
-    scaled back has BACK behind the name that it had before it was scaled.
+    scaled back has RESTORED behind the name that it had before it was scaled.
     """
     graph = proto.graph
     for index, node in reversed(list(enumerate(graph.node))):
         if node.name not in gates:
             continue
         made = node.input[0]
-        restored, constant = f"{made.removesuffix(SUFFIX)}{BACK}", f"{node.name}.edgekit.factors"
+        restored, constant = f"{made.removesuffix(SUFFIX)}{RESTORED}", f"{node.name}.edgekit.factors"
         graph.initializer.append(numpy_helper.from_array((1 / gates[node.name]).astype(np.float32), constant))
         back = helper.make_node("Mul", [made, constant], [restored], name=f"{node.name}.edgekit.scale")
         node.input[0] = restored

@@ -9,7 +9,7 @@ from onnx import numpy_helper
 
 from edgekit.model.tensors import Array
 
-HIDDEN = -1e4
+MASK_VALUE = -1e4
 """What stands for anything below it: a Softmax makes zero of both, and half precision holds it."""
 SCORE_REACH, BIAS_REACH = 12.0, 32.0
 """How far below the highest score of a row scores still count, and how far below the highest bias biases do.
@@ -23,15 +23,15 @@ _JOINED = frozenset({"Add", "Where", "Mul", "Sub"})
 _MOST_STEPS = 12
 
 
-class Scores(msgspec.Struct, frozen=True, kw_only=True):
+class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor whose rows along the last axis a Softmax reads, and how far below its highest a row counts."""
 
     tensor: str
     reach: float
 
 
-def bound_masks(graph: onnx.GraphProto) -> None:
-    """Raises constants below HIDDEN that become masks before a Softmax, minus infinity among them, to HIDDEN.
+def clamp_masks(graph: onnx.GraphProto) -> None:
+    """Raises constants below MASK_VALUE that become masks before a Softmax, minus infinity among them, to MASK_VALUE.
 
     Masks are added to scores, chosen instead of them, or are a product of 0 or 1 and such a constant.
     """
@@ -47,12 +47,12 @@ def bound_masks(graph: onnx.GraphProto) -> None:
                 continue
             bounded = f"{name}.edgekit.bounded"
             if bounded not in initializers:
-                initializers[bounded] = numpy_helper.from_array(np.maximum(value, np.float32(HIDDEN)), bounded)
+                initializers[bounded] = numpy_helper.from_array(np.maximum(value, np.float32(MASK_VALUE)), bounded)
                 graph.initializer.append(initializers[bounded])
             node.input[index] = bounded
 
 
-def score_tensors(graph: onnx.GraphProto, ranks: Mapping[str, int]) -> tuple[Scores, ...]:
+def find_attention_scores(graph: onnx.GraphProto, ranks: Mapping[str, int]) -> tuple[AttentionScores, ...]:
     """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that.
 
     `ranks` says how many axes a tensor has.
@@ -69,7 +69,7 @@ def score_tensors(graph: onnx.GraphProto, ranks: Mapping[str, int]) -> tuple[Sco
         makers = [(producers[name], reach) for name, reach in front if name in producers]
         front = [(node.input[0], reach) for node, reach in makers if node.op_type in _MOVED]
         front += [(name, BIAS_REACH) for node, _ in makers if node.op_type == "Add" for name in node.input]
-    return tuple(Scores(tensor=name, reach=reach) for name, reach in found.items())
+    return tuple(AttentionScores(tensor=name, reach=reach) for name, reach in found.items())
 
 
 def is_masked(low: float, high: float, counting: float) -> bool:
@@ -82,7 +82,7 @@ def _axis(node: onnx.NodeProto) -> int:
 
 
 def _hides(value: Array) -> bool:
-    return bool((value < HIDDEN).any()) and not np.isnan(value).any() and bool(value.max() < -HIDDEN)
+    return bool((value < MASK_VALUE).any()) and not np.isnan(value).any() and bool(value.max() < -MASK_VALUE)
 
 
 def _nodes_before_softmax(graph: onnx.GraphProto, producers: dict[str, onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

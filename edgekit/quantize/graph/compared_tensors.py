@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import onnx
 
-from edgekit.quantize.graph.float_regions import boundless_tensors
+from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph
-from edgekit.quantize.graph.raw_scores import find_columns
+from edgekit.quantize.graph.raw_scores import find_raw_scores
 
 _PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
 _PICKING = frozenset({"ArgMax", "TopK"})
@@ -18,48 +18,48 @@ _FEW = 32
 _MOST_PARTS = 8
 
 
-class JudgePoint(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor to compare: an output, or what the node named `reader` squashes into one (`reader` is "" for outputs).
 
     Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
     mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
     layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
     scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. What an app
-    puts through a sigmoid (`is_column`) is compared no farther down than that tells apart.
+    puts through a sigmoid (`is_raw_score`) is compared no farther down than that tells apart.
     """
 
     tensor: str
     reader: str
     centred: bool
     part: tuple[int, int, int] | None = None
-    is_column: bool = False
+    is_raw_score: bool = False
 
 
-def judge_points(graph: Graph) -> tuple[JudgePoint, ...]:
+def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
     """Returns the float tensors that stand for the outputs of a graph."""
-    points: list[JudgePoint] = []
-    boundless, columns = boundless_tensors(graph), find_columns(graph)
+    points: list[ComparedTensor] = []
+    boundless, columns = find_infinite_tensors(graph), find_raw_scores(graph)
     for value in graph.proto.graph.output:
-        point = msgspec.structs.replace(_find_point(graph, value.name), is_column=value.name in columns)
+        point = msgspec.structs.replace(_find_point(graph, value.name), is_raw_score=value.name in columns)
         if graph.is_float(point.tensor) and point.tensor not in boundless:
             points += _split_point(graph, point)
             points += _find_features(graph, point.tensor)
     return tuple(dict.fromkeys(points))
 
 
-def _find_point(graph: Graph, output: str) -> JudgePoint:
-    point, name = JudgePoint(tensor=output, reader="", centred=False), output
+def _find_point(graph: Graph, output: str) -> ComparedTensor:
+    point, name = ComparedTensor(tensor=output, reader="", centred=False), output
     while name in graph.producers and graph.producers[name].op_type in _PASSED_THROUGH | _PICKING | _SQUASHING:
         node = graph.producers[name]
         name = node.input[0]
         if node.op_type in _SQUASHING:
-            return JudgePoint(tensor=name, reader=node.name, centred=node.op_type != "Sigmoid")
+            return ComparedTensor(tensor=name, reader=node.name, centred=node.op_type != "Sigmoid")
         if node.op_type in _PICKING:
-            point = JudgePoint(tensor=name, reader=node.name, centred=False)
+            point = ComparedTensor(tensor=name, reader=node.name, centred=False)
     return point
 
 
-def _split_point(graph: Graph, point: JudgePoint) -> list[JudgePoint]:
+def _split_point(graph: Graph, point: ComparedTensor) -> list[ComparedTensor]:
     found = None if point.centred else _find_parts(graph, point.tensor)
     if found is None:
         return [point]
@@ -102,11 +102,11 @@ def _find_concat_parts(graph: Graph, node: onnx.NodeProto, rank: int) -> tuple[i
     return axis, tuple(int(end) for end in np.cumsum([0, *sizes]))
 
 
-def _find_features(graph: Graph, name: str) -> list[JudgePoint]:
+def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
     """Returns what the layer before a tensor of few values reads, if it is more."""
     while (math.prod(graph.static_shape(name) or (_FEW,)) < _FEW) and name in graph.producers:
         node = graph.producers[name]
         name = node.input[0] if node.input else ""
         if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
-            return [JudgePoint(tensor=name, reader=node.name, centred=False)]
+            return [ComparedTensor(tensor=name, reader=node.name, centred=False)]
     return []

@@ -32,7 +32,7 @@ _PASSING = _INFINITE | frozenset(
 )  # fmt: skip
 
 
-def boundless_tensors(graph: Graph) -> frozenset[str]:
+def find_infinite_tensors(graph: Graph) -> frozenset[str]:
     """Returns the float tensors that may hold infinity whatever the sample, because a constant puts it there.
 
     A Where that hides what an ArgMax must not find is an example. They have no range, so they stay float.
@@ -53,7 +53,7 @@ def _puts_infinity(graph: Graph, node: onnx.NodeProto) -> bool:
     return any(value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values)
 
 
-def float_islands(graph: Graph) -> dict[str, str]:
+def find_float_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes (by name) that no integer width serves, each with the reason to keep it float.
 
     Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure (facts, section 7). So a
@@ -105,7 +105,7 @@ def _is_square(graph: Graph, node: onnx.NodeProto) -> bool:
     return is_two or (node.op_type == "Mul" and len(set(node.input)) == 1)
 
 
-def delicate_islands(graph: Graph) -> dict[str, str]:
+def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes (by name) that need 16 bits or float, each with the reason.
 
     They compute the statistics of a normalisation, whose square root and quotient magnify rounding: from the reduction

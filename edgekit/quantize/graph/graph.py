@@ -11,8 +11,8 @@ from onnx import numpy_helper
 from edgekit.errors import ModelError
 from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops, iterate_captured, read_proto
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.attention_masks import bound_masks
-from edgekit.quantize.graph.names import avoid_clashes
+from edgekit.quantize.graph.attention_masks import clamp_masks
+from edgekit.quantize.graph.names import avoid_name_collisions
 
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
@@ -88,8 +88,8 @@ def read_graph(model: Model) -> Graph:
     _check_float(model, proto)
     _lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
-    avoid_clashes(proto, model.path.name)
-    bound_masks(proto.graph)
+    avoid_name_collisions(proto, model.path.name)
+    clamp_masks(proto.graph)
     _spell_defaults(proto.graph)
     _infer_types(proto)
     return index_proto(proto)

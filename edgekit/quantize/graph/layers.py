@@ -45,7 +45,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
         return matrix.reshape(shape)
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     """How to cut vectors from a layer's input: which indices to gather along which axes, and what they mean.
 
     `gathers` holds (axis, indices). For a Conv the indices of a spatial axis are `places` x `kernel` many, and those
@@ -78,21 +78,21 @@ def read_layers(graph: Graph) -> tuple[Layer, ...]:
     return tuple(layer for node in graph.proto.graph.node for layer in _read_layer(graph, node))
 
 
-def cut_vectors(graph: Graph, layer: Layer, count: int) -> Cut | None:
+def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
     """Returns how to cut about `count` vectors, spread over where a layer works."""
     shape = graph.shapes.get(layer.source, ())
     if layer.op != "Conv":
         rows = shape[-2] if len(shape) > 1 else None
         if rows is None:
             return None
-        return Cut(gathers=((len(shape) - 2, _spread(rows, count)),))
+        return PatchIndices(gathers=((len(shape) - 2, _spread(rows, count)),))
     spatial = tuple(dim for dim in shape[2:] if dim is not None)
     if len(shape) < 3 or len(spatial) < len(shape) - 2:
         return None
     return _cut_conv(graph, layer, spatial, count)
 
 
-def layer_factors(layer: Layer, factors: Array) -> Array:
+def expand_channel_factors(layer: Layer, factors: Array) -> Array:
     """Returns factors of the channels of a layer's source as those of its inputs, [groups, 1, inputs]."""
     taps = layer.groups * layer.inputs // len(factors)
     return np.repeat(factors, taps).reshape(layer.groups, 1, layer.inputs)
@@ -135,7 +135,7 @@ def _own_vector(graph: Graph, name: str) -> bool:
     return tensor is not None and len(tensor.dims) == 1 and len(graph.consumers[name]) == 1
 
 
-def _cut_conv(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> Cut:
+def _cut_conv(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
     node = next(node for node in graph.consumers[layer.weight])
     kernel = tuple(graph.initializers[layer.weight].dims[2:])
     stride, dilation, begin, sizes = _conv_geometry(node, spatial, kernel)
@@ -148,7 +148,9 @@ def _cut_conv(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) 
         taps = places[:, None] * stride[axis] + np.arange(kernel[axis])[None] * dilation[axis] - begin[axis]
         inside.append((taps >= 0) & (taps < spatial[axis]))
         gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
-    return Cut(gathers=tuple(gathers), kernel=kernel, places=tuple(len(rows) for rows in inside), inside=tuple(inside))
+    return PatchIndices(
+        gathers=tuple(gathers), kernel=kernel, places=tuple(len(rows) for rows in inside), inside=tuple(inside)
+    )
 
 
 def _conv_geometry(

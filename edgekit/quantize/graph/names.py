@@ -13,7 +13,7 @@ _OURS = "edgekit."
 """What the names begin with that measuring gives."""
 
 
-def avoid_clashes(proto: onnx.ModelProto, subject: str) -> None:
+def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
     """Renames inner tensors whose names would be given to others, in place: `x_scale` where there is an `x`.
 
     Inputs and outputs keep their names; then the other of the two tensors gets a new one.

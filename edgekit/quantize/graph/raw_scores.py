@@ -20,7 +20,7 @@ _FAR, _MOST = -20.0, 20.0
 _RARE = 0.05
 
 
-def list_columns(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """Returns the tensors of one number a row beside another tensor with more numbers for each of these rows."""
     tables = {shape[:-1] for shape in shapes.values() if len(shape) > 1 and shape[-1] > 1}
     return frozenset(
@@ -30,16 +30,16 @@ def list_columns(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     )
 
 
-def find_columns(graph: Graph) -> frozenset[str]:
+def find_raw_scores(graph: Graph) -> frozenset[str]:
     """Returns the float outputs of a graph that are columns, as far as shapes are known."""
-    columns = list_columns({name: graph.static_shape(name) or () for name in graph.outputs})
+    columns = list_raw_scores({name: graph.static_shape(name) or () for name in graph.outputs})
     return frozenset(name for name in columns if graph.is_float(name))
 
 
-def tensors_of_columns(graph: Graph) -> frozenset[str]:
+def find_raw_score_sources(graph: Graph) -> frozenset[str]:
     """Returns the tensors whose values go to such outputs, unchanged, and nowhere else."""
     found: set[str] = set()
-    waiting = sorted(find_columns(graph))
+    waiting = sorted(find_raw_scores(graph))
     while waiting:
         name = waiting.pop()
         readers = graph.consumers.get(name, ())
@@ -52,7 +52,7 @@ def tensors_of_columns(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def are_scores(values: Array, counts: Array | None = None) -> bool:
+def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
     """Returns True for values that are far below zero, nearly all, and never far above; each counts once, or as said.
 
     Numbers that are predicted, such as a depth, lie elsewhere.

@@ -11,10 +11,10 @@ from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.image_headroom import give_headroom
-from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, has_gates
-from edgekit.quantize.equalization.silu import cut_tails
-from edgekit.quantize.graph.compared_tensors import judge_points
+from edgekit.quantize.calibration.image_headroom import add_image_headroom
+from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, scales_silu
+from edgekit.quantize.equalization.silu import clip_silu_tails
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import Graph, range_source, read_graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate
@@ -104,7 +104,7 @@ def plan_quantization(
     plan = draft_plan(model, graph, calibration, target, precision)
     if method not in {"auto", "best"}:
         return _choose(plan, calibration, method, "nearest")
-    if not (calibration.statistics and judge_points(graph) and has_held_out(Path(calibration.statistics))):
+    if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
         return _choose(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
     subject = _Subject(model=model, graph=graph, calibration=calibration, target=target, precision=precision)
     start = _start(subject, {})
@@ -162,7 +162,7 @@ def _start(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db
 
 def _adapt(graph: Graph, calibration: Calibration) -> Calibration:
     """Returns a calibration without what no reader notices, and with what other samples may show."""
-    return cut_tails(graph, give_headroom(graph, calibration))
+    return clip_silu_tails(graph, add_image_headroom(graph, calibration))
 
 
 def _even_out(subject: _Subject, start: _Way, *, gated: bool, reached: tuple[Candidate, ...]) -> _Way | None:
@@ -172,7 +172,7 @@ def _even_out(subject: _Subject, start: _Way, *, gated: bool, reached: tuple[Can
         return None
     exact = subject.calibration.ranges["minmax"]
     factors = choose_factors(graph, Path(plan.statistics), plan.axes.keys(), exact, gated=gated)
-    if not factors or (gated and not has_gates(graph, factors)):
+    if not factors or (gated and not scales_silu(graph, factors)):
         return None
     floor_db = _quickly_rounded(reached) - _HOPELESS_DB
     return _start(subject, factors, floor_db)
@@ -214,7 +214,7 @@ def _judge_once(
 
 def _digest_plan(graph: Graph, plan: QuantPlan) -> str:
     """Returns a digest of what a judgement depends on; a Softmax behind the judged logits is not part of it."""
-    behind = {point.reader for point in judge_points(graph) if point.centred}
+    behind = {point.reader for point in find_compared_tensors(graph) if point.centred}
     facts = {
         "precision": plan.precision,
         "symmetric": (plan.activation_symmetric, plan.weight, plan.weight_symmetric),
@@ -252,7 +252,7 @@ def _judge_all(graph: Graph, plan: QuantPlan, calibration: Calibration, floor_db
 def _judge_ranges(graph: Graph, plan: QuantPlan) -> float:
     whole = msgspec.structs.replace(plan, axes={})  # quick: the weights are not kept
     placed = strip_weights(place_plan(graph, whole, "the candidate"), graph)
-    return judge_candidate(placed, judge_points(graph), Path(plan.statistics), keep_float_weights=True)
+    return judge_candidate(placed, find_compared_tensors(graph), Path(plan.statistics), keep_float_weights=True)
 
 
 def _judge_roundings(
@@ -262,7 +262,9 @@ def _judge_roundings(
     placed = placed or place_plan(graph, plan, "the candidate")
     for rounding in roundings:
         chosen = msgspec.structs.replace(plan, rounding=rounding)
-        ratio = judge_candidate(round_weights(placed, graph, chosen), judge_points(graph), Path(plan.statistics))
+        ratio = judge_candidate(
+            round_weights(placed, graph, chosen), find_compared_tensors(graph), Path(plan.statistics)
+        )
         yield Candidate(
             method=plan.method,
             rounding=rounding,

@@ -17,7 +17,7 @@ from edgekit.progress import Progress
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.image_headroom import makes_pictures
+from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.mixed_precision.choose import GOOD_DB, plan_quantization, relieve_step
 from edgekit.quantize.plan import QuantPlan
@@ -148,7 +148,7 @@ def plan_sparingly(
     """
     progress(f"{target.name}: choose ranges and roundings")
     first = plan_quantization(model, calibration, target, precision)
-    is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not makes_pictures(read_graph(model)))
+    is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not makes_images(read_graph(model)))
     if is_sure or precision != "int8":
         return first, None
     goal = Goal(max_drop=PLAIN_DROP, measure=measure, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)

@@ -13,14 +13,14 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.weights.float_weights import OPTIMIZER
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.graph.compared_tensors import JudgePoint
-from edgekit.quantize.graph.raw_scores import FLOOR, are_scores
+from edgekit.quantize.graph.compared_tensors import ComparedTensor
+from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores
 
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
 
 
 def judge_candidate(
-    qdq: onnx.ModelProto, points: tuple[JudgePoint, ...], statistics: Path, *, keep_float_weights: bool = False
+    qdq: onnx.ModelProto, points: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool = False
 ) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
 
@@ -46,7 +46,7 @@ def judge_candidate(
     return join_ratios([ratio_db(*power) for power in powers.values()])
 
 
-def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
+def powers_of(point: ComparedTensor, expected: Array, found: Array) -> Array:
     """Returns the power of a tensor of the float model and that of the difference, float64 [2].
 
     Where the values decide how many there are and quantizing changed that, the difference is infinite.
@@ -57,7 +57,7 @@ def powers_of(point: JudgePoint, expected: Array, found: Array) -> Array:
     if point.part is not None:
         axis, start, stop = point.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
-    if point.is_column and are_scores(one):
+    if point.is_raw_score and are_raw_scores(one):
         one, two = np.maximum(one, FLOOR), np.maximum(two, FLOOR)
     if point.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)

@@ -14,7 +14,7 @@ from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.equalization.equalize import equalize_calibration
-from edgekit.quantize.graph.compared_tensors import judge_points
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import Graph, read_graph
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, open_graph, powers_of
 from edgekit.quantize.mixed_precision.variants import SWITCHES, strip_weights, swap_weights, switch_activations
@@ -67,7 +67,7 @@ def diagnose_quantization(model: Model, calibration: Calibration, plan: QuantPla
         UsageError: the statistics are gone.
     """
     graph, statistics = plan_graph(model, plan), Path(plan.statistics)
-    points = judge_points(graph)
+    points = find_compared_tensors(graph)
     qdq = build_qdq(graph, plan, model.path.name)
     ranges = equalize_calibration(read_graph(model), calibration, plan.factors).ranges["minmax"]
     wide = msgspec.structs.replace(plan, activation="uint16", ranges=ranges, grids={}, wide={})
@@ -89,7 +89,7 @@ def rank_plan(model: Model, plan: QuantPlan) -> tuple[TensorError, ...]:
         UsageError: the statistics are gone.
     """
     graph, statistics = plan_graph(model, plan), Path(plan.statistics)
-    if not has_held_out(statistics) or not judge_points(graph):
+    if not has_held_out(statistics) or not find_compared_tensors(graph):
         return ()
     return rank_activations(graph, build_qdq(graph, plan, model.path.name), statistics)
 
@@ -106,7 +106,7 @@ def rank_activations(
         UsageError: the statistics are gone.
     """
     proto, names = switch_activations(qdq, graph)
-    points = judge_points(graph)
+    points = find_compared_tensors(graph)
     switched = {name: f"{name}.edgekit.switched" for name in names}
     shown = {point: switched.get(point.tensor, point.tensor) for point in points}
     del proto.graph.output[:]

@@ -9,9 +9,9 @@ from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.equalization.equalize import equalize_graph, scaled_layers
 from edgekit.quantize.graph.graph import Graph, read_graph
 from edgekit.quantize.plan import QuantPlan
-from edgekit.quantize.ranges.joined import share_ranges, shared_tensors
+from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
 from edgekit.quantize.rounding.gptq import LIMIT, REDUCED_LIMIT
-from edgekit.quantize.rounding.weights import correct_weights
+from edgekit.quantize.rounding.weights import round_qdq_weights
 
 _FREE = frozenset({"Sigmoid"})
 """Operators with a grid of their own that their group's range replaces; a Softmax keeps its."""
@@ -60,7 +60,7 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onn
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
-    correct_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled, _limit(plan))
+    round_qdq_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled, _limit(plan))
     return qdq
 
 

@@ -46,7 +46,7 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
         return _T_99 * spread * math.sqrt((1 - measured / samples) / PARTS)
 
 
-class HistogramGrower:
+class HistogramCollector:
     """Counts values in bins of a power-of-two width, which doubles when a value falls outside.
 
     Bins begin at multiples of their width, so doubling merges pairs exactly and the order of the values is of no

@@ -10,7 +10,7 @@ import onnx
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.graph import Graph
-from edgekit.quantize.graph.raw_scores import FLOOR, are_scores, tensors_of_columns
+from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_score_sources
 from edgekit.quantize.ranges.histogram import Histogram
 
 _BINS = 2048
@@ -19,7 +19,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 LEVELS = 255
 """Steps between the lowest and the highest of 256 integers."""
 
-Reader = Callable[[Array], Array]
+Nonlinearity = Callable[[Array], Array]
 """What the graph computes from a tensor at once, elementwise: errors count after it."""
 
 
@@ -44,7 +44,7 @@ def _snap(value: float) -> float:
     return float(np.clip(math.ldexp(round(mantissa * 512), exponent - 9), -_LARGEST, _LARGEST))
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
 
     exact: TensorRange
@@ -53,7 +53,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile_range(
-    exact: TensorRange, histogram: Histogram, percent: float, reader: Reader | None = None
+    exact: TensorRange, histogram: Histogram, percent: float, reader: Nonlinearity | None = None
 ) -> TensorRange:
     """Returns the range that holds `percent` of the values, the rest cut off in equal parts at both ends.
 
@@ -65,19 +65,19 @@ def percentile_range(
     tail = (100 - percent) / 200
     low = histogram.centers[int(np.searchsorted(cumulative, tail))]
     high = histogram.centers[min(int(np.searchsorted(cumulative, 1 - tail)), len(cumulative) - 1)]
-    exact = _cut_flat(exact, reader)
+    exact = _cut_saturated(exact, reader)
     return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
 
 
-def _cut_flat(span: TensorRange, reader: Reader | None) -> TensorRange:
+def _cut_saturated(span: TensorRange, reader: Nonlinearity | None) -> TensorRange:
     """Returns a range without what lies where `reader` is flat."""
-    least, most = _FLAT.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
+    least, most = _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
     return TensorRange(low=min(max(span.low, least), most), high=max(min(span.high, most), least))
 
 
-def fitting_reader(reader: Reader | None, histogram: Histogram) -> Reader | None:
+def match_nonlinearity(reader: Nonlinearity | None, histogram: Histogram) -> Nonlinearity | None:
     """Returns what is done with values like these: raw scores are told by what they are, besides where they go."""
-    return None if reader is _score and not are_scores(histogram.centers, histogram.counts) else reader
+    return None if reader is _score and not are_raw_scores(histogram.centers, histogram.counts) else reader
 
 
 def tail_error(percent: float, values: int) -> float:
@@ -90,14 +90,14 @@ def tail_error(percent: float, values: int) -> float:
     return 1.96 * math.sqrt(tail * (1 - tail) / max(1, values))
 
 
-def mse_range(exact: TensorRange, histogram: Histogram, reader: Reader | None = None) -> TensorRange:
+def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | None = None) -> TensorRange:
     """Returns the range with the least mean squared rounding and clipping error at 8 bits, after `reader`.
 
     Both ends shrink together over 50 factors, then each by itself.
     """
     if not histogram.total or exact.high <= exact.low:
         return exact
-    exact = _cut_flat(exact, reader)
+    exact = _cut_saturated(exact, reader)
     factors = np.linspace(1.0, 0.02, 50).tolist()
 
     def best(candidates: list[tuple[float, float]]) -> tuple[float, float]:
@@ -166,7 +166,7 @@ def _group_runs(levels: int) -> Array:
     return np.asarray(np.diff(bounds, axis=1) * (_BINS + 1) + bounds[:, :-1])
 
 
-def quantization_error(low: float, high: float, histogram: Histogram, reader: Reader | None = None) -> float:
+def quantization_error(low: float, high: float, histogram: Histogram, reader: Nonlinearity | None = None) -> float:
     """Returns the summed squared error, after `reader`, of 8-bit integers over [low, high] made to include zero."""
     low, high = min(low, 0.0), max(high, 0.0)
     step = (high - low) / LEVELS
@@ -183,21 +183,21 @@ def quantization_error(low: float, high: float, histogram: Histogram, reader: Re
     return float(np.dot(histogram.counts, error * error))
 
 
-def read_by(graph: Graph) -> dict[str, Reader]:
+def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
     """Returns the tensors that only an elementwise function reads, such as x * sigmoid(x), with that function."""
-    readers: dict[str, Reader] = dict.fromkeys(tensors_of_columns(graph), _score)
+    readers: dict[str, Nonlinearity] = dict.fromkeys(find_raw_score_sources(graph), _score)
     for name, nodes in graph.consumers.items():
         if name in graph.outputs | graph.captured or name in graph.initializers:
             continue
         ops = sorted(node.op_type for node in nodes)
-        if len(ops) == 1 and ops[0] in _READERS:
-            readers[name] = _READERS[ops[0]]
+        if len(ops) == 1 and ops[0] in _NONLINEARITIES:
+            readers[name] = _NONLINEARITIES[ops[0]]
         elif len(ops) == 2 and "Mul" in ops:
             readers.update((name, reader) for reader in _find_gates(graph, name, nodes))
     return readers
 
 
-def _find_gates(graph: Graph, name: str, nodes: tuple[onnx.NodeProto, ...]) -> Iterator[Reader]:
+def _find_gates(graph: Graph, name: str, nodes: tuple[onnx.NodeProto, ...]) -> Iterator[Nonlinearity]:
     """Yields the function x * gate(x) that two nodes begin: one is the product, the other leads to it by itself."""
     for product, first in (nodes, nodes[::-1]):
         steps: list[onnx.NodeProto] = []
@@ -243,8 +243,8 @@ def _swish(values: Array) -> Array:
     return values * sigmoid(values)
 
 
-_READERS: dict[str, Reader] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
-_FLAT: dict[Reader, tuple[float, float]] = {
+_NONLINEARITIES: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
+_SATURATION: dict[Nonlinearity, tuple[float, float]] = {
     sigmoid: (-8.0, 8.0),
     _score: (FLOOR, math.inf),
     np.tanh: (-4.0, 4.0),
@@ -261,7 +261,7 @@ PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
 AUTO_METHODS = ("minmax", "mse", "percentile-99.99", "percentile-99.9")
 """The range methods that are judged against each other; entropy is left out, because it collapses on ReLU nets."""
 
-RANGE_METHODS: dict[str, Callable[[Seen, Reader | None], TensorRange]] = {
+RANGE_METHODS: dict[str, Callable[[TensorStatistics, Nonlinearity | None], TensorRange]] = {
     "minmax": lambda seen, _reader: seen.exact,
     "moving-average": lambda seen, _reader: seen.mean,
     "mse": lambda seen, reader: mse_range(seen.exact, seen.histogram, reader),

@@ -75,7 +75,7 @@ def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
     return np.swapaxes(np.linalg.solve(noisy, moment @ np.swapaxes(matrix, 1, 2)), 1, 2)
 
 
-def round_with_moment(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, limit: int = LIMIT) -> Rounded:
+def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, limit: int = LIMIT) -> Rounded:
     """Rounds weights one input at a time, each time moving the error to the inputs not yet rounded.
 
     GPTQ (Frantar et al. 2022, arXiv:2210.17323) with inputs in the order of falling energy and 1 % damping.

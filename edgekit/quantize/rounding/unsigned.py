@@ -7,7 +7,7 @@ from onnx import numpy_helper
 _MIDDLE = 128
 
 
-def unsign_weights(proto: onnx.ModelProto) -> None:
+def store_weights_unsigned(proto: onnx.ModelProto) -> None:
     """Turns the constant int8 inputs of DequantizeLinear into uint8 with zero point 128, in place; values stay equal.
 
     Without VNNI an x64 adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from edgekit._files import replacing_file
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import Moment, open_moments, scale_moment
+from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.rounding.gptq import (
@@ -20,8 +20,8 @@ from edgekit.quantize.rounding.gptq import (
     Rounded,
     add_spread,
     refit_weights,
+    round_gptq,
     round_nearest,
-    round_with_moment,
     shrink_moment,
     weight_scale,
 )
@@ -53,7 +53,7 @@ class _Seat(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
 
 
-def correct_weights(
+def round_qdq_weights(
     qdq: onnx.ModelProto,
     graph: Graph,
     statistics: Path,
@@ -78,10 +78,10 @@ def correct_weights(
     layers = [layer for layer in layers if (layer.bias is None) == (seats[layer.node].bias is None)]
     with open_moments(statistics / "moments.npz") as stored:
 
-        def read(layer: Layer) -> Moment | None:
+        def read(layer: Layer) -> InputMoments | None:
             moment = stored(layer.node)
             scaled = moment is not None and layer.node in factors
-            return scale_moment(moment, layer, np.asarray(factors[layer.node])) if moment and scaled else moment
+            return scale_moments(moment, layer, np.asarray(factors[layer.node])) if moment and scaled else moment
 
         for layer in layers:
             corrected = _correct_layer(graph, layer, seats[layer.node], read, statistics, rounding)
@@ -93,7 +93,7 @@ def _correct_layer(
     graph: Graph,
     layer: Layer,
     seat: _Seat,
-    read: Callable[[Layer], Moment | None],
+    read: Callable[[Layer], InputMoments | None],
     statistics: Path,
     rounding: Rounding,
 ) -> dict[str, Array] | None:
@@ -125,7 +125,9 @@ def _correct_layer(
     return corrected
 
 
-def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor: Array, rounding: Rounding) -> Rounded:
+def _round_layer(
+    layer: Layer, matrix: Array, moment: InputMoments, seat: _Seat, floor: Array, rounding: Rounding
+) -> Rounded:
     if rounding == "bias":
         scale = weight_scale(matrix, per_channel=seat.per_channel, floor=floor, limit=seat.limit)
         return round_nearest(matrix, scale, seat.limit)
@@ -143,7 +145,7 @@ def _round_layer(layer: Layer, matrix: Array, moment: Moment, seat: _Seat, floor
     if rounding == "refit":
         split = refit_weights(split, blocks, noise)
     scale = weight_scale(_join(split, layer), per_channel=seat.per_channel, floor=floor, limit=seat.limit)
-    found = round_with_moment(split, blocks, np.repeat(scale, pieces, axis=0), noise, seat.limit)
+    found = round_gptq(split, blocks, np.repeat(scale, pieces, axis=0), noise, seat.limit)
     return Rounded(integers=_join(found.integers, layer), scale=scale)
 
 

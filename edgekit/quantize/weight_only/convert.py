@@ -12,7 +12,7 @@ from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model.model import Model, find_quantized_form, read_proto, save_proto
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only.blocks import pack_weights
-from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = ("fp16", "dynamic-int8", "int8", "int4")
@@ -20,7 +20,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 """The block sizes that ONNX Runtime's kernels take."""
 
 
-class LightenOptions(msgspec.Struct, frozen=True, kw_only=True):
+class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which form the weights get, the names of nodes that keep theirs, and how many values share a scale in blocks."""
 
     form: WeightForm
@@ -28,7 +28,7 @@ class LightenOptions(msgspec.Struct, frozen=True, kw_only=True):
     block: int = 32
 
 
-class LightModel(msgspec.Struct, frozen=True, kw_only=True):
+class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model with smaller weights, and the nodes whose weights changed; sizes are those of the files."""
 
     model: Model
@@ -39,7 +39,7 @@ class LightModel(msgspec.Struct, frozen=True, kw_only=True):
     size_after: int
 
 
-def lighten_model(model: Model, options: LightenOptions, out: Path) -> LightModel:
+def compress_weights(model: Model, options: WeightOnlyOptions, out: Path) -> WeightOnlyModel:
     """Writes a prepared float model with its weights in another form to `out`.
 
     "fp16" computes in half precision, inputs and outputs stay float32. "dynamic-int8" quantizes weights per channel and
@@ -63,7 +63,7 @@ def lighten_model(model: Model, options: LightenOptions, out: Path) -> LightMode
     written, changed = _WRITERS[options.form](model, proto, options, out)
     if not changed:
         raise ModelError(f"'{model.name}' has no weights that {options.form} takes", hint="try another form of weights")
-    return LightModel(
+    return WeightOnlyModel(
         model=msgspec.structs.replace(written, custom_ops=model.custom_ops),
         form=options.form,
         changed=changed,
@@ -76,12 +76,12 @@ def lighten_model(model: Model, options: LightenOptions, out: Path) -> LightMode
 _Written = tuple[Model, tuple[str, ...]]
 
 
-def _halve(model: Model, proto: onnx.ModelProto, options: LightenOptions, out: Path) -> _Written:
-    halved = halve_model(model, options.kept, out).model
+def _halve(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
+    halved = convert_to_fp16(model, options.kept, out).model
     return halved, tuple(node.name for node in proto.graph.node if node.name not in options.kept)
 
 
-def _quantize_dynamically(model: Model, proto: onnx.ModelProto, options: LightenOptions, out: Path) -> _Written:
+def _quantize_dynamically(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
     before = {node.name for node in proto.graph.node}
     written = save_proto(quantize_dynamically(proto, options.kept, model.path.name), out)
     left = {node.name for node in read_proto(written, weights=False).graph.node}
@@ -89,7 +89,7 @@ def _quantize_dynamically(model: Model, proto: onnx.ModelProto, options: Lighten
     return _loaded(written, model), changed
 
 
-def _pack(model: Model, proto: onnx.ModelProto, options: LightenOptions, out: Path) -> _Written:
+def _pack(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
     changed = pack_weights(proto, int(options.form.removeprefix("int")), options.block, options.kept)
     return _loaded(save_proto(proto, out), model), changed
 
@@ -99,7 +99,7 @@ def _loaded(written: Model, model: Model) -> Model:
     return written
 
 
-_WRITERS: dict[WeightForm, Callable[[Model, onnx.ModelProto, LightenOptions, Path], _Written]] = {
+_WRITERS: dict[WeightForm, Callable[[Model, onnx.ModelProto, WeightOnlyOptions, Path], _Written]] = {
     "fp16": _halve,
     "dynamic-int8": _quantize_dynamically,
     "int8": _pack,

@@ -11,20 +11,20 @@ from onnx import numpy_helper
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model, read_proto, save_proto
 from edgekit.prepare.tidy import name_nodes
-from edgekit.quantize.weight_only._ort_half import convert_floats
+from edgekit.quantize.weight_only._ort_float16 import convert_floats
 
 MAX_HALF = 65504.0
 """The largest finite float16 (IEEE 754-2008, binary16)."""
 
 
-class HalvedModel(msgspec.Struct, frozen=True, kw_only=True):
+class Fp16Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model that computes in float16, and the weights whose values float16 cannot hold, which were clamped."""
 
     model: Model
     clamped: tuple[str, ...]
 
 
-def halve_model(model: Model, kept: Sequence[str], out: Path) -> HalvedModel:
+def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     """Writes the fp16 form of a prepared float32 model; inputs and outputs stay float32, and so do the `kept` nodes.
 
     Keep the nodes that the provider leaves to the CPU, which has few fp16 kernels.
@@ -38,7 +38,7 @@ def halve_model(model: Model, kept: Sequence[str], out: Path) -> HalvedModel:
     name_nodes(halved.graph)
     written = save_proto(halved, out)
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
-    return HalvedModel(model=written, clamped=_clamped(proto, halved))
+    return Fp16Model(model=written, clamped=_clamped(proto, halved))
 
 
 def _clamped(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ from edgekit.quantize.rounding.gptq import (
     Rounded,
     add_spread,
     refit_weights,
+    round_gptq,
     round_nearest,
-    round_with_moment,
     shrink_moment,
     weight_scale,
 )
@@ -28,20 +28,20 @@ def test_moment_rounding_errs_less_at_the_output_than_nearest(groups: int, outpu
     matrix = np.random.default_rng(1).normal(size=(groups, outputs, size)).astype(np.float32)
     moment, scale = correlated(groups, size), weight_scale(matrix, per_channel=True)
     nearest = output_error(matrix, round_nearest(matrix, scale), moment)
-    assert output_error(matrix, round_with_moment(matrix, moment, scale), moment) < 0.7 * nearest
+    assert output_error(matrix, round_gptq(matrix, moment, scale), moment) < 0.7 * nearest
 
 
 def test_moment_rounding_without_correlation_is_nearest() -> None:
     matrix = np.random.default_rng(1).normal(size=(1, 4, 16)).astype(np.float32)
     scale, moment = weight_scale(matrix, per_channel=True), np.eye(16)[None]
-    assert np.array_equal(round_with_moment(matrix, moment, scale).integers, round_nearest(matrix, scale).integers)
+    assert np.array_equal(round_gptq(matrix, moment, scale).integers, round_nearest(matrix, scale).integers)
 
 
 def test_dead_inputs_do_not_break_moment_rounding() -> None:
     matrix = np.random.default_rng(1).normal(size=(2, 3, 9)).astype(np.float32)
     moment = correlated(2, 9)
     moment[1] = 0
-    integers = round_with_moment(matrix, moment, weight_scale(matrix, per_channel=True)).integers
+    integers = round_gptq(matrix, moment, weight_scale(matrix, per_channel=True)).integers
     assert np.abs(integers[1] - round_nearest(matrix, weight_scale(matrix, per_channel=True)).integers[1]).max() <= 1
 
 

@@ -9,14 +9,14 @@ from tiny_models import parse_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import prepare_model
-from edgekit.quantize.weight_only.fp16 import halve_model
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 
 SAMPLE = {"image": np.random.default_rng(0).random((1, 1, 32, 32), dtype=np.float32)}
 
 
 def test_the_demo_halves_and_stays_close(tmp_path: Path) -> None:
     model = load_model(MODEL)
-    halved = halve_model(model, (), tmp_path / "h.onnx")
+    halved = convert_to_fp16(model, (), tmp_path / "h.onnx")
     assert halved.clamped == ()
     assert halved.model.size_bytes < 0.55 * model.size_bytes
     assert {spec.dtype for spec in (*halved.model.inputs, *halved.model.outputs)} == {"float32"}
@@ -26,7 +26,7 @@ def test_the_demo_halves_and_stays_close(tmp_path: Path) -> None:
 
 
 def test_kept_nodes_stay_float32(tmp_path: Path) -> None:
-    halved = halve_model(load_model(MODEL), ("classifier",), tmp_path / "h.onnx")
+    halved = convert_to_fp16(load_model(MODEL), ("classifier",), tmp_path / "h.onnx")
     graph = read_proto(halved.model).graph
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     (classifier,) = (node for node in graph.node if node.name == "classifier")
@@ -41,7 +41,7 @@ def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     proto_path = parse_model(text, tmp_path / "m.onnx")
     prepared = prepare_model(load_model(proto_path), tmp_path / "p.onnx", {})
     kept = [node.name for node in read_proto(prepared).graph.node if node.op_type in {"Abs", "Neg"}]
-    halved = halve_model(prepared, kept, tmp_path / "h.onnx")
+    halved = convert_to_fp16(prepared, kept, tmp_path / "h.onnx")
     names = [node.name for node in read_proto(halved.model).graph.node]
     assert len(set(names)) == len(names)
 
@@ -51,4 +51,6 @@ def test_weights_beyond_half_are_named(tmp_path: Path) -> None:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) <float[2] w = {1.0, 100000.0}>'
         "{ y = Mul(x, w) }"
     )
-    assert halve_model(load_model(parse_model(text, tmp_path / "m.onnx")), (), tmp_path / "h.onnx").clamped == ("w",)
+    assert convert_to_fp16(load_model(parse_model(text, tmp_path / "m.onnx")), (), tmp_path / "h.onnx").clamped == (
+        "w",
+    )

@@ -8,7 +8,7 @@ from edgekit.data.samples import Samples
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.graph.raw_scores import FLOOR, are_scores, tensors_of_columns
+from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_score_sources
 from edgekit.target import load_target
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)
@@ -31,7 +31,7 @@ def objects(count: int, *, reach: float) -> Samples:
 def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp_path: Path) -> None:
     model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
     samples = objects(48, reach=3000)
-    assert tensors_of_columns(read_graph(model)) == {"s", "y"}
+    assert find_raw_score_sources(read_graph(model)) == {"s", "y"}
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
     assert plan.ranges["y"].low == FLOOR
@@ -53,6 +53,6 @@ def test_numbers_that_are_predicted_keep_their_range(tmp_path: Path) -> None:
     for ranges in calibration.ranges.values():
         assert ranges["y"].low < FLOOR
     rng = np.random.default_rng(0)
-    assert not are_scores(rng.normal(size=1000) * 30)
-    assert not are_scores(-rng.uniform(5, 900, 1000) * np.where(np.arange(1000) % 10, 1, -1))
-    assert are_scores(np.append(-rng.uniform(5, 900, 1000), 3.0))
+    assert not are_raw_scores(rng.normal(size=1000) * 30)
+    assert not are_raw_scores(-rng.uniform(5, 900, 1000) * np.where(np.arange(1000) % 10, 1, -1))
+    assert are_raw_scores(np.append(-rng.uniform(5, 900, 1000), 3.0))

@@ -25,8 +25,8 @@ MASKS = {
                    m = Add(s, f) p = Softmax(m)""",
     "added to a bias": "b = Add(bias, f) m = Add(s, b) p = Softmax(m)",
 }
-HIDDEN = (-100.0, -1e4, float(np.finfo(np.float32).min), -np.inf)
-LOWEST = {"computed": HIDDEN[:3], "added to a bias": HIDDEN[:3]}
+MASK_VALUE = (-100.0, -1e4, float(np.finfo(np.float32).min), -np.inf)
+LOWEST = {"computed": MASK_VALUE[:3], "added to a bias": MASK_VALUE[:3]}
 """Zero times infinity is no number, and an input may not be infinite."""
 
 
@@ -63,7 +63,9 @@ def rows(model: Model, lowest: float) -> Samples:
     return make_samples([{name: value for name, value in each.items() if name in names} for each in every])
 
 
-@pytest.mark.parametrize(("mask", "lowest"), [(mask, lowest) for mask in MASKS for lowest in LOWEST.get(mask, HIDDEN)])
+@pytest.mark.parametrize(
+    ("mask", "lowest"), [(mask, lowest) for mask in MASKS for lowest in LOWEST.get(mask, MASK_VALUE)]
+)
 def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: Path) -> None:
     model = attention(mask, lowest, tmp_path)
     samples = rows(model, lowest)

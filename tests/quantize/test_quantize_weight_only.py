@@ -14,7 +14,7 @@ from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize.qdq.qoperator import write_qoperator
 from edgekit.quantize.weight_only.blocks import quantize_blocks
-from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, LightenOptions, WeightForm, lighten_model
+from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, WeightForm, WeightOnlyOptions, compress_weights
 
 
 def make_perceptron(path: Path) -> Model:
@@ -56,18 +56,18 @@ def sqnr_db(wanted: Array, got: Array) -> float:
 @pytest.mark.parametrize("form", WEIGHT_FORMS)
 def test_each_form_makes_weights_smaller_and_stays_close(tmp_path: Path, form: WeightForm) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
-    light = lighten_model(model, LightenOptions(form=form), tmp_path / "c.onnx")
+    light = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "c.onnx")
     assert set(light.changed) >= {"first", "second"}
     assert light.size_after < light.size_before * 0.6
     assert sqnr_db(run(model), run(light.model)) > LEAST_SQNR_DB[form]
-    again = lighten_model(model, LightenOptions(form=form), tmp_path / "d.onnx")
+    again = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "d.onnx")
     assert again.model.sha256 == light.model.sha256
 
 
 @pytest.mark.parametrize("form", WEIGHT_FORMS)
 def test_a_kept_node_keeps_its_weights(tmp_path: Path, form: WeightForm) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
-    light = lighten_model(model, LightenOptions(form=form, kept=("first",)), tmp_path / "c.onnx")
+    light = compress_weights(model, WeightOnlyOptions(form=form, kept=("first",)), tmp_path / "c.onnx")
     proto = read_proto(light.model)
     weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "w1")
     assert weight.data_type == TensorProto.FLOAT
@@ -92,9 +92,9 @@ def test_blocks_hold_the_largest_weight_exactly_and_zeros_as_zero(bits: int) -> 
 def test_wrong_names_and_blocks_are_refused(tmp_path: Path) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
     with pytest.raises(UsageError, match=r"no node 'frst' to keep.*first"):
-        lighten_model(model, LightenOptions(form="int4", kept=("frst",)), tmp_path / "c.onnx")
+        compress_weights(model, WeightOnlyOptions(form="int4", kept=("frst",)), tmp_path / "c.onnx")
     with pytest.raises(UsageError, match="no block of 7 weights"):
-        lighten_model(model, LightenOptions(form="int4", block=7), tmp_path / "c.onnx")
+        compress_weights(model, WeightOnlyOptions(form="int4", block=7), tmp_path / "c.onnx")
 
 
 def make_trained_qdq(path: Path) -> Model:
@@ -137,7 +137,7 @@ def test_a_trained_qdq_model_passes_through_untouched(tmp_path: Path) -> None:
     assert constants(prepared) == constants(model)
     assert [node.op_type for node in read_proto(prepared).graph.node].count("DequantizeLinear") == 3
     with pytest.raises(ModelError, match=r"quantized already \(qdq\)"):
-        lighten_model(prepared, LightenOptions(form="int8"), tmp_path / "c.onnx")
+        compress_weights(prepared, WeightOnlyOptions(form="int8"), tmp_path / "c.onnx")
 
 
 def test_the_qoperator_form_has_the_same_numbers(tmp_path: Path) -> None:
