@@ -1,7 +1,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -12,11 +12,12 @@ floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e
 
 
 @given(floats, floats)
+@example(np.array([32768], np.float32), np.array([-1e-44], np.float32))
 def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndarray) -> None:
     forward, backward = HistogramCollector(), HistogramCollector()
-    for grower, parts in ((forward, (one, two)), (backward, (two, one))):
+    for collector, parts in ((forward, (one, two)), (backward, (two, one))):
         for part in parts:
-            grower.add(part[None])
+            collector.add(part[None])
     left, right = forward.freeze(), backward.freeze()
     assert left.total == one.size + two.size
     assert np.array_equal(left.centers, right.centers)
@@ -25,17 +26,17 @@ def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndar
 
 @given(floats)
 def test_centers_lie_near_the_values(values: np.ndarray) -> None:
-    grower = HistogramCollector()
-    grower.add(values[None])
-    centers = grower.freeze().centers
+    collector = HistogramCollector()
+    collector.add(values[None])
+    centers = collector.freeze().centers
     nearest = np.abs(values[:, None] - centers[None]).min(axis=1)
     assert (nearest <= max(float(np.abs(values).max()) / 1024, 2.0**-126)).all()
 
 
 def test_zeros_have_a_bin_of_their_own() -> None:
-    grower = HistogramCollector()
-    grower.add(np.array([[0, 0, 0, 1, -1]], np.float32))
-    frozen = grower.freeze()
+    collector = HistogramCollector()
+    collector.add(np.array([[0, 0, 0, 1, -1]], np.float32))
+    frozen = collector.freeze()
     assert frozen.counts[frozen.centers == 0].tolist() == [3]
 
 
@@ -62,10 +63,10 @@ def test_shares_hold_for_all_samples_to_within_the_error_that_is_stated(kind: st
     for seed in range(turns):
         every = every_sample(kind, seed)
         measured = every[list(spread_indices(len(every), 64))]
-        grower = HistogramCollector()
+        collector = HistogramCollector()
         for block in np.split(measured, 4):
-            grower.add(block)
-        stated = grower.freeze().sample_error(len(measured), len(every))
+            collector.add(block)
+        stated = collector.freeze().sample_error(len(measured), len(every))
         points = np.quantile(every, np.linspace(0, 1, 201))
         shares = [np.searchsorted(np.sort(part.reshape(-1)), points) / part.size for part in (every, measured)]
         held += float(np.abs(shares[0] - shares[1]).max()) <= stated

@@ -70,7 +70,8 @@ class HistogramCollector:
         if not magnitude:
             return
         self._widen(magnitude)
-        scaled = values * values.dtype.type(2.0**-self._exponent)
+        # Wide bins: in float32 a small negative value would underflow to -0, and be counted on the other side of zero.
+        scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
         bins = np.floor(scaled, out=scaled).astype(np.intp)
         bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
         self._counts += np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1).astype(np.int32)
