@@ -121,6 +121,12 @@ def test_integers_and_branches_pass_through(tmp_path: Path, work: Path) -> None:
     np.testing.assert_array_equal(got, -x)
 
 
+def test_whole_numbers_are_not_rounded(tmp_path: Path, work: Path) -> None:
+    body = "(float[1,2] x) => (float[2,1] y) <int64[2] k = {2, 1}> { y = Reshape(x, k) }"
+    x = np.array([[4.0, 0.1]], np.float32)
+    np.testing.assert_array_equal(run_one(text_job(tmp_path / "m.onnx", body, x), work), half(x).T)
+
+
 def test_a_quantized_unit_is_rounded_onto_its_grid(tmp_path: Path, work: Path) -> None:
     got = run_one(make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi"), work)
     np.testing.assert_array_equal(got * 16, np.round(got * 16))

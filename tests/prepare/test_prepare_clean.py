@@ -104,13 +104,17 @@ def test_fp16_gets_no_casts(tmp_path: Path) -> None:
     assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
 
 
-def test_fp16_weights_alone_get_no_casts_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "weights"),
+    [("float[1,8] x", "float16[2] w = {1, 2}, float f = {2}"), ("float[1,8] x, float16[2] w", "float f = {2}")],
+)
+def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs: str, weights: str) -> None:
     text = (
-        "g (float[1,8] x) => (float16[1,8] y) <float16[1,8] w = {1, 2, 3, 4, 5, 6, 7, 8}>"
-        "{ h = Cast<to = 10>(x)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }"
+        f"g ({inputs}) => (float16[4,2] y) <int64[2] s = {{4, 2}}, {weights}> {{ m = Mul(x, f)  c = Cast<to = 10>(m)"
+        "  h = Reshape(c, s)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }"
     )
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
-    assert op_names(prepared.path) == ["Cast", "Mul", "Softmax", "HardSwish"]
+    assert op_names(prepared.path) == ["Mul", "Cast", "Reshape", "Mul", "Softmax", "HardSwish"]
 
 
 def test_operators_without_a_cpu_kernel_stay_whole(tmp_path: Path) -> None:

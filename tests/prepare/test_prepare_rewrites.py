@@ -126,6 +126,7 @@ def test_hard_swish_is_known_in_other_spellings(tmp_path: Path, body: str) -> No
     "body",
     [
         "a = HardSigmoid(x) y = Mul(a, x)",
+        "a = com.microsoft.HardSigmoid<alpha=0.16666667>(x) y = Mul(a, x)",
         "a = HardSigmoid<alpha=0.16666667, beta=0.4>(x) y = Mul(a, x)",
         "a = Elu<alpha=0.16666667>(x) y = Mul(a, x)",
         "a = HardSigmoid<alpha=0.16666667>(t) y = Mul(a, x)",

@@ -1,8 +1,18 @@
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper, parser
 
 from edgekit.model.tensors import Array
+from edgekit.quantize.calibration.moments import Moment, save_moments
+from edgekit.quantize.graph.graph import index_proto
 from edgekit.quantize.rounding.gptq import (
+    LIMIT,
     Rounded,
     add_spread,
     refit_weights,
@@ -11,6 +21,7 @@ from edgekit.quantize.rounding.gptq import (
     shrink_moment,
     weight_scale,
 )
+from edgekit.quantize.rounding.weights import Rounding, correct_weights
 
 
 def correlated(groups: int, size: int, seed: int = 0) -> Array:
@@ -76,3 +87,141 @@ def test_scale_puts_the_largest_on_127_and_survives_a_channel_of_zeros() -> None
     assert weight_scale(matrix, per_channel=False)[0, :, 0] == pytest.approx([0.01] * 3)
     assert weight_scale(matrix, per_channel=True, floor=0.005)[0, :, 0] == pytest.approx([0.01, 0.01, 0.005])
     assert (weight_scale(np.zeros((1, 2, 3), np.float32), per_channel=True) > 0).all()
+
+
+FLOAT = "g (float[1,4] x) => (float[1,2] y) { y = Gemm<transB=1>(x, w BIAS) }"
+QDQ = """g (float[1,4] x) => (float[1,2] y) { xq = QuantizeLinear(x, s, z)  xd = DequantizeLinear(xq, s, z)
+  wd = DequantizeLinear(wq, ws, wz)  bd = DequantizeLinear(bq, bs, bz)  y = Gemm<transB=1>(xd, wd BIAS) }"""
+MATRIX = np.array([[[1.0, 0.313, -0.207, 0.5], [0.1, 0.0333, 0.0777, -0.05]]], np.float32)
+OFFSET = np.array([0.3, -0.2])
+
+
+class Corrected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer's weights became."""
+
+    integers: Array
+    scale: Array
+    bias: Array
+    bias_scale: Array
+
+
+def make_moment(folder: Path, node: str = "gemm") -> Moment:
+    """Saves moments of four inputs in two blocks of two, which are not alike."""
+    mean = np.array([[2.0, -1.0, 0.5, 3.0]], np.float32)
+    mix = np.array([[1, 0.9, 0, 0], [0, 0.4, 0, 0], [0, 0, 2, 1.5], [0, 0, 0, 1]])
+    parts = np.split(np.random.default_rng(0).normal(size=(50, 4)) @ mix + mean, 2, axis=1)
+    blocks = np.stack([part.T @ part / 50 for part in parts]).astype(np.float32)
+    moment = Moment(
+        count=50, mean=mean, spread=np.full((1, 4), 6, np.float32), low=mean[0] - 3, high=mean[0] + 3, blocks=blocks
+    )
+    save_moments(folder / "moments.npz", {node: moment})
+    return moment
+
+
+def make_gemm(text: str, values: Mapping[str, Any]) -> onnx.ModelProto:
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    proto.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in values.items())
+    proto.graph.node[-1].name = "gemm"
+    return proto
+
+
+def correct(
+    folder: Path, rounding: Rounding, *, per_channel: bool = True, bias: bool = True, limit: int = LIMIT,
+    factors: tuple[float, ...] | None = None, spoil: Callable[[onnx.ModelProto], object] = lambda _: None,
+) -> Corrected:  # fmt: skip
+    """Rounds the weights of a Gemm again, whose integers are all 0 before."""
+    some = np.zeros(2, np.float32) if per_channel else np.zeros((), np.float32)
+    floats = {"w": MATRIX[0], "b": OFFSET.astype(np.float32)}
+    integers = {
+        "s": np.float32(0.05), "z": np.uint8(128), "wq": np.zeros((2, 4), np.int8), "ws": some,
+        "wz": some.astype(np.int8), "bq": np.zeros(2, np.int32), "bs": some.reshape(-1),
+        "bz": some.reshape(-1).astype(np.int32),
+    }  # fmt: skip
+    proto = make_gemm(FLOAT.replace("BIAS", ", b" if bias else ""), floats)
+    qdq = make_gemm(QDQ.replace("BIAS", ", bd" if bias else ""), integers)
+    spoil(qdq)
+    given = {} if factors is None else {"gemm": factors}
+    correct_weights(qdq, index_proto(proto), folder, rounding, given, limit)
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
+    return Corrected(integers=found["wq"], scale=found["ws"], bias=found["bq"], bias_scale=found["bs"])
+
+
+def check(found: Corrected, wanted: Rounded, mean: Array, step: float = 0.05) -> None:
+    error = ((MATRIX - wanted.values) * mean[:, None]).sum(axis=2)[0]
+    bias_scale = (np.float32(step) * wanted.scale.reshape(-1)).astype(np.float32)
+    assert found.integers.tolist() == wanted.integers[0].tolist()
+    assert found.scale.reshape(-1) == pytest.approx(wanted.scale.reshape(-1)[: found.scale.size])
+    assert found.bias_scale == pytest.approx(bias_scale[: found.bias_scale.size])
+    assert np.abs(found.bias - (OFFSET + error) / bias_scale).max() <= 0.5001
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("limit", [LIMIT, 64])
+def test_the_mean_error_of_rounded_weights_goes_into_the_bias(tmp_path: Path, per_channel: bool, limit: int) -> None:
+    moment = make_moment(tmp_path)
+    scale = weight_scale(MATRIX, per_channel=per_channel, limit=limit)
+    found = correct(tmp_path, "bias", per_channel=per_channel, limit=limit)
+    check(found, round_nearest(MATRIX, scale, limit), moment.mean)
+    assert np.abs(found.integers).max() == limit
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "refit"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_are_rounded_with_the_moments_of_their_inputs(tmp_path: Path, rounding: Rounding, bias: bool) -> None:
+    moment = make_moment(tmp_path)
+    mean = moment.mean.reshape(2, 2, 1) if bias else np.zeros((2, 2, 1))
+    blocks = shrink_moment(moment.blocks.astype(np.float64) - mean * np.swapaxes(mean, 1, 2), 50)
+    blocks = add_spread(blocks, np.full((2, 2), 6.0), 50)
+    pieces, noise = MATRIX.reshape(1, 2, 2, 2).transpose(0, 2, 1, 3)[0], 0.05**2 / 12 if rounding == "refit" else 0.0
+    fitted = refit_weights(pieces, blocks, noise) if rounding == "refit" else pieces
+    whole = fitted.transpose(1, 0, 2).reshape(1, 2, 4)
+    scale = weight_scale(whole, per_channel=True)
+    integers = round_with_moment(fitted, blocks, np.repeat(scale, 2, axis=0), noise).integers
+    wanted = Rounded(integers=integers.transpose(1, 0, 2).reshape(1, 2, 4), scale=scale)
+    found = correct(tmp_path, rounding, bias=bias)
+    if bias:
+        check(found, wanted, moment.mean)
+    assert found.integers.tolist() == wanted.integers[0].tolist()
+    assert not bias or found.bias.any()
+
+
+def test_what_was_rounded_is_kept_for_the_same_weights_and_rounding(tmp_path: Path) -> None:
+    make_moment(tmp_path)
+    first, learned = correct(tmp_path, "bias"), correct(tmp_path, "gptq")
+    make_moment(tmp_path, node="another")
+    assert msgspec.structs.asdict(correct(tmp_path, "bias"))["bias"].tolist() == first.bias.tolist()
+    assert correct(tmp_path, "gptq").integers.tolist() == learned.integers.tolist() != first.integers.tolist()
+    assert not correct(tmp_path, "refit").integers.any()  # it was not rounded before, and has no moments now
+    assert not correct(tmp_path, "bias", per_channel=False).integers.any()
+    assert not correct(tmp_path, "bias", bias=False).bias.any()
+
+
+def test_scaled_channels_have_scaled_moments(tmp_path: Path) -> None:
+    moment = make_moment(tmp_path)
+    found = correct(tmp_path, "bias", factors=(1.0, 2.0, 4.0, 8.0))
+    check(found, round_nearest(MATRIX, weight_scale(MATRIX, per_channel=True)), moment.mean * np.array([1, 2, 4, 8]))
+
+
+def fill(name: str, value: Array) -> Callable[[onnx.ModelProto], object]:
+    def spoil(qdq: onnx.ModelProto) -> None:
+        tensor = next(tensor for tensor in qdq.graph.initializer if tensor.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(value, name))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(fill("wz", np.array([0, 1], np.int8)), id="a zero point"),
+        pytest.param(fill("wq", np.zeros((2, 4), np.uint8)), id="unsigned"),
+        pytest.param(fill("ws", np.zeros(2, np.float16)), id="half"),
+        pytest.param(lambda qdq: qdq.graph.node[-1].input.pop(), id="no bias"),
+        pytest.param(lambda qdq: qdq.graph.node[-1].input.__setitem__(0, "x"), id="float input"),
+        pytest.param(lambda qdq: setattr(qdq.graph.node[-1], "op_type", "Einsum"), id="no layer"),
+    ],
+)
+def test_weights_that_are_no_symmetric_int8_stay(tmp_path: Path, spoil: Callable[[onnx.ModelProto], object]) -> None:
+    make_moment(tmp_path)
+    assert not correct(tmp_path, "bias", spoil=spoil).integers.any()
+    assert not correct(tmp_path, "nearest").integers.any()

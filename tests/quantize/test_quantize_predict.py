@@ -233,6 +233,7 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     assert measure_drop(good, good, samples, masks, TaskLimit(name="miou")).drop_estimate == 0
     assert overlap.drop_interval is not None
     assert overlap.drop_interval[0] < overlap.drop_estimate < overlap.drop_interval[1] < 1.2 * overlap.drop_estimate
+    assert overlap.drop_interval == tuple(round(end, 6) for end in overlap.drop_interval)
     assert noise.drop_interval is not None
     assert noise.drop_interval == pytest.approx((noise.drop_estimate,) * 2, abs=0.01)
     few = make_samples([{"x": row} for row in rows[:20]])
@@ -245,6 +246,96 @@ def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
     assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 0.9 - 0.1**2, 1])
     assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 0.4, 1])
     assert record(sure, unsure, reading).tolist() == [0, 0, 0]
+
+
+def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
+    reading, measure = Reading(meaning="map", axis=1), MEASURES["map"]
+    chances = np.array([[[0.9, 0.8, 0.3], [0.1, 0.2, 0.7]]])
+    worse = np.array([[[0.9, 0.2, 0.3], [0.1, 0.8, 0.7]]])
+    record = measure.record(chances, worse, reading)
+    assert record.tolist() == pytest.approx(np.array([[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1]]))
+    lost = ((1.7 / 2.3 - 0.9 / 2.1) + (0.7 / 1.3 - 0.9 / 2.1)) / 2
+    loss = measure.judge([record] * 3)
+    assert (loss.estimate, loss.agreement) == pytest.approx((lost, 2 / 3))
+    assert loss.interval == pytest.approx((lost, lost))
+    rare = np.pad(record, ((0, 0), (0, 1))) + np.array([[0.0, 0, 1.0], [0, 0, 1.0]] + [[0, 0, 0]] * 4)
+    assert measure.judge([rare] * 3).estimate == pytest.approx(lost)
+
+
+def test_images_lose_by_the_noise_that_is_added_to_their_own() -> None:
+    reading, measure = Reading(meaning="image"), MEASURES["image"]
+    flat = np.linspace(0, 1, 64).reshape(1, 1, 8, 8)
+    record = measure.record(flat, flat + 0.1, reading)
+    low, high = np.quantile(flat, (0.01, 0.99))
+    assert record[[0, 2, 3]] == pytest.approx([0.01, low, high])
+    # No detail: the float model comes within 48 dB of its truth, an error of 20 dB adds 10 log10(1 + 10^2.8).
+    plain = np.array([0.01, 0.0, 0.0, 1.0])
+    assert measure.judge([plain] * 4).estimate == pytest.approx(10 * np.log10(1 + 10**2.8) / 48)
+    # Much detail: it comes within 36 dB.
+    assert measure.judge([np.array([0.01, 0.1, 0.0, 1.0])] * 4).estimate == pytest.approx(
+        10 * np.log10(1 + 10**1.6) / 36
+    )
+    assert measure.judge([np.array([0.01, 10**-4.0, 0.0, 1.0])]).estimate == pytest.approx(10 * np.log10(1 + 100) / 40)
+    assert measure.judge([np.array([0.04, 4 * 10**-4.0, 1.0, 3.0])]).estimate == pytest.approx(
+        10 * np.log10(1 + 100) / 40
+    )
+    assert measure.judge([np.array([0.0, 0.1, 0.0, 1.0])]).estimate == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_detail_of_an_image_is_what_means_over_four_pixels_lose(last: bool) -> None:
+    record = MEASURES["image"].record
+    ramp = np.broadcast_to(np.arange(16.0), (1, 1, 16, 16))
+    stripes = np.broadcast_to(np.arange(16) % 2 * 2.0, (1, 1, 18, 16))
+    ramp, stripes = (np.moveaxis(image, 1, -1) if last else image for image in (ramp, stripes))
+    reading = Reading(meaning="image")
+    assert record(stripes, stripes, reading)[1] == pytest.approx(1.0)
+    # A ramp is made again but for the two pixels at each end, where the means stay: 1.5, 0.5, 0.5 and 1.5 beyond them.
+    assert record(ramp, ramp, reading)[1] == pytest.approx((1.5**2 + 0.5**2) * 2 / 16)
+
+
+def test_values_lose_what_their_spread_loses() -> None:
+    reading, measure = Reading(meaning="values", axis=1), MEASURES["values"]
+    values = np.array([[[1.0, 3.0], [10.0, 30.0]]])
+    record = measure.record(values, values + np.array([[[0.0, 1.0], [0.0, 0.0]]]), reading)
+    assert record.tolist() == [[4, 40], [10, 1000], [1, 0], [2, 2]]
+    # Two channels with deviations of 1 and 10, of which the first loses half of its variance, the second nothing.
+    assert measure.judge([record]).estimate == pytest.approx(0.5 * 1 / 11)
+
+
+@pytest.mark.parametrize(
+    ("small", "lost"),
+    [(0.011, 0.02 * 0.011 / 1.011), (0.009, 0.02), (0.000101, 0.02), (0.00009, 0.0)],
+)
+def test_channels_a_hundred_times_smaller_are_a_group_of_their_own(small: float, lost: float) -> None:
+    # One record with 2 places: both channels have mean 0, the first a deviation of 1 and no error.
+    record = np.array([[0.0, 0.0], [2.0, 2 * small**2], [0.0, 2 * 0.02 * small**2], [2.0, 2.0]])
+    assert MEASURES["values"].judge([record]).estimate == pytest.approx(lost, rel=1e-6)
+    vector = record.copy()
+    vector[3] = 1.0
+    assert MEASURES["values"].judge([vector]).estimate == pytest.approx(0.02 * small / (1 + small), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("channels", "places", "halved"), [(5, 16, True), (4, 16, False), (5, 15, False), (6, 20, True)]
+)
+def test_tables_of_five_channels_and_sixteen_places_count_by_half(channels: int, places: int, halved: bool) -> None:
+    record = np.array([[0.0], [1.0], [0.2], [1.0]]) * np.full(channels, float(places))
+    loss = MEASURES["values"].judge([record] * 3)
+    assert loss.estimate == pytest.approx(0.2 * 1.2 / 2 if halved else 0.2)
+    assert loss.interval == pytest.approx((0.0 if halved else 0.2, 0.2))
+
+
+def test_the_interval_of_losses_holds_one_change_more_than_was_seen() -> None:
+    judge = MEASURES["classes"].judge
+    records = [np.array([0.5, 0.4, 1.0])] * 3 + [np.zeros(3)] * 97
+    loss, spread = (1.5 + 0.5) / 4, 0.4 * 3 + 1.0
+    reach = 1.959964 * spread**0.5 / 4
+    low, high = wilson_interval(3, 100)
+    found = judge(records)
+    assert (found.estimate, found.agreement) == pytest.approx((0.015, 0.97))
+    assert found.interval == pytest.approx((high * (loss - reach), high * min(1.0, loss + reach)), abs=1e-6)
+    assert low > 0
 
 
 def test_labels_that_change_cost_half_and_single_ones_are_not_trusted_when_they_agree() -> None:

@@ -228,7 +228,7 @@ CENTRED, ACROSS = np.arange(6) - 2.5, np.array([1.0, -1, 0, 0, -1, 1])
 
 
 def correlated(by: float) -> Array:
-    return by * CENTRED / 17.5**0.5 + (1 - by**2) ** 0.5 * ACROSS / 2
+    return np.asarray(by * CENTRED / 17.5**0.5 + (1 - by**2) ** 0.5 * ACROSS / 2)
 
 
 @pytest.mark.parametrize(

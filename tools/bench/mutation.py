@@ -195,8 +195,8 @@ def _run_tests(root: Path, names: Sequence[str]) -> None:
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root)
     sys.dont_write_bytecode = True
-    argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *(f"tests/{name}" for name in names)]
-    os._exit(pytest.main(argv))
+    argv = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={root / 'work'}"]
+    os._exit(pytest.main([*argv, *(f"tests/{name}" for name in names)]))
 
 
 class Bench(msgspec.Struct, frozen=True):
