@@ -176,7 +176,7 @@ def test_weights_are_rounded_with_the_moments_of_their_inputs(tmp_path: Path, ro
     fitted = refit_weights(pieces, blocks, noise) if rounding == "refit" else pieces
     whole = fitted.transpose(1, 0, 2).reshape(1, 2, 4)
     scale = weight_scale(whole, per_channel=True)
-    integers = round_with_moment(fitted, blocks, np.repeat(scale, 2, axis=0), noise).integers
+    integers = round_gptq(fitted, blocks, np.repeat(scale, 2, axis=0), noise).integers
     wanted = Rounded(integers=integers.transpose(1, 0, 2).reshape(1, 2, 4), scale=scale)
     found = correct(tmp_path, rounding, bias=bias)
     if bias:
