@@ -9,7 +9,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import Moment, save_moments
+from edgekit.quantize.calibration.moments import InputMoments, save_moments
 from edgekit.quantize.graph.graph import index_proto
 from edgekit.quantize.rounding.gptq import (
     LIMIT,
@@ -21,7 +21,7 @@ from edgekit.quantize.rounding.gptq import (
     shrink_moment,
     weight_scale,
 )
-from edgekit.quantize.rounding.weights import Rounding, correct_weights
+from edgekit.quantize.rounding.weights import Rounding, round_qdq_weights
 
 
 def correlated(groups: int, size: int, seed: int = 0) -> Array:
@@ -105,13 +105,13 @@ class Corrected(msgspec.Struct, frozen=True, kw_only=True):
     bias_scale: Array
 
 
-def make_moment(folder: Path, node: str = "gemm") -> Moment:
+def make_moment(folder: Path, node: str = "gemm") -> InputMoments:
     """Saves moments of four inputs in two blocks of two, which are not alike."""
     mean = np.array([[2.0, -1.0, 0.5, 3.0]], np.float32)
     mix = np.array([[1, 0.9, 0, 0], [0, 0.4, 0, 0], [0, 0, 2, 1.5], [0, 0, 0, 1]])
     parts = np.split(np.random.default_rng(0).normal(size=(50, 4)) @ mix + mean, 2, axis=1)
     blocks = np.stack([part.T @ part / 50 for part in parts]).astype(np.float32)
-    moment = Moment(
+    moment = InputMoments(
         count=50, mean=mean, spread=np.full((1, 4), 6, np.float32), low=mean[0] - 3, high=mean[0] + 3, blocks=blocks
     )
     save_moments(folder / "moments.npz", {node: moment})
@@ -141,7 +141,7 @@ def correct(
     qdq = make_gemm(QDQ.replace("BIAS", ", bd" if bias else ""), integers)
     spoil(qdq)
     given = {} if factors is None else {"gemm": factors}
-    correct_weights(qdq, index_proto(proto), folder, rounding, given, limit)
+    round_qdq_weights(qdq, index_proto(proto), folder, rounding, given, limit)
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
     return Corrected(integers=found["wq"], scale=found["ws"], bias=found["bq"], bias_scale=found["bs"])
 
