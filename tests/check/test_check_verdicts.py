@@ -1,6 +1,7 @@
 """Convolutional networks are judged as the providers judge them, float and quantized both ways."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from onnxruntime.quantization import QuantType
 
 from edgekit.check.check import check_graph
 from edgekit.check.graph import view_graph
-from edgekit.check.report import CheckReport
+from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.target import load_target
 
@@ -116,3 +117,58 @@ def test_an_operator_is_taken_from_its_first_version_to_its_last(
     ops = tuple(msgspec.structs.replace(op, since=since) if "Relu" in op.types else op for op in book.op)
     book = msgspec.structs.replace(book, op=ops, provider=msgspec.structs.replace(book.provider, since_max=most))
     assert why_not(list(check_graph(view_graph(RELU), book, load_target("nnapi").settings, opset=17))) == reason
+
+
+def report_of(*nodes: tuple[int, int, int | None], **more: Any) -> CheckReport:
+    """Returns a report of nodes, each (macs, bytes, partition); None is not taken."""
+    listed = tuple(
+        CheckedNode(
+            name=f"n{index}", op="Conv", domain="", taken=place is not None, reasons=(), macs=macs, bytes=size,
+            partition=place, fatal=more.get("fatal", False), risks=more.get("risks", ()),
+        )
+        for index, (macs, size, place) in enumerate(nodes)
+    )  # fmt: skip
+    return CheckReport(
+        target="t", model="m", sha256="", evidence="predicted", settings={}, node_list=listed, advice=(),
+        crossing_bytes=more.get("crossing_bytes", 0), wants_whole=more.get("wants_whole", False),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "verdict"),
+    [
+        ([(90, 50, 0), (10, 50, None)], {}, "yes"),
+        ([(89, 50, 0), (11, 50, None)], {}, "maybe"),
+        ([(90, 49, 0), (10, 51, None)], {}, "maybe"),
+        ([(50, 50, 0), (50, 50, None)], {}, "maybe"),
+        ([(49, 50, 0), (51, 50, None)], {}, "no"),
+        ([(50, 50, 0), (50, 50, 1)], {}, "maybe"),
+        ([(90, 50, 0), (10, 50, 1)], {}, "yes"),
+        ([(90, 50, 0), (10, 50, 1)], {"wants_whole": True}, "maybe"),
+        ([(90, 50, 0), (10, 50, None)], {"wants_whole": True}, "maybe"),
+        ([(90, 50, 0), (10, 50, 0)], {"wants_whole": True}, "yes"),
+        ([(90, 50, 0), (10, 50, 0)], {"crossing_bytes": 50}, "yes"),
+        ([(90, 50, 0), (10, 50, 0)], {"crossing_bytes": 51}, "maybe"),
+        ([(90, 50, 0), (10, 50, 0)], {"risks": ("it may fail",)}, "maybe"),
+        ([(90, 50, 0), (10, 50, 0)], {"fatal": True}, "no"),
+        ([(0, 90, 0), (0, 10, None)], {}, "yes"),
+        ([(0, 49, 0), (0, 51, None)], {}, "no"),
+        ([(0, 0, 0), (0, 0, None)], {}, "maybe"),
+        ([(0, 0, 0), (0, 0, None), (0, 0, None)], {}, "no"),
+        ([], {}, "no"),
+    ],
+)
+def test_the_verdict_follows_the_work_that_is_taken_in_one_piece(
+    nodes: list[tuple[int, int, int | None]], more: dict[str, Any], verdict: str
+) -> None:
+    assert report_of(*nodes, **more).verdict == verdict
+
+
+def test_shares_are_of_the_work_and_of_the_bytes() -> None:
+    report = report_of((60, 10, 0), (20, 20, 1), (20, 70, None), crossing_bytes=40)
+    assert (report.nodes, report.taken, report.partitions) == (3, 2, 2)
+    assert (report.taken_macs, report.taken_bytes, report.main_share) == (0.8, 0.3, 0.6)
+    assert (report.crossing_share, report.integer_macs, report.is_refused) == (0.4, 0.0, False)
+    assert report_of((1, 10, 0), crossing_bytes=40).crossing_share == 1.0
+    integer = msgspec.structs.replace(report.node_list[1], integers=True)
+    assert msgspec.structs.replace(report, node_list=(*report.node_list[:1], integer)).integer_macs == 0.25

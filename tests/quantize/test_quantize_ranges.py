@@ -15,6 +15,9 @@ from edgekit.quantize.ranges.methods import (
     mse_range,
     percentile_range,
     quantization_error,
+    sigmoid,
+    snap_range,
+    tail_error,
 )
 
 
@@ -26,6 +29,54 @@ def histogram_of(values: Array) -> Histogram:
 
 def whole(values: Array) -> TensorRange:
     return TensorRange(low=float(values.min()), high=float(values.max()))
+
+
+def few_values(*pairs: tuple[float, int]) -> Histogram:
+    centers, counts = (np.array(part) for part in zip(*pairs, strict=True))
+    return Histogram(centers=centers, counts=counts, parts=counts[None])
+
+
+def test_the_error_of_a_range_is_that_of_its_integers() -> None:
+    seen = few_values((-0.6, 1), (0.0, 5), (1.4, 2), (300.0, 1))
+    # Steps of 1 from -55 to 200: 0.6 errs by 0.4, 1.4 twice by 0.4, 300 is cut to 200.
+    assert quantization_error(-55.0, 200.0, seen) == pytest.approx(0.16 + 2 * 0.16 + 100.0**2)
+    assert quantization_error(55.0, 255.0, seen) == pytest.approx(0.36 + 2 * 0.16 + 45.0**2)
+    assert quantization_error(-255.0, -55.0, seen) == pytest.approx(0.16 + 2 * 1.96 + 300.0**2)
+    assert quantization_error(0.0, 0.0, seen) == pytest.approx(0.36 + 2 * 1.96 + 300.0**2)
+    assert quantization_error(-55.0, 200.0, seen, lambda x: 2 * x) == pytest.approx(4 * (0.16 + 2 * 0.16 + 100.0**2))
+
+
+def test_a_percentile_leaves_half_of_the_rest_at_each_end() -> None:
+    seen, span = few_values((-9.0, 1), (-1.0, 9), (1.0, 80), (5.0, 9), (9.0, 1)), TensorRange(low=-9.5, high=9.5)
+    assert percentile_range(span, seen, 100) == TensorRange(low=-9.0, high=9.0)
+    assert percentile_range(span, seen, 97) == TensorRange(low=-1.0, high=5.0)
+    assert percentile_range(span, seen, 78) == TensorRange(low=1.0, high=1.0)
+    assert percentile_range(TensorRange(low=-0.5, high=0.5), seen, 97) == TensorRange(low=-0.5, high=0.5)
+    nothing = Histogram(centers=np.zeros(0), counts=np.zeros(0), parts=np.zeros((8, 0)))
+    assert percentile_range(span, nothing, 97) == mse_range(span, nothing) == span
+
+
+def test_what_is_cut_off_is_known_by_the_number_of_values() -> None:
+    assert tail_error(99.9, 10_000) == pytest.approx(1.96 * (0.0005 * 0.9995 / 10_000) ** 0.5)
+    assert tail_error(80, 0) == tail_error(80, 1) == pytest.approx(1.96 * 0.3)
+
+
+def test_ends_keep_nine_bits() -> None:
+    assert snap_range(TensorRange(low=-1 - 2**-9, high=1 + 2**-8)) == TensorRange(low=-1.0, high=1 + 2**-8)
+    assert snap_range(TensorRange(low=0.0, high=3 + 3 * 2**-9)) == TensorRange(low=0.0, high=3 + 2**-7)
+    assert snap_range(TensorRange(low=-3.4e38, high=3.4028e38)).high == np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "percent", "cut"),
+    [(-50, 50, 100, (-8, 8)), (-50, -20, 100, (-8, -8)), (20, 50, 100, (8, 8)), (-2, 3, 100, (-2, 3))],
+)
+def test_where_a_sigmoid_is_flat_there_are_no_steps(
+    low: float, high: float, percent: float, cut: tuple[float, float]
+) -> None:
+    seen, span = few_values((-60.0, 5), (60.0, 5)), TensorRange(low=low, high=high)
+    assert percentile_range(span, seen, percent, sigmoid) == TensorRange(low=cut[0], high=cut[1])
+    assert percentile_range(span, seen, percent) == span
 
 
 def test_mse_clips_a_long_tail_and_keeps_a_flat_one() -> None:
@@ -83,11 +134,23 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
     assert percentile_range(whole(values), histogram_of(values), 99.9, reader).high > 50
 
 
-def test_a_gate_of_something_else_is_no_hard_swish(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-      <float two = {2}, float zero = {0}, float six = {6}> {
-      a = Neg(x) h = Add(a, two) c = Clip(h, zero, six) y = Mul(a, c) }"""
-    assert not find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "h = Add(a, two) c = Clip(h, zero, six) y = Mul(a, c)",
+        "h = Add(a, three) c = Clip(h, three, six) y = Mul(a, c)",
+        "h = Sub(a, three) c = Clip(h, zero, six) y = Mul(a, c)",
+        "h = Add(a, three) c = Clip(h, zero, six) g = Sub(c, six) y = Mul(a, g)",
+        "g = HardSigmoid(a) y = Mul(a, g)",
+        "g = Sigmoid(a) y = Add(a, g)",
+        "g = Sigmoid(a) y = Mul(g, g) z = Neg(a)",
+        "g = Sigmoid(a) h = Sigmoid(g) y = Mul(a, h)",
+    ],
+)
+def test_a_gate_of_something_else_is_read_as_it_is(tmp_path: Path, gate: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+      <float two = {{2}}, float three = {{3}}, float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {gate} }}"""
+    assert "a" not in find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))
 
 
 def test_constant_zero_tensor_keeps_its_range() -> None:
