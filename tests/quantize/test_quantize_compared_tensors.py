@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from quantize_models import make_model
@@ -23,6 +24,98 @@ def test_few_outputs_are_judged_with_their_features(tmp_path: Path) -> None:
     )
     points = find_compared_tensors(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 2)})))
     assert [point.tensor for point in points] == ["y", "h"]
+
+
+def parts_of(folder: Path, text: str) -> list[tuple[str, tuple[int, int, int] | None]]:
+    graph = read_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', folder / "m.onnx"))
+    return [(point.tensor, point.part) for point in find_compared_tensors(graph)]
+
+
+TWO = "(float[1,4,50] a, float[1,2,50] b)"
+LEVELS = "=> (float[1,6,70] y) { e = Concat<axis=1>(a, b) f = Concat<axis=1>(c, d) y = Concat<axis=2>(e, f) }"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (f"{TWO} => (float[1,6,50] y) {{ y = Concat<axis=1>(a, b) }}", [(1, 0, 4), (1, 4, 6)]),
+        (f"{TWO} => (float[1,6,50] y) {{ y = Concat<axis=-2>(a, b) }}", [(1, 0, 4), (1, 4, 6)]),
+        (
+            f"{TWO} => (float[1,50,6] y) {{ c = Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }}",
+            [(2, 0, 4), (2, 4, 6)],
+        ),
+        (f"{TWO} => (float[50,6,1] y) {{ c = Concat<axis=1>(a, b) y = Transpose(c) }}", [(1, 0, 4), (1, 4, 6)]),
+        (
+            f"{TWO} => (float[1,6,5,10] y) <int64[4] s = {{1,6,5,10}}> {{ c = Concat<axis=1>(a, b) y = Reshape(c, s) }}",
+            [(1, 0, 4), (1, 4, 6)],
+        ),
+        (f"{TWO} => (float[1,300] y) {{ c = Concat<axis=1>(a, b) y = Flatten(c) }}", None),
+        (f"{TWO} => (float[1,6,50] y) {{ c = Concat<axis=1>(a, b) y = Neg(c) }}", None),
+        (
+            f"(float[1,4,50] a, float[1,2,50] b, float[1,4,20] c, float[1,2,20] d) {LEVELS}",
+            [(1, 0, 4), (1, 4, 6)],
+        ),
+        (
+            f"(float[1,4,50] a, float[1,2,50] b, float[1,3,20] c, float[1,3,20] d) {LEVELS}",
+            [(2, 0, 50), (2, 50, 70)],
+        ),
+        ("(float[1,8] a) => (float[1,64] y) { y = Concat<axis=1>(a, a, a, a, a, a, a, a) }", 8),
+        ("(float[1,8] a) => (float[1,72] y) { y = Concat<axis=1>(a, a, a, a, a, a, a, a, a) }", None),
+    ],
+)
+def test_a_tensor_that_is_put_together_is_judged_part_by_part(
+    tmp_path: Path, text: str, parts: list[tuple[int, int, int]] | int | None
+) -> None:
+    found = parts_of(tmp_path, text)
+    if isinstance(parts, int):
+        assert [part for _, part in found] == [(1, 8 * index, 8 * index + 8) for index in range(parts)]
+    else:
+        assert [part for _, part in found] == (parts or [None])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "reader", "centred"),
+    [
+        ("y = LogSoftmax(z)", "z", "n1_LogSoftmax", True),
+        ("y = Sigmoid(z)", "z", "n1_Sigmoid", False),
+        ("s = Softmax(z) y = Identity(s)", "z", "n1_Softmax", True),
+        ("y = Tanh(z)", "y", "", False),
+        ("k = ArgMax<axis=1>(z) y = Cast<to=1>(k)", "z", "n1_ArgMax", False),
+        ("y, k = TopK<axis=1>(z, n)", "z", "n1_TopK", False),
+    ],
+)
+def test_what_a_graph_squashes_or_picks_from_is_judged(
+    tmp_path: Path, nodes: str, tensor: str, reader: str, centred: bool
+) -> None:
+    text = f"(float[1,40] x) => (float[A,B] y) <int64[1] n = {{3}}> {{ z = Neg(x) {nodes} }}"
+    graph = read_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', tmp_path / "m.onnx"))
+    assert find_compared_tensors(graph) == (ComparedTensor(tensor=tensor, reader=reader, centred=centred),)
+
+
+@pytest.mark.parametrize(("size", "features"), [(31, ["y", "h"]), (32, ["y"])])
+def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
+    tmp_path: Path, size: int, features: list[str]
+) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,{size}] y)
+      {{ h = Relu(x) m = MatMul(h, w) y = Neg(m) }}"""
+    points = find_compared_tensors(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, size)})))
+    assert [(point.tensor, point.reader) for point in points] == [("y", ""), ("h", "n1_MatMul")][: len(features)]
+
+
+def test_powers_are_those_of_the_part_and_above_the_floor_of_scores() -> None:
+    wanted, found = np.array([[3.0, 4.0, 100.0]]), np.array([3.0, 6.0, 0.0])
+    point = ComparedTensor(tensor="y", reader="", centred=False, part=(1, 0, 2))
+    assert powers_of(point, wanted, found).tolist() == [25.0, 4.0]
+    whole = msgspec.structs.replace(point, part=None)
+    assert powers_of(whole, wanted, found).tolist() == [10025.0, 10004.0]
+    assert powers_of(whole, wanted, found[:2]).tolist() == [1.0, np.inf]
+    centred = msgspec.structs.replace(whole, centred=True)
+    assert powers_of(centred, np.array([[1.0, 3.0]]), np.array([0.0, 6.0])).tolist() == [2.0, 8.0]
+    scores, others = np.array([[-50.0, -30.0, -9.0, 1.0] * 8]), np.array([[-90.0, -7.0, -8.0, 2.0] * 8])
+    column = msgspec.structs.replace(whole, is_raw_score=True)
+    spread = scores - 10 * (scores > 0)  # never above zero
+    assert powers_of(column, spread, others).tolist() == [8 * 4 * 64.0, 8 * (0 + 1 + 0 + 100.0)]
+    assert powers_of(column, scores, others)[0] > 8 * 3000
 
 
 def test_ratio_is_20_db_for_a_tenth() -> None:
