@@ -46,7 +46,7 @@ LEVELS = "=> (float[1,6,70] y) { e = Concat<axis=1>(a, b) f = Concat<axis=1>(c, 
         ),
         (f"{TWO} => (float[50,6,1] y) {{ c = Concat<axis=1>(a, b) y = Transpose(c) }}", [(1, 0, 4), (1, 4, 6)]),
         (
-            f"{TWO} => (float[1,6,5,10] y) <int64[4] s = {{1,6,5,10}}> {{ c = Concat<axis=1>(a, b) y = Reshape(c, s) }}",
+            f"{TWO} => (float[1,6,5,10] y) <int64[4] s = {{1,6,5,10}}> {{ c = Concat<axis=1>(a,b) y = Reshape(c,s) }}",
             [(1, 0, 4), (1, 4, 6)],
         ),
         (f"{TWO} => (float[1,300] y) {{ c = Concat<axis=1>(a, b) y = Flatten(c) }}", None),
