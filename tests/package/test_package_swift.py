@@ -1,4 +1,4 @@
-"""The Swift package: its files and what they say. No Swift compiler runs here; `docs/packages.md` says so."""
+"""The Swift package: its files and what they say. No Swift compiler runs here; `docs/how-to/package.md` says so."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,27 @@
+"""The tutorial, run once: its folder has a model, samples and bundles, as the other pages take for granted."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doc_pages import PAGES, ROOT, run_page
+
+_COPIES = {
+    "digits_mobilenet.onnx": "model.onnx",
+    "calibration.npz": "samples.npz",
+    "evaluation.npz": "eval.npz",
+    "evaluation_labels.npy": "eval.npy",
+}
+
+
+@pytest.fixture(scope="session")
+def tutorial(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder in which the commands of the tutorial ran; not to be changed."""
+    return make_once("tutorial", _run_tutorial)
+
+
+def _run_tutorial(folder: Path) -> None:
+    for source, name in _COPIES.items():
+        shutil.copy(ROOT / "edgekit" / "demo" / source, folder / name)
+    assert list(run_page(PAGES["docs/tutorial.md"], folder)) == []

@@ -1,0 +1,49 @@
+"""The pages of the documentation, and the commands that stand in them."""
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgekit.cli.main import run_command
+
+ROOT = Path(__file__).parents[2]
+MARK = "<!-- tests run these commands -->"
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
+ALL_PAGES = {**PAGES, **{name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}}
+_BLOCK = re.compile(rf"({MARK}\n)?^ *```sh\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+_ENDS = {">", "|", "&&"}
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A line `edgekit ...  # exit code N` of a page; `is_run` where its block has the mark."""
+
+    line: str
+    arguments: tuple[str, ...]
+    exit_code: int
+    is_run: bool
+
+
+def list_commands(text: str) -> Iterator[Command]:
+    """Yields the commands of edgekit in the blocks of a page, what a shell would make of them left out."""
+    for mark, block in _BLOCK.findall(text):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] != ["edgekit"]:
+                continue
+            code = re.search(r"# exit code (\d)", line)
+            end = next((index for index, word in enumerate(words) if word in _ENDS), len(words))
+            yield Command(
+                line=line, arguments=tuple(words[1:end]), exit_code=int(code[1]) if code else 0, is_run=bool(mark)
+            )
+
+
+def run_page(text: str, folder: Path) -> Iterator[str]:
+    """Runs the marked commands of a page in a folder, and yields a line for each that ends otherwise than it says."""
+    with contextlib.chdir(folder):
+        for command in list_commands(text):
+            if command.is_run and (code := run_command(list(command.arguments))) != command.exit_code:
+                yield f"exit code {code}: {command.line}"

@@ -1,0 +1,50 @@
+"""Commands in the pages: those that are marked run, all others are at least commands of edgekit with their options."""
+
+import shutil
+from pathlib import Path
+
+import click
+import pytest
+from doc_pages import ALL_PAGES, PAGES, list_commands, run_page
+
+from edgekit.cli.main import group
+
+_TUTORIAL = "docs/tutorial.md"
+_RUN = [name for name, text in PAGES.items() if name != _TUTORIAL and any(c.is_run for c in list_commands(text))]
+
+
+def test_the_tutorial_ends_with_verified_bundles(tutorial: Path) -> None:
+    assert (tutorial / "bundles" / "model-nnapi" / "verify.json").is_file()
+    assert (tutorial / "model.tar").is_file()
+
+
+@pytest.mark.parametrize("name", _RUN)
+def test_what_a_page_says_runs(name: str, tutorial: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(tutorial, folder)
+    (folder / "model.tar").unlink()
+    assert list(run_page(PAGES[name], folder)) == []
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
+def test_every_command_of_a_page_has_these_options(name: str) -> None:
+    for command in list_commands(ALL_PAGES[name]):
+        _parse(group, "edgekit", list(command.arguments))
+
+
+def _parse(command: click.Command, name: str, arguments: list[str]) -> None:
+    if not isinstance(command, click.Group):
+        command.make_context(name, arguments)
+    elif arguments:
+        found = command.get_command(click.Context(command), arguments[0])
+        assert found is not None, f"{name} {arguments[0]}"
+        _parse(found, f"{name} {arguments[0]}", arguments[1:])
+
+
+@pytest.mark.parametrize(
+    "line", ["edgekit bild model.onnx", "edgekit build model.onnx --out x --data y --tagret nnapi"]
+)
+def test_a_command_that_is_not_there_is_found(line: str) -> None:
+    (command,) = list_commands(f"```sh\n{line}\n```\n")
+    with pytest.raises((AssertionError, click.UsageError)):
+        _parse(group, "edgekit", list(command.arguments))

@@ -1,0 +1,74 @@
+"""The generated reference holds every command with its options, every key of the files, and every public name."""
+
+import re
+import sys
+
+import click
+import msgspec
+import pytest
+from doc_pages import PAGES, ROOT
+
+import edgekit
+from edgekit.cli.main import COMMANDS, group
+from edgekit.devices.find import list_devices
+from edgekit.prepare.fix import REWRITES
+from edgekit.verify.tasks.tasks import METRICS
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from docs_reference import REPORTS, WRITTEN, list_commands, render_reference
+from docs_targets import render_target
+
+REFERENCE = render_reference()
+
+
+def _section(page: str, heading: str) -> str:
+    found = re.search(rf"^##+ {re.escape(heading)}(?: \{{[^}}]*\}})?$(.*?)(?=^##+ |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert found is not None, heading
+    return found[1]
+
+
+def test_every_command_is_listed() -> None:
+    listed = {name.split()[1] for name, _ in list_commands(group)}
+    assert listed == set(COMMANDS)
+
+
+@pytest.mark.parametrize(("name", "command"), list(list_commands(group)))
+def test_every_option_stands_in_the_section_of_its_command(name: str, command: click.Command) -> None:
+    section = _section(REFERENCE["reference/commands.md"], name)
+    assert all(option in section for one in command.params for option in one.opts if option.startswith("--"))
+
+
+@pytest.mark.parametrize("table", [("reference/files.md", WRITTEN), ("reference/reports.md", REPORTS)])
+def test_every_key_stands_in_the_table_of_its_file(table: tuple[str, dict[str, tuple[type, str]]]) -> None:
+    path, roots = table
+    for title, (kind, _) in roots.items():
+        section = _section(REFERENCE[path], title)
+        assert all(f"`{field.encode_name}`" in section for field in msgspec.structs.fields(kind))
+
+
+@pytest.mark.parametrize("name", dir(edgekit))
+def test_every_public_name_is_documented(name: str) -> None:
+    assert len(_section(REFERENCE["reference/python.md"], name).strip()) > 20
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("docs/reference/rewrites.md", tuple(REWRITES)),
+        ("docs/reference/metrics.md", tuple(METRICS)),
+        ("docs/reference/devices.md", tuple(status.name for status in list_devices())),
+        ("docs/concepts/gates.md", ("min_cosine", "min_sqnr_db", "max_lost_share", "max_latency_ratio")),
+    ],
+)
+def test_a_table_names_all_that_there_are(page: str, names: tuple[str, ...]) -> None:
+    assert [name for name in names if f"`{name}`" not in PAGES[page]] == []
+
+
+def test_every_target_has_a_page_and_its_tables() -> None:
+    targets = {path.parent.name for path in (ROOT / "targets").glob("*/target.toml")}
+    pages = {path.stem for path in (ROOT / "docs" / "targets").glob("*.md")} - {"index"}
+    assert pages == targets, "write docs/targets/NAME.md, and name it in mkdocs.yml"
+    for name in targets:
+        assert f"<!-- target {name} -->" in PAGES[f"docs/targets/{name}.md"]
+        assert edgekit.load_target(name).provider in render_target(name)

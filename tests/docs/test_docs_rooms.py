@@ -1,0 +1,14 @@
+"""CONTRIBUTING.md has a line for each room of the package, and none for one that is gone."""
+
+import re
+
+from doc_pages import ALL_PAGES, ROOT
+
+_ROOMS = re.findall(
+    r"^\| `(edgekit/[\w/]+)/` \| \S.+ \|$", ALL_PAGES["CONTRIBUTING.md"].partition("## The rooms")[2], re.MULTILINE
+)
+
+
+def test_the_map_has_each_room_once() -> None:
+    rooms = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "edgekit").rglob("__init__.py")}
+    assert sorted(_ROOMS) == sorted(room for room in rooms if room != "edgekit" and "/far" not in room)

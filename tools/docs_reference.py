@@ -1,0 +1,217 @@
+"""Renders the reference pages of the documentation from the code: commands, files, reports and the Python interface.
+
+`tools/docs_hook.py` adds them to the site when it is built, so that none of them can be out of date.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+import msgspec
+from docs_types import describe_default, describe_type, find_structs, list_properties, type_hints
+
+import edgekit
+from edgekit.bench.report import BenchReport
+from edgekit.bundle.manifest.manifest import Manifest
+from edgekit.check.report import CheckReport
+from edgekit.cli.main import group
+from edgekit.data.images import Preprocess
+from edgekit.devices.register import ListedDevice
+from edgekit.inspect.diff import Delta
+from edgekit.jobs.convert import ConvertReport
+from edgekit.jobs.prepare import PrepareReport
+from edgekit.quantize.plan import QuantPlan
+from edgekit.recipe import Recipe
+from edgekit.report.summary import BuildReport, QuantizeReport
+from edgekit.target import Target, TaskLimit
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.two_models import ModelComparison
+
+WRITTEN: Mapping[str, tuple[type, str]] = {
+    "recipe.toml": (Recipe, "`edgekit build --recipe FILE`: the options of a build, to keep under version control."),
+    "preprocess.toml": (Preprocess, "`--preprocess FILE`: how the model wants images. An app must do the same."),
+    "metric.toml": (TaskLimit, "`--metric FILE.toml`, and `[metric]` of a recipe."),
+    "devices.toml": (ListedDevice, "`--on-file FILE`: one `[[device]]` each, with these keys."),
+    "target.toml": (Target, "A target of your own: `--target FOLDER`. See [Add a target](../how-to/new-target.md)."),
+    "plan.json": (QuantPlan, "`edgekit quantize --plan-only` prints it; edited, it comes back with `--plan FILE`."),
+}
+"""Files that a user writes or edits: what each holds and which option takes it."""
+
+REPORTS: Mapping[str, tuple[type, str]] = {
+    "manifest.json": (Manifest, "In every bundle. `manifest.schema.json` in the package is its JSON Schema."),
+    "edgekit build": (BuildReport, "Also `report.json` beside the bundles."),
+    "edgekit prepare": (PrepareReport, ""),
+    "edgekit check": (CheckReport, "One of these a target, in `targets`; also `check.json` of a bundle."),
+    "edgekit quantize": (QuantizeReport, ""),
+    "edgekit convert": (ConvertReport, ""),
+    "edgekit verify": (VerifyReport, "Also `verify.json` of a bundle."),
+    "edgekit compare": (ModelComparison, ""),
+    "edgekit bench": (BenchReport, ""),
+    "edgekit diff": (Delta, ""),
+}
+"""What edgekit writes or prints with `--json`: the value, and where else it stands."""
+
+_HEAD = "<!-- made by tools/docs_reference.py -->\n"
+_COMMANDS = """# Commands
+
+Every command has `--help`. Its exit code is its verdict:
+
+| code | meaning |
+|---|---|
+| 0 | yes, or done |
+| 1 | the answer is no: a bundle failed, a target takes too little, two files differ |
+| 2 | an option, a file or a value is wrong; one line names it and says what to do, and nothing was written |
+| 130 | interrupted; nothing half-written is left |
+
+`--json` prints one JSON object on stdout and nothing else there; progress goes to stderr. `-q` silences it.
+What the objects hold: [Files that edgekit writes](reports.md).
+"""
+_FILES = """# Files that you write
+
+All are read strictly: an unknown or missing key is an error that names it. Keys without a default must be given.
+"""
+_REPORTS = """# Files that edgekit writes
+
+These keys are a contract: new ones are added, none are renamed. Keys marked "computed" follow from the others.
+A number that JSON cannot hold (NaN, infinity) is `null`.
+"""
+_PYTHON = """# Python
+
+`import edgekit as ek` gives these names and no others. Each stage is one function from one frozen value to the next;
+`ek.to_json` prints any of them. Every error is an `ek.EdgekitError` with a `message` and a `hint`.
+"""
+
+
+def render_reference() -> dict[str, str]:
+    """Returns the text of each generated page by its path in `docs/`."""
+    return {
+        "reference/commands.md": _HEAD + _COMMANDS + "\n".join(_render_commands(group)),
+        "reference/files.md": _HEAD + _FILES + "\n".join(_render_structs(WRITTEN)),
+        "reference/reports.md": _HEAD + _REPORTS + "\n".join(_render_structs(REPORTS, computed=True)),
+        "reference/python.md": _HEAD + _PYTHON + "\n".join(_render_python()),
+    }
+
+
+def list_commands(root: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """Yields each command with its full name, groups before their commands."""
+    context = click.Context(root)
+    for name in root.list_commands(context):
+        command = root.get_command(context, name)
+        if command is None:
+            continue
+        yield f"edgekit {name}", command
+        if isinstance(command, click.Group):
+            yield from ((f"edgekit {name} {sub}", inner) for sub, inner in command.commands.items())
+
+
+def _render_commands(root: click.Group) -> Iterator[str]:
+    for name, command in list_commands(root):
+        yield f"\n## {name}\n"
+        yield _render_help(command.help or "")
+        if isinstance(command, click.Group):
+            continue
+        context = click.Context(command, info_name=name)
+        yield "\n```text\n" + " ".join([name, *command.collect_usage_pieces(context)]) + "\n```\n"
+        records = [found for one in command.params if (found := one.get_help_record(context))]
+        yield render_table(("option", "what it does"), [(f"`{given}`", _escape(text)) for given, text in records])
+
+
+def _render_help(text: str) -> str:
+    """Returns a help text of click as Markdown: its examples become code."""
+    parts: list[str] = []
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if paragraph.startswith("\b"):
+            lines = [line.strip() for line in paragraph.splitlines()[2:]]
+            parts.append("```sh\n" + "\n".join(lines) + "\n```")
+        else:
+            parts.append(_escape(" ".join(paragraph.split())))
+    return "\n\n".join(parts)
+
+
+def _render_structs(roots: Mapping[str, tuple[type, str]], *, computed: bool = False) -> Iterator[str]:
+    found = find_structs([kind for kind, _ in roots.values()], computed=computed)
+    known = {kind.__name__: kind for kind in found}
+    for title, (kind, about) in roots.items():
+        del known[kind.__name__]
+        yield f"\n## {title} {{: #{kind.__name__.lower()} }}\n\n{about}\n"
+        yield _render_struct(kind, computed=computed)
+    yield "\n## Parts of them\n"
+    for name, kind in sorted(known.items()):
+        yield f"\n### {name}\n"
+        yield _render_struct(kind, computed=computed)
+
+
+def _render_struct(kind: type, *, computed: bool, links: bool = True) -> str:
+    hints = type_hints(kind)
+    rows = [
+        (f"`{field.encode_name}`", describe_type(hints[field.name], links=links), describe_default(field))
+        for field in msgspec.structs.fields(kind)
+    ]
+    if computed:
+        rows += [
+            (f"`{name}`", describe_type(hint, links=links), "computed") for name, hint in list_properties(kind).items()
+        ]
+    return f"{_render_doc(kind)}\n\n{render_table(('key', 'value', 'default'), rows)}"
+
+
+def _render_python() -> Iterator[str]:
+    names = sorted(dir(edgekit), key=str.lower)
+    values = [(name, getattr(edgekit, name)) for name in names]
+    yield "\n## Functions\n"
+    for name, value in values:
+        if inspect.isfunction(value):
+            yield f"\n### {name}\n\n```python\n{_render_signature(name, value)}\n```\n\n{_render_doc(value)}\n"
+    yield "\n## Values\n"
+    for name, value in values:
+        if inspect.isfunction(value):
+            continue
+        yield f"\n### {name}\n"
+        is_struct = isinstance(value, type) and issubclass(value, msgspec.Struct)
+        yield _render_struct(value, computed=False, links=False) if is_struct else _render_doc(value)
+        yield "\n".join(_render_methods(value))
+
+
+def _render_methods(kind: type) -> Iterator[str]:
+    for name, member in vars(kind).items():
+        if not name.startswith("_") and (isinstance(member, property) or inspect.isfunction(member)):
+            function = member.fget if isinstance(member, property) else member
+            first = (inspect.getdoc(function) or "").split("\n")[0]
+            called = f"`.{name}`" if isinstance(member, property) else f"`.{_render_signature(name, function)}`"
+            yield f"\n- {called}: {_escape(first)}"
+
+
+def _render_signature(name: str, function: Any) -> str:
+    signature = inspect.signature(function)
+    kept = [one for key, one in signature.parameters.items() if key != "self"]
+    text = str(signature.replace(parameters=kept))
+    text = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", text)
+    return f"{name}{text}" if len(text) < 90 else f"{name}{_wrap(text)}"
+
+
+def _wrap(signature: str) -> str:
+    inner, _, result = signature[1:].rpartition(") -> ")
+    parts = re.split(r", (?=(?:\w+:|\*,|\*\w))", inner)
+    return "(\n" + "".join(f"    {part},\n" for part in parts).replace("*,,", "*,") + f") -> {result}"
+
+
+def _render_doc(value: object) -> str:
+    """Returns a Google docstring as Markdown: its sections become lists."""
+    text = inspect.getdoc(value) or ""
+    lines = [re.sub(r"^(Args|Returns|Raises|Attributes|Source):$", r"**\1**\n", line) for line in text.splitlines()]
+    return _escape("\n".join(re.sub(r"^    (\w[\w.]*): ", r"- `\1`: ", line) for line in lines), cell=False)
+
+
+def render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table, nothing without rows."""
+    if not rows:
+        return ""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def _escape(text: str, *, cell: bool = True) -> str:
+    """Returns prose with what Markdown would take for HTML, and for emphasis in a cell, written out."""
+    text = text.replace("<", "&lt;")
+    return text.replace("*", r"\*") if cell else text
