@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def peak_bytes(usage: resource.struct_rusage) -> int:
-    """Returns the peak of resident memory that the system counted: in bytes on macOS, in kibibytes on Linux (getrusage(2))."""
+    """Returns the peak of resident memory: the system counts bytes on macOS, kibibytes on Linux (getrusage(2))."""
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
