@@ -12,7 +12,7 @@ from PIL import Image
 from edgekit.data.data_check import check_samples
 from edgekit.data.images import Preprocess, load_preprocess, read_image
 from edgekit.data.samples import fit_sample, load_samples, select_samples, spread_indices
-from edgekit.errors import DataError
+from edgekit.errors import DataError, UsageError
 from edgekit.model.tensors import TensorSpec
 
 X = TensorSpec(name="x", dtype="float32", shape=(1, 2))
@@ -57,7 +57,7 @@ def test_a_function_gives_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [sample["x"][0, 0] for sample in load_samples("my_data:give", [X])] == [0, 1, 2, 3]
-    with pytest.raises(DataError, match="cannot load"):
+    with pytest.raises(UsageError, match="cannot load"):
         load_samples("my_data:gone", [X])
 
 

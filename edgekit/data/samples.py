@@ -48,6 +48,7 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
 
     Raises:
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
+        UsageError: `module:function` names nothing that can be imported.
     """
     other = next((spec for spec in inputs if not spec.is_tensor), None)
     if other is not None:

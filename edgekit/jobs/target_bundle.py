@@ -1,0 +1,206 @@
+"""One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from edgekit.bundle.describe import Contents
+from edgekit.bundle.folder import Bundle, write_bundle
+from edgekit.bundle.golden.golden import Golden, read_inputs
+from edgekit.bundle.golden.recorded import Recorded
+from edgekit.bundle.manifest.manifest import Ancestry
+from edgekit.check.check import check_model
+from edgekit.check.report import CheckReport
+from edgekit.convert.convert import ConvertedModel, convert_model
+from edgekit.data.images import Preprocess
+from edgekit.data.split import SampleSets
+from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal
+from edgekit.jobs.prepare import list_versions
+from edgekit.model.model import Model, load_model, read_proto
+from edgekit.prepare.fix import Fix
+from edgekit.prepare.weights.float_weights import keep_float_weights
+from edgekit.progress import Progress
+from edgekit.quantize import Calibration, QuantizedModel, quantize_model
+from edgekit.quantize.accuracy.predict import predict_drop
+from edgekit.quantize.mixed_precision.goal_search import Goal, plan_sparingly, search_quantization
+from edgekit.quantize.weight_only.fp16 import convert_to_fp16
+from edgekit.recipe import Recipe, choose_precision
+from edgekit.target import Precision, Target
+from edgekit.verify.causes.fingerprints import fingerprint_model
+from edgekit.verify.report import Step
+
+
+class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result."""
+
+    recipe: Recipe
+    targets: tuple[Target, ...]
+    work: Path
+    staging: Path
+    cache: Path | None
+    progress: Progress
+
+    def wants_integers(self) -> bool:
+        """Returns True if any of the targets is to be quantized."""
+        return any(choose_precision(target, self.recipe.precision).startswith("int") for target in self.targets)
+
+
+class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The model made ready, its samples split, and what the float model makes of the golden ones.
+
+    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized.
+    """
+
+    source: Model
+    prepared: Model
+    fixes: tuple[Fix, ...]
+    is_quantized: bool
+    samples: SampleSets
+    golden: Golden
+    calibration: Calibration | ModelError | None
+    preprocess: Preprocess | None
+    recorded: Mapping[str, Recorded]
+
+
+class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle as it was written, with the models that it was made from, step by step."""
+
+    bundle: Bundle
+    target: Target
+    check: CheckReport
+    models: dict[Step, Model]
+    converted: ConvertedModel
+    quantized: QuantizedModel | None
+    notes: tuple[str, ...]
+
+
+def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> BuiltBundle:
+    """Makes and writes the bundle of one target.
+
+    Raises:
+        EdgekitError: the model cannot be made for this target.
+    """
+    work.mkdir()
+    precision, notes = choose_precision(target, job.recipe.precision), list[str]()
+    quantized: QuantizedModel | None = None
+    if inputs.is_quantized:
+        precision = "int8"
+        notes.append("the model is quantized already: taken as it is")
+    elif precision.startswith("int"):
+        try:
+            quantized = _quantize(inputs, target, precision, job, notes)
+        except ModelError as error:
+            precision = _fall_back(error, target, job, notes)
+    model = inputs.prepared if quantized is None else quantized.model
+    check = check_model(model, target)
+    ort_source: Model | None = None
+    if precision == "fp16":
+        try:
+            ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
+            check = check_model(model, target)
+        except (ModelError, RuntimeRefusal) as error:
+            precision = _fall_back(error, target, job, notes)
+    target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
+    notes += told
+    converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
+    contents = _collect(inputs, target, precision, quantized, converted, check, job.recipe)
+    models: dict[Step, Model] = {"prepare": inputs.prepared}
+    if quantized is not None:
+        models["quantize"] = quantized.model
+    return BuiltBundle(
+        bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
+        target=target,
+        check=check,
+        models=models,
+        converted=converted,
+        quantized=quantized,
+        notes=tuple(notes),
+    )
+
+
+def _collect(
+    inputs: BuildInputs,
+    target: Target,
+    precision: Precision,
+    quantized: QuantizedModel | None,
+    converted: ConvertedModel,
+    check: CheckReport,
+    recipe: Recipe,
+) -> Contents:
+    return Contents(
+        source=inputs.source,
+        target=target,
+        precision=precision,
+        files={form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()},
+        golden=inputs.golden,
+        check=check,
+        ancestry=Ancestry(
+            source=inputs.source.sha256,
+            prepared=inputs.prepared.sha256,
+            quantized=None if quantized is None else quantized.model.sha256,
+            data=None if quantized is None else inputs.samples.facts.sha256,
+        ),
+        versions={**list_versions(), **converted.versions},
+        recipe=recipe,
+        preprocess=inputs.preprocess,
+        recorded=inputs.recorded.get(target.name),
+        layers=_fingerprint(converted),
+    )
+
+
+def _fingerprint(converted: ConvertedModel) -> bytes | None:
+    names = converted.files.get("onnx")
+    return fingerprint_model(load_model(converted.folder / names[0])) if names else None
+
+
+def _fall_back(error: EdgekitError, target: Target, job: BuildJob, notes: list[str]) -> Precision:
+    """Returns fp32 where the precision was left to edgekit, and says why in `notes`; raises the error otherwise."""
+    if job.recipe.precision != "auto" or "fp32" not in target.precisions:
+        raise error
+    notes.append(f"built as fp32, because {error.message}")
+    return "fp32"
+
+
+def _quantize(
+    inputs: BuildInputs, target: Target, precision: Precision, job: BuildJob, notes: list[str]
+) -> QuantizedModel:
+    if not isinstance(inputs.calibration, Calibration):
+        raise inputs.calibration or DataError("there is no calibration", hint="give --data")
+    model, known, out = inputs.prepared, inputs.calibration, job.work / target.name / "quantized.onnx"
+    measure = partial(predict_drop, model, samples=inputs.samples.calibration)
+    if job.recipe.max_drop is None:
+        plan, _ = plan_sparingly(model, known, target, precision, measure, work=out.parent, progress=job.progress)
+        return quantize_model(model, plan, out)
+    goal = Goal(max_drop=job.recipe.max_drop / 100, measure=measure)
+    searched = search_quantization(model, known, target, precision, goal, work=out.parent, progress=job.progress)
+    if not searched.met:
+        notes.append(f"no plan is expected to drop at most {job.recipe.max_drop:g} points; this is the best")
+    return quantize_model(model, searched.chosen.plan, out)
+
+
+def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:
+    left = [node.name for node in check.node_list if not node.taken]
+    halved = convert_to_fp16(prepared, left, out)
+    if halved.clamped:
+        notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(halved.clamped[:5])}")
+    return halved.model
+
+
+def _converter(model: Model, ort_source: Model | None, inputs: BuildInputs, out: Path) -> Callable[..., ConvertedModel]:
+    golden = read_inputs(inputs.golden)
+    return partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
+
+
+def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:
+    """Converts to every form, or to those that need no absent extra: then `notes` says what is missing."""
+    try:
+        return convert(target=target)
+    except MissingExtraError as error:
+        forms = tuple(form for form in target.conversion.forms if form != "context")
+        if not forms:
+            raise
+        notes.append(f"no context model: {error}")
+        conversion = msgspec.structs.replace(target.conversion, forms=forms)
+        return convert(target=msgspec.structs.replace(target, conversion=conversion))
