@@ -25,34 +25,34 @@ CASES = {
 }
 
 
-def gather(cut: PatchIndices, value: Array) -> Array:
-    for axis, indices in cut.gathers:
+def gather(where: PatchIndices, value: Array) -> Array:
+    for axis, indices in where.gathers:
         value = np.take(value, indices, axis=axis)
-    return cut.vectors(value)
+    return where.patches(value)
 
 
-def layer_outputs(layer: Layer, vectors: Array, weight: Array) -> Array:
-    rows = vectors.reshape(len(vectors), layer.groups, layer.inputs)
-    return np.asarray(np.einsum("goi,ngi->ngo", layer.to_matrix(weight), rows)).reshape(len(vectors), -1)
+def layer_outputs(layer: Layer, patches: Array, weight: Array) -> Array:
+    rows = patches.reshape(len(patches), layer.groups, layer.inputs)
+    return np.asarray(np.einsum("goi,ngi->ngo", layer.to_matrix(weight), rows)).reshape(len(patches), -1)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matrix_times_vectors_is_what_the_layer_computes(case: str, tmp_path: Path) -> None:
+def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Path) -> None:
     op, weight_shape, shape = CASES[case]
     dims = ",".join(map(str, shape))
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float y) {{ y = {op}(x, w) }}'
     model = make_model(text, tmp_path / "m.onnx", {"w": weight_shape})
     graph = read_graph(model)
     (layer,) = read_layers(graph)
-    cut = locate_patches(graph, layer, 10_000)
-    assert cut is not None
+    where = locate_patches(graph, layer, 10_000)
+    assert where is not None
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     weight = graph.constant("w")
     assert weight is not None
     expected = CpuSession(model.path, SessionSettings()).run({"x": value})["y"]
     if layer.op == "Conv":
         expected = np.moveaxis(expected, 1, -1)
-    found = layer_outputs(layer, gather(cut, value), weight)
+    found = layer_outputs(layer, gather(where, value), weight)
     assert np.allclose(found, expected.reshape(found.shape), atol=1e-5)
 
 

@@ -188,7 +188,7 @@ class _Builder:
         rank = len(self._graph.shapes[scores.tensor])
         highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
         seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
-        least = self._node("Sub", [highest, self._number(scores.reach)])
+        least = self._node("Sub", [highest, self._number(scores.margin)])
         least = self._node("Where", [seen, least, self._number(0.0)])
         return self._node(
             "Reshape",

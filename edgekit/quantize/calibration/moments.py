@@ -53,7 +53,7 @@ class MomentCollector:
 
     def add(self, values: Array) -> None:
         """Takes in what the cut gathers from one sample."""
-        self._pending.append(self._cut.vectors(values))
+        self._pending.append(self._cut.patches(values))
         if sum(map(len, self._pending)) >= _FLUSH_ROWS:
             self._flush()
 

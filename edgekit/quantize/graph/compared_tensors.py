@@ -11,10 +11,12 @@ from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import find_raw_scores
 
-_PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
-_PICKING = frozenset({"ArgMax", "TopK"})
-_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
-_FEW = 32
+_SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
+_SELECTION_OPS = frozenset({"ArgMax", "TopK"})
+_SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
+# Chosen by hand: the mean error of fewer values is luck (of n, its own error is about 1 / sqrt(2 n): 12 % of 32), and
+# detectors join a handful of parts (boxes, scores, landmarks), sequences more.
+_FEW_VALUES = 32
 _MOST_PARTS = 8
 
 
@@ -37,34 +39,34 @@ class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
     """Returns the float tensors that stand for the outputs of a graph."""
-    points: list[ComparedTensor] = []
-    boundless, columns = find_infinite_tensors(graph), find_raw_scores(graph)
+    found: list[ComparedTensor] = []
+    infinite, raw_scores = find_infinite_tensors(graph), find_raw_scores(graph)
     for value in graph.proto.graph.output:
-        point = msgspec.structs.replace(_find_point(graph, value.name), is_raw_score=value.name in columns)
-        if graph.is_float(point.tensor) and point.tensor not in boundless:
-            points += _split_point(graph, point)
-            points += _find_features(graph, point.tensor)
-    return tuple(dict.fromkeys(points))
+        compared = msgspec.structs.replace(_trace_back(graph, value.name), is_raw_score=value.name in raw_scores)
+        if graph.is_float(compared.tensor) and compared.tensor not in infinite:
+            found += [*_split(graph, compared), *_find_features(graph, compared.tensor)]
+    return tuple(dict.fromkeys(found))
 
 
-def _find_point(graph: Graph, output: str) -> ComparedTensor:
-    point, name = ComparedTensor(tensor=output, reader="", centred=False), output
-    while name in graph.producers and graph.producers[name].op_type in _PASSED_THROUGH | _PICKING | _SQUASHING:
+def _trace_back(graph: Graph, output: str) -> ComparedTensor:
+    """Returns what an output was before it was squashed, or before the best of it was selected."""
+    found, name = ComparedTensor(tensor=output, reader="", centred=False), output
+    while name in graph.producers and graph.producers[name].op_type in _SHAPE_OPS | _SELECTION_OPS | _SQUASHING_OPS:
         node = graph.producers[name]
         name = node.input[0]
-        if node.op_type in _SQUASHING:
+        if node.op_type in _SQUASHING_OPS:
             return ComparedTensor(tensor=name, reader=node.name, centred=node.op_type != "Sigmoid")
-        if node.op_type in _PICKING:
-            point = ComparedTensor(tensor=name, reader=node.name, centred=False)
-    return point
+        if node.op_type in _SELECTION_OPS:
+            found = ComparedTensor(tensor=name, reader=node.name, centred=False)
+    return found
 
 
-def _split_point(graph: Graph, point: ComparedTensor) -> list[ComparedTensor]:
-    found = None if point.centred else _find_parts(graph, point.tensor)
+def _split(graph: Graph, compared: ComparedTensor) -> list[ComparedTensor]:
+    found = None if compared.centred else _find_parts(graph, compared.tensor)
     if found is None:
-        return [point]
+        return [compared]
     axis, ends = found
-    return [msgspec.structs.replace(point, part=(axis, *part)) for part in pairwise(ends)]
+    return [msgspec.structs.replace(compared, part=(axis, *part)) for part in pairwise(ends)]
 
 
 def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
@@ -78,7 +80,7 @@ def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
     if node.op_type == "Concat":
         return _find_concat_parts(graph, node, len(shape))
     before = graph.static_shape(node.input[0])
-    inner = _find_parts(graph, node.input[0]) if node.op_type in _PASSED_THROUGH | {"Sigmoid"} else None
+    inner = _find_parts(graph, node.input[0]) if node.op_type in _SHAPE_OPS | {"Sigmoid"} else None
     if inner is None or before is None:
         return None
     axis, ends = inner
@@ -104,7 +106,7 @@ def _find_concat_parts(graph: Graph, node: onnx.NodeProto, rank: int) -> tuple[i
 
 def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
     """Returns what the layer before a tensor of few values reads, if it is more."""
-    while (math.prod(graph.static_shape(name) or (_FEW,)) < _FEW) and name in graph.producers:
+    while math.prod(graph.static_shape(name) or (_FEW_VALUES,)) < _FEW_VALUES and name in graph.producers:
         node = graph.producers[name]
         name = node.input[0] if node.input else ""
         if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:

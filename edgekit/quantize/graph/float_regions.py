@@ -8,10 +8,13 @@ from onnx import numpy_helper
 
 from edgekit.quantize.graph.graph import Graph
 
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
+# Where the front end of a network ends, and its layers begin.
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
+# A normalisation spelled out by an exporter has about ten nodes; chosen by hand, so that a walk ends.
 _MOST_NODES = 24
-_TRANSFORMS = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
+# What may lie between the inputs of a graph and the power of their spectrum: a network has other activations.
+_SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
 _LINEAR = frozenset(
     {
         "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
@@ -19,12 +22,10 @@ _LINEAR = frozenset(
         "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
     }
 )  # fmt: skip
-"""What may lie between the inputs of a graph and the power of their spectrum; a network has other activations."""
 
-
-_INFINITE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
-"""Operators that put a constant beside values: minus infinity is there to lose against them."""
-_PASSING = _INFINITE | frozenset(
+# Operators that put a constant beside values: minus infinity is there to lose against them.
+_CONSTANT_BESIDE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
+_PASSING = _CONSTANT_BESIDE | frozenset(
     {
         "Add", "Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "ReduceMax", "Reshape",
         "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Unsqueeze",
@@ -39,7 +40,7 @@ def find_infinite_tensors(graph: Graph) -> frozenset[str]:
     """
     found: set[str] = set()
     for node in graph.proto.graph.node:
-        made = node.op_type in _INFINITE and _puts_infinity(graph, node)
+        made = node.op_type in _CONSTANT_BESIDE and _puts_infinity(graph, node)
         if made or (node.op_type in _PASSING and not found.isdisjoint(node.input)):
             found.update(name for name in node.output if graph.is_float(name))
     return frozenset(found)
@@ -56,97 +57,98 @@ def _puts_infinity(graph: Graph, node: onnx.NodeProto) -> bool:
 def find_float_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes (by name) that no integer width serves, each with the reason to keep it float.
 
-    Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure (facts, section 7). So a
-    spectral front end stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies
-    between the last layer with weights and the Log does. The root of a spectrum (its magnitude, or a power below one as
-    in PCEN) is like its Log. A constant that is not finite has no scale.
+    Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure. So a spectral front end
+    stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies between the last layer
+    with weights and the Log does. The root of a spectrum (its magnitude, or a power below one as in PCEN, Y. Wang et
+    al., arXiv:1607.05666) is like its Log. A constant that is not finite has no scale.
     """
     reasons: dict[str, str] = {}
     for node in graph.proto.graph.node:
         if any(_is_infinite(graph, name) for name in node.input):
             reasons.setdefault(node.name, "a constant of it is not finite")
         if node.output and graph.is_float(node.output[0]):
-            for member, kind in _magnified(graph, node):
+            for member, kind in _amplifying(graph, node):
                 reason = f"it leads to the {kind} '{node.name}', which magnifies rounding near 0"
                 reasons.setdefault(member.name, reason)
     return reasons
 
 
-def _magnified(graph: Graph, node: onnx.NodeProto) -> Iterator[tuple[onnx.NodeProto, str]]:
-    """Yields the nodes whose rounding a Log, or a root of a spectrum, magnifies, itself first, and what it is."""
+def _amplifying(graph: Graph, node: onnx.NodeProto) -> Iterator[tuple[onnx.NodeProto, str]]:
+    """Yields the nodes whose rounding errors a Log or the root of a spectrum amplifies, itself first, and its kind."""
+    # The slopes 1/x and 1/(2 sqrt x) have no bound near 0, and the power of a spectrum spans many decades: most of its
+    # values lie far below any integer's step. tools/bench/collapse trains such nets.
     before = _ancestors(graph, node) if node.op_type in {"Log", "Sqrt", "Pow"} else []
-    spectrum = _is_spectrum(graph, before)
-    front = spectrum or _count_weighted(before) <= _count_weighted(_descendants(graph, node))
+    is_spectrum = _is_spectrum(graph, before)
     if node.op_type == "Log":
-        for member in (node, *(before if front else _ancestors(graph, node, stop=_WEIGHTED))):
+        is_front = is_spectrum or _count_layers(before) <= _count_layers(_descendants(graph, node))
+        for member in (node, *(before if is_front else _ancestors(graph, node, stop=_LAYERS))):
             yield member, "logarithm"
-    elif spectrum and _is_root(graph, node):
+    elif is_spectrum and _is_root(graph, node):
         for member in (node, *before):
             yield member, "root of a spectrum"
 
 
 def _is_root(graph: Graph, node: onnx.NodeProto) -> bool:
-    if node.op_type == "Sqrt":
-        return not _normalisation(graph, node)
-    exponent = graph.constant(node.input[1])
-    return exponent is not None and exponent.size == 1 and 0 < float(exponent.reshape(-1)[0]) < 1
+    return not _normalisation(graph, node) if node.op_type == "Sqrt" else 0 < _exponent(graph, node) < 1
 
 
 def _is_spectrum(graph: Graph, nodes: list[onnx.NodeProto]) -> bool:
     """Returns True if nodes transform the inputs of a graph linearly and square the result, or take its transform."""
-    if any(node.op_type not in _LINEAR | _TRANSFORMS for node in nodes):
-        return False
-    return any(node.op_type in _TRANSFORMS or _is_square(graph, node) for node in nodes)
+    return all(node.op_type in _LINEAR | _SPECTRAL for node in nodes) and any(
+        node.op_type in _SPECTRAL or _exponent(graph, node) == 2 or _is_own_square(node) for node in nodes
+    )
 
 
-def _is_square(graph: Graph, node: onnx.NodeProto) -> bool:
-    exponent = graph.constant(node.input[1]) if node.op_type == "Pow" else None
-    is_two = exponent is not None and exponent.size == 1 and float(exponent.reshape(-1)[0]) == 2
-    return is_two or (node.op_type == "Mul" and len(set(node.input)) == 1)
+def _is_own_square(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Mul" and len(set(node.input)) == 1
+
+
+def _exponent(graph: Graph, node: onnx.NodeProto) -> float:
+    """Returns the exponent of a Pow, 0 where it is no one number or the node no Pow."""
+    value = graph.constant(node.input[1]) if node.op_type == "Pow" else None
+    return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else 0.0
 
 
 def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes (by name) that need 16 bits or float, each with the reason.
 
-    They compute the statistics of a normalisation, whose square root and quotient magnify rounding: from the reduction
-    (and the square before it) over the root to the product with what is normalised; and a Softmax spelled out.
+    They compute the variance of a normalisation, whose square root and quotient amplify rounding errors, from the
+    reduction (and the square before it) over the root to the product with what is normalised, or a Softmax spelled out.
     """
     reasons: dict[str, str] = {}
     for node in graph.proto.graph.node:
         if not node.output or not graph.is_float(node.output[0]):
             continue
-        if node.op_type == "Sqrt":
-            for member in _normalisation(graph, node):
-                reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
-        elif node.op_type == "Exp":
-            for member in _softmax(graph, node):
-                reasons.setdefault(member.name, f"it belongs to the softmax around '{node.name}'")
+        kind, find_members = _HIGH_PRECISION.get(node.op_type, ("", None))
+        for member in find_members(graph, node) if find_members else ():
+            reasons.setdefault(member.name, f"it belongs to the {kind} around '{node.name}'")
     return reasons
 
 
 def _normalisation(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Returns the nodes of x -> (x - mean) / sqrt(var) around its root, [] where a root is something else."""
-    before, after = _statistics(graph, root), _normalised(graph, root)
+    before, after = _mean_and_variance(graph, root), _normalised(graph, root)
     return [root, *before, *after] if before and after else []
 
 
-def _statistics(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _mean_and_variance(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
     found: dict[str, onnx.NodeProto] = {}
     waiting = [root]
     while waiting and len(found) < _MOST_NODES:
         node = waiting.pop()
         for before in _producers(graph, node):
-            if before.name in found or before.op_type in _WEIGHTED:
+            if before.name in found or before.op_type in _LAYERS:
                 continue
             if node.op_type not in _REDUCING:
                 found[before.name] = before
                 waiting.append(before)
-            elif before.op_type == "Pow" or (before.op_type == "Mul" and len(set(before.input)) == 1):
+            elif before.op_type == "Pow" or _is_own_square(before):
                 found[before.name] = before
     return list(found.values()) if any(node.op_type in _REDUCING for node in found.values()) else []
 
 
 def _normalised(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+    # Exporters write x / sqrt(v), x * (1 / sqrt(v)) or x * (scale / sqrt(v)): at most three nodes behind the root.
     found: list[onnx.NodeProto] = []
     name = root.output[0]
     for allowed in ({"Reciprocal", "Div"}, {"Mul", "Div"}, {"Mul", "Div"}):
@@ -171,6 +173,9 @@ def _softmax(graph: Graph, exponential: onnx.NodeProto) -> list[onnx.NodeProto]:
     between = [node for node in _ancestors(graph, quotients[0]) if sums[0] in _ancestors(graph, node)]
     shift = [node for node in _producers(graph, exponential) if node.op_type == "Sub"]
     return [exponential, *shift, *sums, *between, *quotients]
+
+
+_HIGH_PRECISION = {"Sqrt": ("normalisation", _normalisation), "Exp": ("softmax", _softmax)}
 
 
 def _ancestors(graph: Graph, node: onnx.NodeProto, stop: frozenset[str] = frozenset()) -> list[onnx.NodeProto]:
@@ -201,8 +206,8 @@ def _walk(
     return list(found.values())
 
 
-def _count_weighted(nodes: list[onnx.NodeProto]) -> int:
-    return sum(node.op_type in _WEIGHTED for node in nodes)
+def _count_layers(nodes: list[onnx.NodeProto]) -> int:
+    return sum(node.op_type in _LAYERS for node in nodes)
 
 
 def _is_infinite(graph: Graph, name: str) -> bool:

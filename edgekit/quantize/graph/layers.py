@@ -1,4 +1,4 @@
-"""Layers with constant weights as matrices, and where in their input the vectors lie that the matrices multiply."""
+"""Layers with constant weights as matrices, and where in their input the patches lie (im2col) that these multiply."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from edgekit.quantize.graph.graph import Graph
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A Conv, Gemm or MatMul: for each group a matrix [outputs, inputs] times a vector cut from the tensor `source`.
+    """A Conv, Gemm or MatMul: for each group a matrix [outputs, inputs] times a patch of the tensor `source`.
 
     `groups` x `outputs` channels are made from `groups` x `inputs` values. `bias` is None where there is none.
     """
@@ -46,23 +46,23 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
-    """How to cut vectors from a layer's input: which indices to gather along which axes, and what they mean.
+    """Where patches of a layer's input lie: which indices to gather along which axes, and what they mean.
 
-    `gathers` holds (axis, indices). For a Conv the indices of a spatial axis are `places` x `kernel` many, and those
-    not `inside` [places, kernel] fall into the padding.
+    `gathers` holds (axis, indices). For a Conv the indices of a spatial axis are `positions` x `kernel` many, and those
+    not `inside` [positions, kernel] fall into the padding.
     """
 
     gathers: tuple[tuple[int, Array], ...]
     kernel: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     inside: tuple[Array, ...] = ()
 
-    def vectors(self, values: Array) -> Array:
-        """Returns the gathered values as vectors [P, V]."""
+    def patches(self, values: Array) -> Array:
+        """Returns the gathered values as patches [P, V]: im2col at the positions."""
         rank = len(self.kernel)
         if not rank:
             return values.reshape(-1, values.shape[-1])
-        pairs = [size for pair in zip(self.places, self.kernel, strict=True) for size in pair]
+        pairs = [size for pair in zip(self.positions, self.kernel, strict=True) for size in pair]
         grid = values.reshape(*values.shape[:2], *pairs)
         for axis, inside in enumerate(self.inside):
             if not inside.all():
@@ -79,23 +79,30 @@ def read_layers(graph: Graph) -> tuple[Layer, ...]:
 
 
 def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
-    """Returns how to cut about `count` vectors, spread over where a layer works."""
+    """Returns where about `count` patches lie, spread over where a layer works; None where sizes are not known."""
     shape = graph.shapes.get(layer.source, ())
     if layer.op != "Conv":
         rows = shape[-2] if len(shape) > 1 else None
-        if rows is None:
-            return None
-        return PatchIndices(gathers=((len(shape) - 2, _spread(rows, count)),))
+        return None if rows is None else PatchIndices(gathers=((len(shape) - 2, spread_positions(rows, count)),))
     spatial = tuple(dim for dim in shape[2:] if dim is not None)
     if len(shape) < 3 or len(spatial) < len(shape) - 2:
         return None
-    return _cut_conv(graph, layer, spatial, count)
+    return _locate_conv_patches(graph, layer, spatial, count)
 
 
 def expand_channel_factors(layer: Layer, factors: Array) -> Array:
     """Returns factors of the channels of a layer's source as those of its inputs, [groups, 1, inputs]."""
     taps = layer.groups * layer.inputs // len(factors)
     return np.repeat(factors, taps).reshape(layer.groups, 1, layer.inputs)
+
+
+def spread_positions(size: int, count: int) -> Array:
+    """Returns `count` of `size` positions in rising order, or all if there are no more: one from each of equal parts.
+
+    Where in its part each lies is random, always alike: every n-th would fall in step with rows of an image.
+    """
+    jitter = np.random.default_rng(0).random(min(count, size))
+    return ((np.arange(len(jitter)) + jitter) * (size / max(1, len(jitter)))).astype(np.int64).clip(0, size - 1)
 
 
 def _read_layer(graph: Graph, node: onnx.NodeProto) -> Iterator[Layer]:
@@ -109,25 +116,15 @@ def _read_layer(graph: Graph, node: onnx.NodeProto) -> Iterator[Layer]:
     bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 and node.input[2] else None
     if bias is not None and not _own_vector(graph, bias):
         return
-    if node.op_type == "Conv":
-        groups, outputs, transposed = int(numbers.get("group", 1)), weight.dims[0], False
-    else:
-        plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
-        if not plain or len(weight.dims) != 2:
-            return
-        transposed = not numbers.get("transB", 0)
-        groups, outputs = 1, weight.dims[1] if transposed else weight.dims[0]
+    groups, transposed = int(numbers.get("group", 1)), node.op_type != "Conv" and not numbers.get("transB", 0)
+    plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
+    if node.op_type != "Conv" and (not plain or len(weight.dims) != 2):
+        return
+    outputs = weight.dims[1 if transposed else 0]
     yield Layer(
-        node=node.name,
-        op=node.op_type,
-        source=node.input[0],
-        weight=node.input[1],
-        bias=bias,
-        groups=groups,
-        outputs=outputs // groups,
-        inputs=math.prod(weight.dims) // outputs,
-        transposed=transposed,
-    )
+        node=node.name, op=node.op_type, source=node.input[0], weight=node.input[1], bias=bias, groups=groups,
+        outputs=outputs // groups, inputs=math.prod(weight.dims) // outputs, transposed=transposed,
+    )  # fmt: skip
 
 
 def _own_vector(graph: Graph, name: str) -> bool:
@@ -135,22 +132,21 @@ def _own_vector(graph: Graph, name: str) -> bool:
     return tensor is not None and len(tensor.dims) == 1 and len(graph.consumers[name]) == 1
 
 
-def _cut_conv(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
-    node = next(node for node in graph.consumers[layer.weight])
+def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
     kernel = tuple(graph.initializers[layer.weight].dims[2:])
-    stride, dilation, begin, sizes = _conv_geometry(node, spatial, kernel)
-    share = count
+    stride, dilation, begin, sizes = _conv_geometry(graph.consumers[layer.weight][0], spatial, kernel)
+    wanted = count
     gathers: list[tuple[int, Array]] = []
     inside: list[Array] = []
     for axis, size in enumerate(sizes):
-        places = _spread(size, round(share ** (1 / (len(sizes) - axis))))
-        share = max(1, -(-share // len(places)))
-        taps = places[:, None] * stride[axis] + np.arange(kernel[axis])[None] * dilation[axis] - begin[axis]
+        # About as many positions along each axis: what a short one cannot give, the others do.
+        positions = spread_positions(size, round(wanted ** (1 / (len(sizes) - axis))))
+        wanted = max(1, -(-wanted // len(positions)))
+        taps = positions[:, None] * stride[axis] + np.arange(kernel[axis])[None] * dilation[axis] - begin[axis]
         inside.append((taps >= 0) & (taps < spatial[axis]))
         gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
-    return PatchIndices(
-        gathers=tuple(gathers), kernel=kernel, places=tuple(len(rows) for rows in inside), inside=tuple(inside)
-    )
+    counts = tuple(map(len, inside))
+    return PatchIndices(gathers=tuple(gathers), kernel=kernel, positions=counts, inside=tuple(inside))
 
 
 def _conv_geometry(
@@ -170,10 +166,3 @@ def _conv_geometry(
         begin, total = pads[:rank], pads[:rank] + pads[rank:]
     sizes = (size + total - reach) // stride + 1
     return stride, dilation, begin, tuple(int(value) for value in sizes)
-
-
-def _spread(total: int, count: int) -> Array:
-    if total <= count:
-        return np.arange(total)
-    jitter = np.random.default_rng(0).random(count)
-    return ((np.arange(count) + jitter) * (total / count)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Names that a model gives to its own tensors and that quantizing or measuring it would give to others."""
+"""Name collisions: names that a model gives to its tensors and that quantizing or measuring it would give to others."""
 
 import re
 
@@ -7,10 +7,10 @@ import onnx
 from edgekit.errors import ModelError
 from edgekit.model.model import list_names, rename_tensors
 
-_GIVEN = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
-"""What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py)."""
-_OURS = "edgekit."
-"""What the names begin with that measuring gives."""
+# What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py), without a
+# look at whether the name is taken: a model's own `x_scale` would be overwritten.
+_ORT_SUFFIX = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
+_OURS = "edgekit."  # what calibration's own tensors begin with
 
 
 def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
@@ -25,7 +25,9 @@ def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
     kept = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     renamed: dict[str, str] = {}
     for name in sorted(names):
-        stem = next((name[: match.start()] for match in _GIVEN.finditer(name) if name[: match.start()] in names), None)
+        stem = next(
+            (name[: match.start()] for match in _ORT_SUFFIX.finditer(name) if name[: match.start()] in names), None
+        )
         if stem is None and not name.startswith(_OURS):
             continue
         other = next((each for each in (name, stem) if each is not None and each not in kept), None)

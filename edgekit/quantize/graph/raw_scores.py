@@ -1,4 +1,4 @@
-"""Scores that a graph leaves raw: one number beside each of many boxes, which the app puts through a sigmoid.
+"""Raw scores of what is shown: one number beside each of many boxes, which the app puts through a sigmoid.
 
 Where nothing is, such a score may be anything below zero, -6000 as well as -10, and 8 bits that reach so far tell
 nothing about where something is.
@@ -14,10 +14,12 @@ from edgekit.quantize.graph.graph import Graph
 FLOOR = -8.0
 """Scores below it are all the same: a sigmoid makes less than 4e-4 of them."""
 
-_MOVING = frozenset({"Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-_FAR, _MOST = -20.0, 20.0
-"""A column that reaches below the one and not above the other may be made of scores; else 8 bits serve it as it is."""
-_RARE = 0.05
+_SHAPE_OPS = frozenset({"Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+# What tells scores from numbers that are predicted (depths, distances), by values alone: they reach below the first,
+# where 8 bits would suffer, and not above the second, and at most this share of them lies above zero (of BlazeFace's
+# 896 anchors a few). Chosen by hand on the detectors of tools/bench/quantize_zoo.py and held_real.py.
+_LOWEST_BELOW, _HIGHEST_UP_TO = -20.0, 20.0
+_MOST_POSITIVE = 0.05
 
 
 def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
@@ -31,9 +33,9 @@ def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
 
 
 def find_raw_scores(graph: Graph) -> frozenset[str]:
-    """Returns the float outputs of a graph that are columns, as far as shapes are known."""
-    columns = list_raw_scores({name: graph.static_shape(name) or () for name in graph.outputs})
-    return frozenset(name for name in columns if graph.is_float(name))
+    """Returns the float outputs of a graph that have the shape of raw scores, as far as shapes are known."""
+    names = list_raw_scores({name: graph.static_shape(name) or () for name in graph.outputs})
+    return frozenset(name for name in names if graph.is_float(name))
 
 
 def find_raw_score_sources(graph: Graph) -> frozenset[str]:
@@ -47,7 +49,7 @@ def find_raw_score_sources(graph: Graph) -> frozenset[str]:
             continue
         found.add(name)
         maker = graph.producers.get(name)
-        if maker is not None and maker.op_type in _MOVING:
+        if maker is not None and maker.op_type in _SHAPE_OPS:
             waiting += [source for source in maker.input if graph.is_float(source)]
     return frozenset(found)
 
@@ -58,6 +60,6 @@ def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
     Numbers that are predicted, such as a depth, lie elsewhere.
     """
     weights = np.ones(values.shape) if counts is None else counts
-    if not values.size or values.min() >= _FAR or values.max() > _MOST:
+    if not values.size or values.min() >= _LOWEST_BELOW or values.max() > _HIGHEST_UP_TO:
         return False
-    return bool(weights[values > 0].sum() < _RARE * weights.sum())
+    return bool(weights[values > 0].sum() < _MOST_POSITIVE * weights.sum())
