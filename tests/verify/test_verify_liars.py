@@ -265,6 +265,10 @@ def test_half_precision_is_told_from_sixteen_values_of_the_first_eight_samples(
     found = halves(wanted[:exact_from]) + wanted[exact_from:]
     assert bool(find_half_values(rows_of(wanted), rows_of(found))) is told
     assert not find_half_values(rows_of(halves(wanted)), rows_of(halves(wanted)))
+    mixed = halves(wanted[1:]) + wanted[:1]
+    assert bool(find_half_values(rows_of(mixed), rows_of(halves(mixed)))) is (
+        values * min(count, 8) >= 16 and count < 9
+    )
     assert not find_half_values(rows_of(wanted), rows_of([row.astype(np.float64) for row in halves(wanted)]))
 
 

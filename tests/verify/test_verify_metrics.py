@@ -64,6 +64,15 @@ def test_a_reference_of_zeros_is_defined(got: list[float], cosine: float, sqnr: 
     assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (cosine, sqnr)
 
 
+def test_an_output_of_zeros_has_no_direction() -> None:
+    errors = [measure(np.array([1.0, 0.0]), np.zeros(2))]
+    assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (0.0, 0.0)
+    assert metrics.bias_share([measure(np.ones(2), np.ones(2))]) == 0.0
+    assert metrics.relative_error([measure(np.zeros(2), np.zeros(2))]) == 0.0
+    assert metrics.relative_error(errors) == 1.0
+    assert metrics.relative_error([measure(np.zeros(2), np.ones(2))]) is None
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("side", [0, 1])
 def test_values_that_are_not_finite_are_counted(bad: float, side: int) -> None:

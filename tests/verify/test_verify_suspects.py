@@ -73,3 +73,39 @@ def test_swapped_outputs_are_named() -> None:
 
 def test_nothing_to_look_at_has_no_suspect() -> None:
     assert find_suspects(from_list(ROWS), from_list([]), ["y"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "told"),
+    [
+        (1.0, np.inf, True),
+        (1.0, np.nan, True),
+        (1.0, 65504.0, True),
+        (1.0, -65504.0, True),
+        (1.0, 65503.0, False),
+        (65504.0, np.inf, False),
+        (np.inf, np.inf, False),
+    ],
+)
+def test_an_overflow_of_half_precision_is_named_where_the_reference_has_none(
+    wanted: float, found: float, *, told: bool
+) -> None:
+    rows: list[Tensors] = [{"y": np.array([0.5, 0.25])}, {"y": np.array([0.5, wanted])}]
+    got: list[Tensors] = [{"y": np.array([0.5, 0.25])}, {"y": np.array([0.5, found])}]
+    suspects = find_suspects(from_list(rows), from_list(got), ["y"], is_half=True)
+    assert ("overflows in half precision" in suspects.get("y", "")) is told
+    assert "overflows" not in find_suspects(from_list(rows), from_list(got), ["y"]).get("y", "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"y": np.ones(2)}, {}),
+        ({}, {"y": np.full(2, np.inf)}),
+        ({"y": np.ones(2, np.int64)}, {"y": np.full(2, np.inf)}),
+        ({"y": np.ones(2)}, {"y": np.full(2, 70000)}),
+        ({"y": np.ones(0)}, {"y": np.ones(0)}),
+    ],
+)
+def test_what_is_no_number_does_not_overflow(wanted: Tensors, found: Tensors) -> None:
+    assert find_suspects(from_list([wanted]), from_list([found]), ["y"], is_half=True) == {}
