@@ -2,13 +2,18 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from check_models import check_text, why_not
+from onnx import parser
 
-from edgekit.check.rules.kinds import Rule
-from edgekit.check.rules.rules import JUDGES
+from edgekit.check.graph import view_graph
+from edgekit.check.rules.kinds import Forms, Never, Rule, When
+from edgekit.check.rules.rules import JUDGES, judge_rule, meets
+from edgekit.check.rules.subject import Subject
+from edgekit.check.rules.units import group_units
 
 CASES: list[dict[str, str]] = tomllib.loads((Path(__file__).parent / "rule_cases.toml").read_text())["case"]
 
@@ -40,3 +45,75 @@ def test_rules_follow_the_settings() -> None:
     program, network = (check_text(body, "coreml", {"model_format": name}) for name in ("MLProgram", "NeuralNetwork"))
     assert [node.taken for node in program] == [False, True]
     assert [node.taken for node in network] == [True, True]
+
+
+CONV = """g (float[1,4,8,8] x, float s) => (float[1,4,8,8] y) <float[4,4,1,1] w = {1}, float[1] one = {2}> {
+  r = Relu(x) y = Conv<group=1, dilations=[1,1]>(r, w) z = Add(r, one) }"""
+
+
+def subject_of(op: str) -> Subject:
+    """Returns a node of a small graph, asked about for a target with two parameters."""
+    graph = view_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {CONV}'))
+    unit = next(unit for unit in group_units(graph, None) if unit.node.op == op)
+    return Subject(graph=graph, unit=unit, settings={"level": "29", "kind": "fast"})
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ({}, True),
+        ({"ops": ("Conv", "Relu")}, True),
+        ({"ops": ("Relu",)}, False),
+        ({"except_ops": ("Conv",)}, False),
+        ({"except_ops": ("Relu",)}, True),
+        ({"since_min": 11}, True),
+        ({"since_min": 12}, False),
+        ({"since_max": 11}, True),
+        ({"since_max": 10}, False),
+        ({"forms": ("float32",)}, True),
+        ({"forms": ("float16",)}, False),
+        ({"attribute": {"group": (1, 2)}}, True),
+        ({"attribute": {"group": (2,)}}, False),
+        ({"attribute": {"group": (1,), "dilations": ((2, 2),)}}, False),
+        ({"attribute": {"strides": ((1, 1),)}}, False),
+        ({"attribute_absent": ("strides",)}, True),
+        ({"attribute_absent": ("strides", "group")}, False),
+        ({"settings": {"kind": ("fast", "slow")}}, True),
+        ({"settings": {"kind": ("slow",)}}, False),
+        ({"settings": {"none": ("fast",)}}, False),
+        ({"below": {"level": 30}}, True),
+        ({"below": {"level": 29}}, False),
+        ({"below": {"kind": 1}}, True),
+        ({"at_least": {"level": 29}}, True),
+        ({"at_least": {"level": 30}}, False),
+        ({"quantized": False}, True),
+        ({"quantized": True}, False),
+        ({"inputs_min": 2}, True),
+        ({"inputs_min": 3}, False),
+        ({"present": (0, 1)}, True),
+        ({"present": (1, 2)}, False),
+        ({"absent": (2,)}, True),
+        ({"absent": (1, 2)}, False),
+        ({"dtypes": {"0": ("float32",)}}, True),
+        ({"dtypes": {"0": ("float32",), "1": ("int8",)}}, False),
+        ({"ranks": {"0": (3, 4)}}, True),
+        ({"ranks": {"0": (3,)}}, False),
+        ({"fed_by": ("Relu", "Neg")}, True),
+        ({"fed_by": ("Neg",)}, False),
+        ({"single": (1,)}, False),
+        ({"single": (2,)}, False),
+    ],
+)
+def test_a_condition_holds_where_each_of_its_fields_does(condition: dict[str, Any], holds: bool) -> None:
+    subject = subject_of("Conv")
+    assert meets(When(**condition), subject) is holds
+    rule = Never(text="not here", note="a note", when=When(**condition))
+    assert judge_rule(rule, subject) == ("not here (a note)" if holds else None)
+
+
+def test_one_element_is_single_and_a_parameter_that_is_no_number_counts_as_0() -> None:
+    assert meets(When(single=(1,)), subject_of("Add"))
+    assert not meets(When(single=(0, 1)), subject_of("Add"))
+    assert (subject_of("Add").number("level"), subject_of("Add").number("kind")) == (29, 0)
+    assert judge_rule(Never(text="not here"), subject_of("Add")) == "not here"
+    assert judge_rule(Forms(allowed=("float32",), note="a note"), subject_of("Add")) is None

@@ -1,7 +1,7 @@
 """Metrics of the task against figures worked out by hand, and their limits, which must say no."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,16 @@ def test_only_numbers_that_are_finite_have_a_first_class(output: Tensors, share:
     accuracy = measure_accuracy(from_list(ranked(1, 2)), from_list([output, *ranked(3)]), [1, 2])
     assert accuracy is not None
     assert (accuracy.reference, accuracy.got) == (1.0, share / 2)
+
+
+def test_samples_behind_one_that_cannot_be_read_count_as_wrong() -> None:
+    def read() -> Iterator[Tensors]:
+        yield from ranked(1, 2)
+        raise DataError("the file ends here", hint="fetch it again")
+
+    accuracy = measure_accuracy(from_list(ranked(1, 2, 3, 4)), Samples(source="s", count=4, read=read), [1, 2, 3, 4])
+    assert accuracy is not None
+    assert (accuracy.reference, accuracy.got) == (1.0, 0.5)
 
 
 def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:

@@ -1,5 +1,6 @@
 """How often the first class is the label, on the float model and on the device."""
 
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
@@ -53,11 +54,9 @@ def refuse_impossible(golden: Golden) -> None:
 
 def _share_right(samples: Samples, name: str, labels: Sequence[int]) -> float:
     right = 0
-    try:
+    with contextlib.suppress(EdgekitError):
         for sample, label in zip(samples, labels, strict=False):
             right += _find_class(sample, name) == label
-    except EdgekitError:
-        return right / len(labels)
     return right / len(labels)
 
 
