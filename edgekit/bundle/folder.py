@@ -13,8 +13,16 @@ from edgekit.bundle.golden.expected import LAYERS, write_expected
 from edgekit.bundle.golden.golden import Golden
 from edgekit.bundle.golden.recorded import adopt_expected
 from edgekit.bundle.manifest.checks import check_files, iterate_files, read_bounded
-from edgekit.bundle.manifest.manifest import BundledFile, GoldenFacts, Manifest, decode_manifest, encode_json
+from edgekit.bundle.manifest.manifest import (
+    BundledFile,
+    GoldenFacts,
+    Manifest,
+    decode_manifest,
+    decode_plain,
+    encode_json,
+)
 from edgekit.bundle.manifest.names import find_fault
+from edgekit.bundle.manifest.trust import check_requests, check_same
 from edgekit.bundle.readme import README, render_readme
 from edgekit.bundle.sign import SIGNATURE, check_signature
 from edgekit.bundle.snippets import NOTES, render_snippets
@@ -72,7 +80,8 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     Model files that lie in `out` already stay where they are, all others are copied. Same contents, same bytes.
 
     Raises:
-        BundleError: there is no model file in a form that the target loads.
+        BundleError: there is no model file in a form that the target loads, or the target asks for session keys or
+            options that no bundle may pass.
         OutputError: the folder cannot be written, a name is not safe everywhere, or two files want the same one.
     """
     _copy_models(contents.files, out)
@@ -88,6 +97,7 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         write_file(out / APP / name, text.encode())
     write_file(out / README, render_readme(contents.target, draft, notes, snippets).encode())
     manifest = msgspec.structs.replace(draft, files=_digest_files(out))
+    check_requests(manifest, str(out / MANIFEST))
     data = encode_json(manifest)
     write_file(out / MANIFEST, data)
     return Bundle(folder=out, manifest=manifest, sha256=digest_bytes(data))
@@ -97,8 +107,9 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
     """Opens a bundle after checking every file in it against the manifest, and with a public key its signature.
 
     Raises:
-        BundleError: the manifest is missing or malformed; a file is missing, altered, unlisted, a link, or bears an
-            unsafe name; with `key`, the manifest is not signed with its private half.
+        BundleError: the manifest is missing or malformed, asks for what no bundle may, or contradicts `target.json`; a
+            file is missing, altered, unlisted, a link, or bears an unsafe name; with `key`, the manifest is not signed
+            with its private half.
     """
     if not path.is_dir():
         raise BundleError(f"there is no bundle '{path}'", hint="give the folder that holds manifest.json")
@@ -106,8 +117,12 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
     if key is not None:
         check_signature(data, path, key)
     manifest = decode_manifest(data, str(path / MANIFEST))
+    check_requests(manifest, str(path / MANIFEST))
     check_files(path, manifest.files, UNLISTED)
-    return Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data))
+    bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data))
+    said = decode_plain(data, str(path / MANIFEST))
+    check_same(manifest, said, read_target(bundle), str(path / MANIFEST))
+    return bundle
 
 
 def read_check(bundle: Bundle) -> CheckReport:

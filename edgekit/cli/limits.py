@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from edgekit.bundle.manifest.manifest import Manifest
+from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.cli.options import Option
 from edgekit.recipe import load_metric
 from edgekit.target import TaskLimit, Thresholds
@@ -34,13 +36,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_metric_drop: float | None
     min_metric_share: float | None
 
-    def find_task(self, bundled: TaskLimit | None) -> TaskLimit | None:
-        """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given."""
-        task = bundled if self.metric is None else load_metric(self.metric)
-        if task is None:
-            return None
-        given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share}
-        return msgspec.structs.replace(task, **{name: value for name, value in given.items() if value is not None})
+    def find_task(self, manifest: Manifest) -> TaskLimit | None:
+        """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given.
+
+        Raises:
+            UsageError: the bundle asks for a function of somebody's own.
+        """
+        return self._limit(bundled_task(manifest) if self.metric is None else load_metric(self.metric))
 
     def apply(self, thresholds: Thresholds) -> Thresholds:
         """Returns the thresholds with the limits that were given; a share that the user names grants no sample more."""
@@ -49,7 +51,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.min_top1_agreement is not None:
             given["granted_samples"] = 0
-        return msgspec.structs.replace(thresholds, task=self.find_task(thresholds.task), **given)
+        return msgspec.structs.replace(thresholds, task=self._limit(thresholds.task), **given)
+
+    def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
+        given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share}
+        set_ones = {name: value for name, value in given.items() if value is not None}
+        return None if task is None else msgspec.structs.replace(task, **set_ones)
 
 
 def taking_limits(function: _F) -> _F:

@@ -203,7 +203,7 @@ def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
 
 
 def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits, progress: Progress) -> VerifyReport:
-    task = limits.find_task(bundle.manifest.thresholds.task)
+    task = limits.find_task(bundle.manifest)
     choice = DeviceChoice(names=question.names, file=question.on_file)
     if data is None or question.reference is None:
         return verify_on(bundle, choice, progress, task=task, layers=question.layers)

@@ -83,6 +83,19 @@ def find_device(name: str, target: Target) -> Device:
     return _rate(device, target)
 
 
+def refuse_remote(name: str) -> None:
+    """Refuses a device that is not on this machine: whom edgekit contacts, and with whose key, is the user's to say.
+
+    Raises:
+        UsageError: the name is that of a device behind adb or ssh.
+    """
+    if name.partition(":")[0] in _REMOTE:
+        raise UsageError(
+            f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that",
+            hint="if it is yours, name it: --on",
+        )
+
+
 def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     """Returns every device (those that can run `target`, where it is given) and whether it can run here."""
     return tuple(

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import msgspec
 
 from edgekit.devices.device import Device
-from edgekit.devices.find import find_device
+from edgekit.devices.find import find_device, refuse_remote
 from edgekit.devices.labelled import Labelled
 from edgekit.errors import UsageError, suggest_name
 from edgekit.target import Target
@@ -82,9 +82,13 @@ def choose_devices(
     `target_for` gives the target that each is to run, by the device's kind.
 
     Raises:
-        UsageError: there is no such device, it runs another provider, or the file is malformed.
+        UsageError: there is no such device, it runs another provider, or the file is malformed; or `default`, which a
+            stranger's bundle may have set, names a device that is not on this machine.
     """
     listed = () if choice.file is None else read_devices(choice.file)
+    if not choice.names and not listed:
+        for name in default:
+            refuse_remote(name)
     names = choice.names if choice.names or listed else default
     devices = [find_device(name, target_for(name.partition(":")[0])) for name in names]
     return [*devices, *(_find_listed(entry, target_for) for entry in listed)]

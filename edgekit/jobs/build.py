@@ -167,7 +167,8 @@ def _verify_all(built: Sequence[BuiltBundle | EdgekitError], progress: Progress)
     def verify(result: BuiltBundle) -> VerifyReport:
         devices = find_devices(result.bundle, result.target, DeviceChoice())
         float_model = result.models["prepare"].path
-        report = verify_bundle(result.bundle, devices, float_model=float_model, progress=progress)
+        task = result.target.thresholds.task
+        report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=progress)
         report = explain_report(result.bundle, report, result.models)
         release_memory()
         write_report(result.bundle, report)

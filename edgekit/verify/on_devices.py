@@ -8,6 +8,7 @@ import msgspec
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
 from edgekit.bundle.golden.golden import INPUTS, make_golden, read_inputs
+from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
@@ -83,7 +84,7 @@ def verify_with(
         )
     devices = find_devices(bundle, read_target(bundle), choice)
     every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
-    metric = task or bundle.manifest.thresholds.task
+    metric = task or bundled_task(bundle.manifest)
     kind = "class" if metric is None else find_metric(metric).labels
     labels = None if data.labels is None else read_task_labels(data.labels, kind, every)
     kept = spread_indices(every.count, samples or every.count)

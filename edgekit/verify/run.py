@@ -9,6 +9,7 @@ from edgekit._files import work_folder, write_file
 from edgekit.bench.latency import describe_drift, summarize_latency
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
+from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, select_samples, spread_indices
@@ -68,7 +69,7 @@ def verify_bundle(
         MissingExtraError: the metric needs a package that is not installed.
     """
     present, skipped = _find_present(devices)
-    asked = _Asked(golden=golden, task=task or bundle.manifest.thresholds.task, float_model=float_model, layers=layers)
+    asked = _Asked(golden=golden, task=task or bundled_task(bundle.manifest), float_model=float_model, layers=layers)
     runs, altered = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), ())
     return VerifyReport(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",

@@ -55,7 +55,9 @@ def test_a_bundle_of_version_1_stays_open(tmp_path: Path) -> None:
     new = json.loads((folder / "manifest.json").read_bytes())
     (folder / "golden" / "expected.npz").unlink()
     del new["files"]["golden/expected.npz"]
-    (folder / "manifest.json").write_bytes(encode_json({**json.loads(V1), "files": new["files"]}))
+    old = json.loads(V1)
+    told = {key: new[key] for key in ("files", "settings", "minimum_ort", "thresholds", "verification") if key in old}
+    (folder / "manifest.json").write_bytes(encode_json({**old, **told}))
     bundle = open_bundle(folder)
     assert bundle.golden.has_labels
     assert bundle.sha256 == digest_file(folder / "manifest.json")

@@ -1,0 +1,175 @@
+"""What a bundle may ask for: it is data of a stranger, and passes only words that cannot read, write or run a thing."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from edgekit.bundle.manifest.manifest import Manifest
+from edgekit.errors import BundleError, UsageError, suggest_name
+from edgekit.target import Target, TaskLimit
+
+_FLAG, _NUMBER, _WORD = "[01]", r"\d{1,6}", r"[A-Za-z][A-Za-z0-9_]{0,63}"
+_PLAIN = r"\d{1,9}|true|false|on|off"
+
+# Keys of onnxruntime_session_options_config_keys.h (1.31) that change how a model runs. Those that name a file or a
+# folder (ep.context_file_path, session.node_partition_config_file, ...) or write one (ep.context_enable) are left out.
+_SESSION: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "ep.context_embed_mode",
+            "mlas.enable_gemm_fastmath_arm64_bfloat16",
+            "optimization.enable_cast_chain_elimination",
+            "optimization.enable_gelu_approximation",
+            "session.allow_released_opsets_only",
+            "session.disable_aot_function_inlining",
+            "session.disable_cpu_ep_fallback",
+            "session.disable_double_qdq_remover",
+            "session.disable_prepacking",
+            "session.disable_qdq_constant_folding",
+            "session.disable_quant_qdq",
+            "session.enable_dq_matmulnbits_fusion",
+            "session.enable_quant_qdq_cleanup",
+            "session.enable_saved_runtime_optimizations",
+            "session.force_spinning_stop",
+            "session.inter_op.allow_spinning",
+            "session.intra_op.allow_spinning",
+            "session.qdqisint8allowed",
+            "session.set_denormal_as_zero",
+            "session.strict_shape_type_inference",
+            "session.use_device_allocator_for_initializers",
+            "session.use_env_allocators",
+            "session.use_ort_model_bytes_directly",
+            "session.use_ort_model_bytes_for_initializers",
+            "session.x64quantprecision",
+        ),
+        _FLAG,
+    ),
+    "ep.nnapi.partitioning_stop_ops": rf"{_WORD}(,{_WORD}){{0,63}}",
+    "session.disable_specified_optimizers": rf"{_WORD}(;{_WORD}){{0,63}}",
+    "session.dynamic_block_base": _NUMBER,
+    "session.load_model_format": "ONNX|ORT",
+    "session.qdq_matmulnbits_accuracy_level": "[0-4]",
+}
+
+# Options of the providers that are words, switches and numbers; paths (backend_path, profiling_file_path,
+# ModelCacheDirectory, cache_dir, op_packages, ...) are the user's own to give.
+_PROVIDERS: Mapping[str, Mapping[str, str]] = {
+    "CPUExecutionProvider": {"use_arena": _FLAG},
+    "CoreMLExecutionProvider": {
+        "AllowLowPrecisionAccumulationOnGPU": _FLAG,
+        "EnableOnSubgraphs": _FLAG,
+        "MLComputeUnits": _WORD,
+        "ModelFormat": "MLProgram|NeuralNetwork",
+        "ProfileComputePlan": _FLAG,
+        "RequireStaticInputShapes": _FLAG,
+        "SpecializationStrategy": _WORD,
+    },
+    "NnapiExecutionProvider": {},
+    "OpenVINOExecutionProvider": {
+        "device_type": _WORD,
+        "disable_dynamic_shapes": "true|false",
+        "num_of_threads": _NUMBER,
+        "num_streams": _NUMBER,
+        "precision": _WORD,
+    },
+    "QNNExecutionProvider": {
+        **dict.fromkeys(
+            (
+                "disable_file_mapped_weights",
+                "enable_block_quant_weight_optimization",
+                "enable_htp_fp16_clamp_overflow",
+                "enable_htp_fp16_precision",
+                "enable_htp_monolithic_lstm",
+                "enable_htp_shared_memory_allocator",
+                "enable_htp_spill_fill_buffer",
+                "enable_vtcm_backup_buffer_sharing",
+                "extended_udma",
+                "htp_bf16_enable",
+                "htp_share_resource_optimization",
+                "offload_graph_io_quantization",
+                "skip_qnn_version_check",
+            ),
+            _FLAG,
+        ),
+        **dict.fromkeys(("device_id", "htp_arch", "rpc_control_latency", "soc_model", "vtcm_mb"), _NUMBER),
+        **dict.fromkeys(("htp_performance_mode", "qnn_context_priority"), _WORD),
+        "backend_type": "cpu|gpu|htp|saver",
+        "htp_graph_finalization_optimization_mode": "[0-3]",
+    },
+    "WebGpuExecutionProvider": {"preferredLayout": "NCHW|NHWC"},
+    "XnnpackExecutionProvider": {"intra_op_num_threads": _NUMBER},
+}
+
+_TOLD: Mapping[str, Callable[[Target], object]] = {
+    "target": lambda target: target.name,
+    "settings": lambda target: target.settings,
+    "provider": lambda target: target.provider,
+    "provider_options": lambda target: target.session.provider_options,
+    "session_config": lambda target: target.session.config,
+    "platforms": lambda target: target.session.platforms,
+    "minimum_ort": lambda target: target.minimum_ort,
+    "thresholds": lambda target: target.thresholds,
+    "verification": lambda target: target.verification,
+    "fallback": lambda target: target.fallback,
+}
+"""What manifest and `target.json` both say: apps read the one, devices the other."""
+
+
+def check_requests(manifest: Manifest, source: str) -> None:
+    """Refuses a manifest that asks a session for anything but known words, switches and numbers.
+
+    Raises:
+        BundleError: a session key, a provider option or its value is not among those that a bundle may pass.
+    """
+    _check_words(manifest.session_config, _SESSION, "session_config", source)
+    options = _PROVIDERS.get(manifest.provider)
+    _check_words(manifest.provider_options, options, "provider_options", source)
+    for name, platform in manifest.platforms.items():
+        _check_words(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
+
+
+def check_same(manifest: Manifest, said: Collection[str], target: Target, source: str) -> None:
+    """Refuses a bundle whose manifest and `target.json` tell apps and devices different things.
+
+    `said` are the keys that the file has: one of schema version 1 lacks some, which were filled in on reading.
+
+    Raises:
+        BundleError: they contradict each other.
+    """
+    for key, told in _TOLD.items():
+        if key in said and getattr(manifest, key) != told(target):
+            raise BundleError(
+                f"'{source}' and target.json beside it contradict each other in '{key}'", hint="build the bundle again"
+            )
+
+
+def bundled_task(manifest: Manifest) -> TaskLimit | None:
+    """Returns the metric that a bundle asks for, None where it asks for none.
+
+    Raises:
+        UsageError: it is a function of somebody's own, which runs only where the user names it.
+    """
+    task = manifest.thresholds.task
+    if task is not None and ":" in task.name:
+        raise UsageError(
+            f"bundle '{manifest.name}' asks for the metric {task.name[:200]!r}, code that no bundle may run",
+            hint=f"if it is yours: --metric {task.name[:200]}",
+        )
+    return task
+
+
+def _check_words(given: Mapping[str, str], allowed: Mapping[str, str] | None, place: str, source: str) -> None:
+    """Holds keys and values against what is allowed; a provider that is not known here takes plain values only."""
+    for key, value in given.items():
+        if allowed is not None and key not in allowed:
+            raise BundleError(
+                f"{key[:99]!r} in {place} of '{source}' is not for a bundle to set", hint=_suggest(key, allowed)
+            )
+        if not re.fullmatch(_PLAIN if allowed is None else allowed[key], value):
+            raise BundleError(
+                f"{key!r} in {place} of '{source}' cannot be {value[:99]!r}", hint="build the bundle again"
+            )
+
+
+def _suggest(key: str, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    return suggest_name(key, names) if names else "leave it out: this provider takes no options"

@@ -1,0 +1,132 @@
+"""A stranger's bundle is data: it may not name code, files or machines, nor tell apps and devices different things."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from bundle_models import make_bundle, make_contents
+
+from edgekit._files import digest_file
+from edgekit.bundle.folder import open_bundle, read_target, write_bundle
+from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.cli.main import run_command
+from edgekit.devices.register import DeviceChoice
+from edgekit.errors import BundleError, UsageError
+from edgekit.target import Session, load_target
+from edgekit.verify.on_devices import find_devices
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def forge(folder: Path, manifest: Change, target: Change | None = None) -> Path:
+    """Rewrites a bundle as an adversary would: the digests of what was changed are right again."""
+    told = json.loads((folder / "target.json").read_bytes())
+    (target or (lambda _: None))(told)
+    (folder / "target.json").write_bytes(encode_json(told))
+    said = json.loads((folder / "manifest.json").read_bytes())
+    manifest(said)
+    file = folder / "target.json"
+    said["files"]["target.json"] = {"sha256": digest_file(file), "size_bytes": file.stat().st_size}
+    (folder / "manifest.json").write_bytes(encode_json(said))
+    return folder
+
+
+def set_session(key: str, value: str, *, place: str = "config") -> tuple[Change, Change]:
+    def change_manifest(said: dict[str, Any]) -> None:
+        said["session_config" if place == "config" else place][key] = value
+
+    return change_manifest, lambda told: told["session"][place].update({key: value})
+
+
+def set_both(key: str, value: object) -> tuple[Change, Change]:
+    return (lambda said: said.update({key: value})), (lambda told: told.update({key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("ep.context_enable", "1", "config"),
+        ("ep.context_file_path", "/tmp/x.onnx", "config"),
+        ("session.optimized_model_external_initializers_file_name", "x", "config"),
+        ("session.intra_op.allow_spinning", "../x", "config"),
+        ("backend_path", "./evil.so", "provider_options"),
+        ("profiling_file_path", "p.csv", "provider_options"),
+        ("soc_model", "69;rm", "provider_options"),
+    ],
+)
+def test_a_session_gets_no_word_that_reads_or_writes_a_file(tmp_path: Path, key: str, value: str, place: str) -> None:
+    folder = forge(make_bundle(tmp_path, target="qnn").folder, *set_session(key, value, place=place))
+    with pytest.raises(BundleError, match=key):
+        open_bundle(folder)
+
+
+def test_options_of_one_platform_are_held_to_the_same_list(tmp_path: Path) -> None:
+    platforms = {"android": {"provider_options": {"backend_path": "/x"}}}
+
+    def change(told: dict[str, Any]) -> None:
+        told["session"]["platforms"] = platforms
+
+    folder = forge(make_bundle(tmp_path, target="qnn").folder, lambda said: said.update(platforms=platforms), change)
+    with pytest.raises(BundleError, match=r"platforms\.android"):
+        open_bundle(folder)
+
+
+def test_known_words_pass(tmp_path: Path) -> None:
+    folder = forge(make_bundle(tmp_path).folder, *set_session("session.set_denormal_as_zero", "1"))
+    assert open_bundle(folder).manifest.session_config["session.set_denormal_as_zero"] == "1"
+
+
+def test_a_target_of_ones_own_learns_at_once_that_a_bundle_cannot_pass_a_key(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path)
+    target = load_target("nnapi")
+    session = Session(config={"ep.context_enable": "1"}, platforms=target.session.platforms)
+    contents = msgspec.structs.replace(contents, target=msgspec.structs.replace(target, session=session))
+    with pytest.raises(BundleError, match="not for a bundle to set"):
+        write_bundle(
+            msgspec.structs.replace(contents, target=msgspec.structs.replace(target, session=session)), tmp_path / "out"
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("session_config", {}),
+        ("provider", "CPUExecutionProvider"),
+        ("platforms", {}),
+        ("minimum_ort", "1.2"),
+        ("verification", []),
+        ("fallback", []),
+    ],
+)
+def test_what_apps_read_is_what_devices_read(tmp_path: Path, key: str, value: object) -> None:
+    folder = forge(make_bundle(tmp_path).folder, lambda said: said.update({key: value}))
+    with pytest.raises(BundleError, match=f"contradict each other in '{key}'"):
+        open_bundle(folder)
+
+
+def test_code_that_a_bundle_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap.py").write_text("from pathlib import Path\nPath('sprung').touch()\ndef f(*_): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    folder = make_bundle(tmp_path, labels=(0, 1, 2, 3, 4, 0)).folder
+    thresholds = json.loads((folder / "manifest.json").read_bytes())["thresholds"]
+    task = {"name": "trap:f"}
+    forge(folder, *set_both("thresholds", {**thresholds, "task": task}))
+    command = ["verify", str(folder), "--on", "host"]
+    assert run_command(command) == 2
+    assert run_command([*command, "--max-metric-drop", "1"]) == 2
+    assert not (tmp_path / "sprung").exists()
+    run_command([*command, "--metric", "trap:f"])
+    assert (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("device", ["ssh:root@example.test", "adb:emulator-5554", "adb"])
+def test_a_bundle_chooses_no_machine(tmp_path: Path, device: str) -> None:
+    plan = [{"device": device, "form": "onnx", "samples": 1}]
+    bundle = open_bundle(forge(make_bundle(tmp_path).folder, *set_both("verification", plan)))
+    target = read_target(bundle)
+    with pytest.raises(UsageError, match="no bundle may choose"):
+        find_devices(bundle, target, DeviceChoice())
+    assert find_devices(bundle, target, DeviceChoice(names=(device,)))[0].name.startswith(device[:3])
