@@ -1,7 +1,7 @@
 """Each file is run against its source: one that is wrong is refused, and its first wrong node named."""
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -10,7 +10,7 @@ from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write
 from onnx import helper
 
 from edgekit.convert.convert import convert_model
-from edgekit.convert.equality import MAX_SAMPLES, Equality, compare_with_source
+from edgekit.convert.equality import MAX_SAMPLES, Equality, compare_onnx, compare_with_source
 from edgekit.convert.host_traits import describe_traits, find_folded
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.layout import write_tables
@@ -45,6 +45,66 @@ def test_a_file_passes_within_the_tolerance_or_where_nothing_was_compared(
 ) -> None:
     found = Equality(samples=1, bit_equal=False, error=error, tolerance=1e-4, skipped=skipped)
     assert found.passed is passed
+
+
+def giving(path: Path, value: Any, dtype: str = "float32") -> Model:
+    """Returns a model that gives a value whatever it reads."""
+    nodes = [helper.make_node("Identity", ["c"], ["y"])]
+    model = save_graph(path, nodes, {"c": np.array(value, dtype)}, {"x": [1], "y": []})
+    proto = onnx.load(str(model.path))
+    proto.graph.output[0].CopyFrom(onnx.ValueInfoProto(name="y"))
+    kind = helper.np_dtype_to_tensor_dtype(np.array(value, dtype).dtype)
+    proto.graph.output[0].type.tensor_type.elem_type = kind
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "error", "bit_equal"),
+    [
+        ([1.0, -4.0], [1.0, -4.0], 0.0, True),
+        ([1.0, -4.0], [1.002, -4.0], 0.0005, False),
+        ([1.0, -4.0], [1.0, -4.004], 0.001, False),
+        ([0.0, 0.0], [-0.0, 0.0], 0.0, False),
+        ([0.0, 0.0], [0.0, 1e-6], 1.0, False),
+        ([1e-3, 0.0], [1e-3, 1e-6], 1e-3, False),
+        ([np.nan, 2.0], [np.nan, 2.0], 0.0, True),
+        ([np.nan, 2.0], [np.nan, 2.002], 0.001, False),
+        ([np.nan, 2.0], [2.0, 2.0], np.inf, False),
+        ([2.0, 2.0], [np.nan, 2.0], np.inf, False),
+        ([np.inf, 2.0], [np.inf, 2.002], 0.001, False),
+        ([np.inf, 2.0], [-np.inf, 2.0], np.inf, False),
+        ([1.0, 2.0], [[1.0, 2.0]], np.inf, False),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], np.inf, False),
+    ],
+)
+def test_an_error_is_that_of_the_worst_value_over_the_largest(
+    tmp_path: Path, wanted: Any, got: Any, error: float, *, bit_equal: bool
+) -> None:
+    found = compare_onnx(giving(tmp_path / "a.onnx", wanted), giving(tmp_path / "b.onnx", got))
+    assert found.error == pytest.approx(error, rel=1e-3)
+    assert (found.bit_equal, found.samples, found.skipped) == (bit_equal, 1, "")
+    assert found.passed is (found.error <= 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "dtypes", "error"),
+    [
+        ([5, 10], [5, 10], ("int64", "int64"), 0.0),
+        ([5, 10], [5, 9], ("int64", "int64"), 0.1),
+        ([5, 10], [5, 10], ("int64", "int32"), np.inf),
+        ([True, False], [True, True], ("bool", "bool"), 1.0),
+        (["a", "b"], ["a", "b"], ("object", "object"), 0.0),
+        (["a", "b"], ["a", "c"], ("object", "object"), np.inf),
+    ],
+)
+def test_labels_and_flags_are_compared_too(
+    tmp_path: Path, wanted: Any, got: Any, dtypes: tuple[str, str], error: float
+) -> None:
+    models = [
+        giving(tmp_path / f"{index}.onnx", *pair) for index, pair in enumerate(zip((wanted, got), dtypes, strict=True))
+    ]
+    assert compare_onnx(models[0], models[1]).error == pytest.approx(error)
 
 
 @pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])

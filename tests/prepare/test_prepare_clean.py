@@ -106,11 +106,15 @@ def test_fp16_gets_no_casts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "weights"),
-    [("float[1,8] x", "float16[2] w = {1, 2}, float f = {2}"), ("float[1,8] x, float16[2] w", "float f = {2}")],
+    [
+        ("float[1,8] x", "int64[2] s = {4, 2}, float16[2] w = {1, 2}, float f = {2}"),
+        ("float[1,8] x, float16[2] w", "int64[2] s = {4, 2}, float f = {2}"),
+        ("float[1,8] x, int64[2] s, float f", "float16[2] w = {1, 2}"),
+    ],
 )
 def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs: str, weights: str) -> None:
     text = (
-        f"g ({inputs}) => (float16[4,2] y) <int64[2] s = {{4, 2}}, {weights}> {{ m = Mul(x, f)  c = Cast<to = 10>(m)"
+        f"g ({inputs}) => (float16[4,2] y) <{weights}> {{ m = Mul(x, f)  c = Cast<to = 10>(m)"
         "  h = Reshape(c, s)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }"
     )
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})

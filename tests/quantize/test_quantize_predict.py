@@ -59,6 +59,9 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     assert truth.drop_estimate is not None
     assert guess.drop_interval[0] <= truth.drop_estimate <= guess.drop_interval[1]
     assert truth.drop_estimate > 0.02
+    assert truth.reference is not None
+    assert truth.reference < 0.9
+    assert truth.drop_estimate == pytest.approx(truth.reference - (truth.got or 0), abs=1e-5)
 
 
 def test_outputs_of_whole_numbers_tell_nothing(tmp_path: Path) -> None:
@@ -236,6 +239,10 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     assert overlap.drop_interval == tuple(round(end, 6) for end in overlap.drop_interval)
     assert noise.drop_interval is not None
     assert noise.drop_interval == pytest.approx((noise.drop_estimate,) * 2, abs=0.01)
+    negative = measure_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.1))
+    assert negative.drop_estimate == pytest.approx(
+        36.48 - 24.17, abs=0.01
+    )  # of a reference below 0 dB no share is taken
     few = make_samples([{"x": row} for row in rows[:20]])
     assert measure_drop(good, bad, few, masks[:20], TaskLimit(name="miou")).drop_interval is None
 

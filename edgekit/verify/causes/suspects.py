@@ -124,7 +124,7 @@ def _find_swapped(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> str | N
     plain = _fit(_pair(rows, name, name))
     for other in rows[0][1] if rows else ():
         fit = _fit(_pair(rows, name, other))
-        if other != name and fit > _FIT_DB and fit > plain + _GAIN_DB:
+        if fit > _FIT_DB and fit > plain + _GAIN_DB:
             return f"came back as '{other}': the outputs are swapped"
     return None
 
