@@ -350,5 +350,6 @@ def test_labels_that_change_cost_half_and_single_ones_are_not_trusted_when_they_
     one, many = judge([np.array([0.0, 1.0])] * 20), judge([np.array([0.0, 4.0])] * 20)
     assert (one.estimate, one.interval, one.agreement) == (0, (0, wilson_interval(0, 20)[1]), 1)
     assert (many.estimate, many.interval, many.agreement) == (0, (0, 0), 1)
+    assert judge([np.array([0.0, 1.0]), np.array([0.0, 4.0])] * 10).interval == (0, 0)
     some = judge([np.array([1.0, 1.0])] + [np.array([0.0, 1.0])] * 19)
     assert (some.estimate, some.interval[1], some.agreement) == (0.025, wilson_interval(1, 20)[1], 0.95)

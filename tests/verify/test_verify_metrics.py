@@ -64,6 +64,52 @@ def test_a_reference_of_zeros_is_defined(got: list[float], cosine: float, sqnr: 
     assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (cosine, sqnr)
 
 
+def test_errors_of_two_samples_add_up() -> None:
+    one, two = measure(np.array([3.0, 6.0]), np.array([3.0, 4.0])), measure(np.array([-2.0]), np.array([5.0]))
+    both = metrics.add_errors(one, two)
+    whole = measure(np.array([3.0, 6.0, -2.0]), np.array([3.0, 4.0, 5.0]))
+    for name in (
+        "elements",
+        "matches",
+        "non_finite",
+        "numeric",
+        "abs_sum",
+        "reference_abs_sum",
+        "error_sum",
+        "error_energy",
+    ):
+        assert getattr(both, name) == getattr(whole, name)
+    for name in ("reference_energy", "energy", "dot", "max_abs", "low", "high"):
+        assert getattr(both, name) == getattr(whole, name)
+    assert not metrics.add_errors(one, measure(np.array([True]), np.array([True]))).numeric
+
+
+def test_distances_are_infinite_between_what_cannot_be_compared() -> None:
+    one = np.array([1.0, 2.0])
+    assert metrics.distance_energy(one, np.array([1.0, 4.0])) == 4.0
+    assert metrics.distance_energy(one, one[None]) == metrics.distance_energy(one, one.astype(np.float32)) == np.inf
+    assert metrics.distance_energy(one, one * np.nan) == np.inf
+    assert metrics.distance_energies(np.array(["a", "b"]), np.array(["a", "b"])) == [np.inf, np.inf]
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "ratio"),
+    [(100.0, 1.0, 20.0), (1.0, 0.0, 200.0), (0.0, 1.0, -200.0), (0.0, 0.0, 200.0), (1e300, 1e-300, 200.0),
+     (1e-300, 1e300, -200.0), (1.0, 1.0, 0.0)],
+)  # fmt: skip
+def test_decibels_are_clamped(signal: float, noise: float, ratio: float) -> None:
+    assert metrics.decibels(signal, noise) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(("got", "top1", "top5"), [(0, True, True), (4, False, True), (5, False, False)])
+def test_the_first_class_counts_among_the_first_and_the_first_five(got: int, top1: bool, top5: bool) -> None:
+    wanted = np.arange(8.0)[None, ::-1]
+    errors = measure(wanted, np.eye(8)[[got]])
+    assert (errors.top1, errors.top5) == (top1, top5)
+    assert measure(wanted.reshape(2, 4), np.eye(8)[[got]].reshape(2, 4)).top1 is None
+    assert measure(np.ones((1, 1)), np.ones((1, 1))).top1 is None
+
+
 def test_an_output_of_zeros_has_no_direction() -> None:
     errors = [measure(np.array([1.0, 0.0]), np.zeros(2))]
     assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (0.0, 0.0)
@@ -78,7 +124,11 @@ def test_an_output_of_zeros_has_no_direction() -> None:
 def test_values_that_are_not_finite_are_counted(bad: float, side: int) -> None:
     pair = [np.ones(4, np.float32), np.ones(4, np.float32)]
     pair[side][1:3] = bad
-    assert measure(pair[0], pair[1]).non_finite == 2
+    errors = measure(pair[0], pair[1])
+    assert (errors.non_finite, errors.reference_non_finite, errors.position) == (2, 2 * (side == 0), 1)
+    sums = ("abs_sum", "reference_abs_sum", "error_sum", "error_energy", "reference_energy", "energy", "dot", "max_abs")
+    assert not any(getattr(errors, name) for name in (*sums, "low", "high"))
+    assert (errors.elements, errors.matches, errors.top1, errors.masks) == (4, 2, None, ())
 
 
 def test_enormous_values_stay_finite() -> None:

@@ -1,5 +1,6 @@
 """Metrics of the task against figures worked out by hand, and their limits, which must say no."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,14 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from bundle_models import make_samples, save_classifier
 from verify_devices import from_list
 
+from edgekit.bundle.golden.golden import make_golden
 from edgekit.data.labels import FOLDERS, Boxes, Label, read_task_labels
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Tensors
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.accuracy import measure_accuracy
+from edgekit.verify.tasks.accuracy import measure_accuracy, refuse_impossible
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, judge_task
 from edgekit.verify.tasks.tasks import METRICS, measure_task
 
@@ -66,6 +69,14 @@ def test_only_numbers_that_are_finite_have_a_first_class(output: Tensors, share:
     accuracy = measure_accuracy(from_list(ranked(1, 2)), from_list([output, *ranked(3)]), [1, 2])
     assert accuracy is not None
     assert (accuracy.reference, accuracy.got) == (1.0, share / 2)
+
+
+def test_labels_must_be_classes_of_the_output(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "m.onnx", classes=5)
+    for label, good in ((0, True), (4, True), (5, False), (-1, False)):
+        golden = make_golden(model, make_samples(2), tmp_path / str(label), labels=(1, label))
+        with contextlib.nullcontext() if good else pytest.raises(DataError, match=f"label {label} is no class .* of 5"):
+            refuse_impossible(golden)
 
 
 def test_samples_behind_one_that_cannot_be_read_count_as_wrong() -> None:

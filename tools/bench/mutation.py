@@ -5,7 +5,7 @@
 A mutation is what a slip of the hand would be: a flipped or shifted comparison, `and` for `or`, a dropped term, another
 constant, a refusal that is left out. Each is made in a copy of the tree, one per run, drawn by the seed; a mutant is
 killed if a test fails or hangs. MODULE is a part of a path of the table below, such as `verify` or `history.py:213`.
-Messages, annotations and decorators stay as they are. A driver of our own: cosmic-ray 8 knows no sample, no budget and
+Messages, annotations, decorators and seeds stay as they are. A driver of our own: cosmic-ray 8 knows no sample, no budget and
 one test command for all, and changes the very tree that one works in; mutmut 3 leaves out constants outside functions
 and needs a run of all tests first.
 """
@@ -141,8 +141,9 @@ def _walk(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.s
 
 
 def _is_kept(node: ast.AST) -> bool:
-    """Returns True for messages, and for what only guards against slips: `zip(..., strict=True)`."""
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg == "strict")
+    """Returns True for messages, seeds, and what only guards against slips: `zip(..., strict=True)`."""
+    is_seed = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("default_rng")
+    return isinstance(node, ast.JoinedStr) or is_seed or (isinstance(node, ast.keyword) and node.arg == "strict")
 
 
 def _change(node: ast.expr | ast.stmt) -> Iterator[ast.expr | ast.stmt]:
