@@ -5,9 +5,9 @@
 A mutation is what a slip of the hand would be: a flipped or shifted comparison, `and` for `or`, a dropped term, another
 constant, a refusal that is left out. Each is made in a copy of the tree, one per run, drawn by the seed; a mutant is
 killed if a test fails or hangs. MODULE is a part of a path of the table below, such as `verify` or `history.py:213`.
-Messages, annotations, decorators and seeds stay as they are. A driver of our own: cosmic-ray 8 knows no sample, no budget and
-one test command for all, and changes the very tree that one works in; mutmut 3 leaves out constants outside functions
-and needs a run of all tests first.
+Messages, annotations, decorators and seeds stay as they are. A driver of our own: cosmic-ray 8 knows no sample, no
+budget and one test command for all, and changes the very tree that one works in; mutmut 3 leaves out constants outside
+functions and needs a run of all tests first.
 """
 
 import argparse
