@@ -115,7 +115,9 @@ def _render_commands(root: click.Group) -> Iterator[str]:
         context = click.Context(command, info_name=name)
         yield "\n```text\n" + " ".join([name, *command.collect_usage_pieces(context)]) + "\n```\n"
         records = [found for one in command.params if (found := one.get_help_record(context))]
-        yield render_table(("option", "what it does"), [(f"`{given}`", _escape(text)) for given, text in records])
+        yield render_table(
+            ("option", "what it does"), [(f"`{given}`", _escape(text)) for given, text in records if text]
+        )
 
 
 def _render_help(text: str) -> str:

@@ -30,7 +30,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 def list_commands(text: str) -> Iterator[Command]:
     """Yields the commands of edgekit in the blocks of a page, what a shell would make of them left out."""
     for mark, block in _BLOCK.findall(text):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] != ["edgekit"]:
                 continue
