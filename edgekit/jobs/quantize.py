@@ -34,7 +34,7 @@ from edgekit.quantize.mixed_precision.goal_search import (
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.ranges.methods import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_error
 from edgekit.recipe import Data, PrecisionChoice, Recipe, choose_precision, load_targets
-from edgekit.report.summary import CalibrationReport, LayerReport, QuantizeReport, TrialReport
+from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport, TrialReport
 from edgekit.target import Precision, Target, TaskLimit
 from edgekit.verify.tasks.drop import TOP1, measure_drop
 from edgekit.verify.tasks.tasks import find_metric
@@ -176,14 +176,14 @@ def _describe_calibration(calibration: Calibration) -> CalibrationReport:
     )
 
 
-def _describe_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> Iterator[LayerReport]:
+def _describe_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> Iterator[ActivationReport]:
     seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
     plan = msgspec.structs.replace(plan, statistics=calibration.statistics)
     ranked = {error.name: error for error in rank_plan(job.prepared, plan)}
     for name in (name for name in plan.ranges if name in ranked):
         wide = plan.wide.get(name)
         planned = wide or plan.ranges[name]
-        yield LayerReport(
+        yield ActivationReport(
             tensor=name,
             op=ranked[name].op,
             bits=16 if wide is not None or plan.activation == "uint16" else 8,

@@ -85,7 +85,7 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     integer_macs: float = 1.0
 
 
-class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
+class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
     """An activation of a quantized model: what makes it, its bits, its range as planned and as seen.
 
     `sqnr_db` is that of the outputs when it alone is quantized, None where that was not measured.
@@ -154,6 +154,6 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float | None
     met: bool
     goal_note: str
-    layers: tuple[LayerReport, ...]
+    layers: tuple[ActivationReport, ...]
     seconds: float
     peak_rss_bytes: int

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from docs_reference import REPORTS, WRITTEN, list_commands, render_reference
 from docs_targets import render_target
+from docs_types import find_structs
 
 REFERENCE = render_reference()
 
@@ -45,6 +46,12 @@ def test_every_key_stands_in_the_table_of_its_file(table: tuple[str, dict[str, t
     for title, (kind, _) in roots.items():
         section = _section(REFERENCE[path], title)
         assert all(f"`{field.encode_name}`" in section for field in msgspec.structs.fields(kind))
+
+
+@pytest.mark.parametrize("roots", [WRITTEN, REPORTS])
+def test_no_two_values_of_a_page_have_one_name(roots: dict[str, tuple[type, str]]) -> None:
+    names = [kind.__name__ for kind in find_structs([kind for kind, _ in roots.values()], computed=True)]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("name", dir(edgekit))

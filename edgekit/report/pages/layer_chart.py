@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.report.summary import LayerReport
+from edgekit.report.summary import ActivationReport
 
 CHART_HEIGHT = 180
 BAR_WIDTH = 9
@@ -22,7 +22,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     title: str
 
 
-def draw_layers(layers: Sequence[LayerReport]) -> Iterator[Bar]:
+def draw_layers(layers: Sequence[ActivationReport]) -> Iterator[Bar]:
     """Yields a bar for each layer whose ratio was measured, in the order of the graph.
 
     Below 20 dB alone a tensor nearly always costs accuracy, above 35 dB it does not.
