@@ -14,7 +14,6 @@ namespace edgekit {
 namespace {
 
 constexpr std::size_t kMaxManifest = std::size_t{16} << 20;
-constexpr const char* kCpu = "CPUExecutionProvider";
 
 const Json& need(const Json& object, const char* key, Json::Kind kind) {
   const Json* value = object.find(key);

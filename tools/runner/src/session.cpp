@@ -8,7 +8,6 @@
 namespace edgekit {
 namespace {
 
-constexpr const char* kCpu = "CPUExecutionProvider";
 constexpr const char* kNnapi = "NnapiExecutionProvider";
 constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int32_t kTensorType = 1;

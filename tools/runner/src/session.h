@@ -12,12 +12,14 @@
 
 namespace edgekit {
 
+inline constexpr const char* kCpu = "CPUExecutionProvider";
+
 using Words = std::vector<std::pair<std::string, std::string>>;
 
 // What edgekit's FarJob says; see edgekit/devices/process/exchange.py.
 struct Job {
   std::string model;
-  std::string provider = "CPUExecutionProvider";
+  std::string provider = kCpu;
   std::string library;
   Words provider_options;
   Words session_config;
