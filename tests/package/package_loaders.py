@@ -45,7 +45,7 @@ def run_program(argv: Sequence[str | Path], cwd: Path | None = None) -> tuple[in
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
+        env={**os.environ, "ORT_DISABLE_TELEMETRY": "1", "MAVEN_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},
     )
     return done.returncode, done.stdout
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from package_loaders import run_program
 
-from edgekit._files import digest_file
+from edgekit._files import digest_file, one_at_a_time
 from edgekit.devices.process.cache import cache_folder
 
 ORT = (
@@ -33,7 +33,8 @@ def fetch_jar(artifact: tuple[str, str]) -> Path:
 def run_maven(*arguments: str) -> tuple[int, str]:
     if shutil.which("mvn") is None:
         pytest.skip("needs mvn: apt-get install maven")
-    return run_program(["mvn", "-B", "-q", f"-Dmaven.repo.local={maven_repository()}", *arguments])
+    with one_at_a_time(maven_repository()):
+        return run_program(["mvn", "-B", "-q", f"-Dmaven.repo.local={maven_repository()}", *arguments])
 
 
 def maven_repository() -> Path:

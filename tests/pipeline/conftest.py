@@ -1,5 +1,6 @@
 """A net for tests that are about the run and not about the model."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,3 +28,15 @@ def small(tmp_path: Path) -> tuple[Path, Data]:
     onnx.save(proto, str(path))
     np.savez(tmp_path / "small.npz", x=rng.normal(size=(32, 1, 3, 8, 8)).astype(np.float32))
     return path, Data(source=str(tmp_path / "small.npz"))
+
+
+@pytest.fixture(scope="session")
+def nnapi(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """NNAPI verified in this process alone: without the emulated Arm, on which the demo's build is verified."""
+    folder = tmp_path_factory.mktemp("targets") / "nnapi"
+    shutil.copytree(Path(__file__).parents[2] / "targets" / "nnapi", folder)
+    text = (folder / "target.toml").read_text()
+    arm = '[[verification]]\ndevice = "arm64"\nform = "runtime"\nsamples = 8\n'
+    assert arm in text
+    (folder / "target.toml").write_text(text.replace(arm, ""))
+    return str(folder)

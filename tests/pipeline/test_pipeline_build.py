@@ -101,9 +101,9 @@ def test_the_same_input_gives_the_same_bytes(demo: BuildReport, tmp_path: Path) 
     assert {b.target: b.files for b in again.bundles} == {b.target: b.files for b in demo.bundles}
 
 
-def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path) -> None:
+def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path, nnapi: str) -> None:
     strict = Thresholds(min_cosine=0.999999, min_top1_agreement=1.0, min_sqnr_db=90.0)
-    report = build(*small, tmp_path / "out", Recipe(targets=("nnapi",), thresholds={"nnapi": strict}))
+    report = build(*small, tmp_path / "out", Recipe(targets=(nnapi,), thresholds={"nnapi": strict}))
     assert not report.passed
     assert "SQNR" in str(report.bundles[0].verify.runs[0].failures)  # type: ignore[union-attr]
 
@@ -113,18 +113,18 @@ def test_without_verification_data_some_samples_are_kept_back(tmp_path: Path) ->
     assert (report.calibration_samples, report.golden_samples) == (192, 64)
 
 
-def test_a_model_without_weights_to_quantize_is_built_in_float_and_says_so(tmp_path: Path) -> None:
+def test_a_model_without_weights_to_quantize_is_built_in_float_and_says_so(tmp_path: Path, nnapi: str) -> None:
     model = parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (int64[1,4] y) { y = Add(x, x) }',
         tmp_path / "integers.onnx",
     )
     np.savez(tmp_path / "d.npz", x=np.arange(16).reshape(4, 4))
-    report = build(model, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", Recipe(targets=("nnapi",)))
+    report = build(model, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", Recipe(targets=(nnapi,)))
     assert report.bundles[0].precision == "fp32"
     assert "built as fp32" in report.bundles[0].notes[0]
 
 
-def test_two_inputs_one_dynamic_and_two_outputs(tmp_path: Path) -> None:
+def test_two_inputs_one_dynamic_and_two_outputs(tmp_path: Path, nnapi: str) -> None:
     weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
     model = parse_model(
         '<ir_version: 8, opset_import: ["" : 17]>'
@@ -135,7 +135,7 @@ def test_two_inputs_one_dynamic_and_two_outputs(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     arrays = {"a": random.normal(size=(12, 3, 8, 8)), "b": random.normal(size=(12, 1, 4, 6, 6))}
     np.savez(tmp_path / "d.npz", **{name: value.astype(np.float32) for name, value in arrays.items()})  # type: ignore[arg-type]
-    recipe = Recipe(targets=("nnapi", "coreml"), dims={"N": 1})
+    recipe = Recipe(targets=(nnapi, "coreml"), dims={"N": 1})
     report = build(model, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe)
     assert report.passed, [bundle.verify for bundle in report.bundles]
 
@@ -152,15 +152,16 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.onnx", "nan.npz"]
 
 
-def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(tmp_path: Path) -> None:
+def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(
+    small: tuple[Path, Data], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     summary = check_targets(MODEL, Recipe())
     assert set(summary.targets) == set(target_names())
-    report = quantize_for(
-        MODEL, Data(source=str(CALIBRATION)), tmp_path / "q.onnx", Recipe(targets=("nnapi",), samples=8)
-    )
+    out = tmp_path_factory.mktemp("one")
+    report = quantize_for(*small, out / "q.onnx", Recipe(targets=("nnapi",), samples=8))
     assert report.samples == 8
-    assert report.quantized_nodes > 30
-    assert [path.name for path in tmp_path.iterdir()] == ["q.onnx"]
+    assert report.quantized_nodes == 5
+    assert [path.name for path in out.iterdir()] == ["q.onnx"]
 
 
 def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
@@ -182,8 +183,10 @@ def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
         assert load_model(out).sha256 == open_bundle(bundle.path).manifest.ancestry.quantized
 
 
-def test_a_model_that_is_quantized_already_is_taken_as_it_is(small: tuple[Path, Data], tmp_path: Path) -> None:
-    recipe, (model, data) = Recipe(targets=("nnapi",)), small
+def test_a_model_that_is_quantized_already_is_taken_as_it_is(
+    small: tuple[Path, Data], tmp_path: Path, nnapi: str
+) -> None:
+    recipe, (model, data) = Recipe(targets=(nnapi,)), small
     quantize_for(model, data, tmp_path / "q.onnx", recipe)
     (bundle,) = build(tmp_path / "q.onnx", data, tmp_path / "out", recipe).bundles
     assert bundle.passed
@@ -191,10 +194,10 @@ def test_a_model_that_is_quantized_already_is_taken_as_it_is(small: tuple[Path, 
     assert "quantized already" in bundle.notes[0]
 
 
-def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path) -> None:
+def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path, nnapi: str) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
     np.savez(tmp_path / "d.npz", x=np.ones((8, 4), np.float32))
-    recipe = Recipe(targets=("nnapi",))
+    recipe = Recipe(targets=(nnapi,))
     report = build(
         parse_model(text, tmp_path / "erf.onnx"), Data(source=str(tmp_path / "d.npz")), tmp_path / "o", recipe
     )
@@ -202,7 +205,7 @@ def test_a_target_that_takes_none_of_the_work_fails(tmp_path: Path) -> None:
     assert "takes 0% of the work" in report.bundles[0].verify.failures[0]  # type: ignore[union-attr]
 
 
-def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path) -> None:
+def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, nnapi: str) -> None:
     weights = ", ".join(str(index % 9 - 4) for index in range(144))
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,6,6] y)'
@@ -212,7 +215,7 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path) 
     samples = np.random.default_rng(0).normal(size=(12, 4, 8, 8)).astype(np.float32)
     np.savez(tmp_path / "d.npz", x=samples)
     data = Data(source=str(tmp_path / "d.npz"))
-    (bundle,) = build(parse_model(text, tmp_path / "w.onnx"), data, tmp_path / "o", Recipe(targets=("nnapi",))).bundles
+    (bundle,) = build(parse_model(text, tmp_path / "w.onnx"), data, tmp_path / "o", Recipe(targets=(nnapi,))).bundles
     assert bundle.passed
     assert bundle.quantized_nodes == 1
 
