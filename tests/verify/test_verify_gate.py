@@ -13,7 +13,7 @@ from edgekit.model.tensors import Array
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.verify.metrics.outputs import OutputReport, format_near, judge_output
-from edgekit.verify.tasks.scores import TaskReport, judge_task
+from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
 LUCK = 0.05
@@ -206,3 +206,11 @@ def test_the_interval_of_pairs_is_that_of_agresti_and_min() -> None:
     assert interval_of_pairs([True], [True])[0] < -0.5
     assert interval_of_pairs([True] * 50, [False] * 50)[0] == -1.0
     assert interval_of_pairs([False] * 50, [True] * 50)[1] == 1.0
+
+
+def test_a_difference_is_told_in_points_with_its_interval() -> None:
+    assert describe_difference(scored()) == "-2.00 (-3.00 to -1.00)"
+    assert describe_difference(scored(unit="dB", interval=None, reference=30.0, got=31.5)) == "+1.50"
+    assert describe_difference(scored(got=None)) == "not measured"
+    assert [format_score(scored(unit=unit), 0.5) for unit in ("share", "dB", "value")] == ["50.0%", "0.5 dB", "0.5"]
+    assert format_score(scored(), None) == "not measured"

@@ -109,3 +109,23 @@ def test_an_overflow_of_half_precision_is_named_where_the_reference_has_none(
 )
 def test_what_is_no_number_does_not_overflow(wanted: Tensors, found: Tensors) -> None:
     assert find_suspects(from_list([wanted]), from_list([found]), ["y"], is_half=True) == {}
+
+
+@pytest.mark.parametrize(("noise", "words"), [(0.03, "in another order"), (0.3, "nobody")])
+def test_an_order_is_named_only_where_it_explains_what_came_back(noise: float, words: str) -> None:
+    rng = np.random.default_rng(1)
+    shuffled = rng.permutation(100)
+
+    def change(y: Array) -> Array:
+        return np.asarray((y.reshape(-1)[shuffled] + noise * rng.normal(size=100)).reshape(y.shape))
+
+    assert words in suspect(change)
+    assert suspect(change, ROWS[:1]) == "nobody"  # one sample alone could be sorted into anything
+
+
+@pytest.mark.parametrize(("noise", "words"), [(0.1, "nobody"), (0.001, "in another order")])
+def test_an_order_that_gains_little_is_not_named(noise: float, words: str) -> None:
+    rng = np.random.default_rng(1)
+    rows: list[Tensors] = [{"y": np.arange(100.0) + 0.01 * rng.normal(size=100)} for _ in range(4)]
+    swapped = np.r_[:10, 11, 10, 12:100]  # 52 dB as it is
+    assert words in suspect(lambda y: y[swapped] + noise * rng.normal(size=100), rows)
