@@ -1,4 +1,4 @@
-"""Channels of unequal size: found, evened out without changing what is computed, and brought back to accuracy."""
+"""Channels of unequal size: found, equalized out without changing what is computed, and brought back to accuracy."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ from edgekit.target import Target, load_target
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 300.0, [1, 4, 8]),
     ],
 )
-def test_factors_even_out_channels_and_weights(
+def test_factors_equalize_channels_and_weights(
     reach: list[float], rows: list[float], columns: list[float] | None, ceiling: float | None, factors: list[float]
 ) -> None:
     weights = None if columns is None else np.array(columns)
@@ -75,33 +75,34 @@ def sqnr_db(model: Model, other: Model) -> float:
     return float(10 * np.log10((one**2).sum() / ((one - two) ** 2).sum()))
 
 
-def test_the_seams_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model, Calibration]) -> None:
-    seams = {seam.tensor: seam for seam in find_equalization_pairs(read_graph(unequal[0]))}
-    assert list(seams) == ["r", "p", "c", "f"]
-    assert [step.tensor for step in seams["p"].steps] == ["d"]
-    assert (seams["c"].ceiling, seams["r"].ceiling) == (6, None)
+def test_the_pairs_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model, Calibration]) -> None:
+    pairs = {pair.tensor: pair for pair in find_equalization_pairs(read_graph(unequal[0]))}
+    assert list(pairs) == ["r", "p", "c", "f"]
+    assert [step.tensor for step in pairs["p"].steps] == ["d"]
+    assert (pairs["c"].ceiling, pairs["r"].ceiling) == (6, None)
 
 
-def test_a_normalisation_is_a_seam_through_the_reshapes_behind_it(tmp_path: Path) -> None:
+def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,6,32] x) => (float[1,6,40] y) {
       s = Constant<value_ints=[6,32]>() n = LayerNormalization<axis=-1>(x, gain, shift) one = Reshape(n, s)
       a = Gemm(one, wa) two = Reshape(n, s) b = Gemm(two, wb) m = Mul(a, b) y = MatMul(n, wc) z = Relu(m) }"""
     shapes: dict[str, tuple[int, ...]] = {
         "gain": (32,), "shift": (32,), "wa": (32, 8), "wb": (32, 8), "wc": (32, 40),
     }  # fmt: skip
-    seams = find_equalization_pairs(read_graph(make_model(text, tmp_path / "m.onnx", shapes)))
-    assert [(seam.tensor, seam.copies, len(seam.readers)) for seam in seams] == [("n", ("one", "two"), 3)]
+    pairs = find_equalization_pairs(read_graph(make_model(text, tmp_path / "m.onnx", shapes)))
+    assert [(pair.tensor, pair.reshaped, len(pair.consumers)) for pair in pairs] == [("n", ("one", "two"), 3)]
 
 
 def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:
     graph = read_graph(unequal[0])
     factors = choose_factors(graph, Path(unequal[1].statistics), ())
     assert set(factors) >= {"r", "p", "c"}
-    evened = equalize_graph(graph, factors)
-    save_proto(evened.proto, tmp_path / "evened.onnx")
+    equalized = equalize_graph(graph, factors)
+    save_proto(equalized.proto, tmp_path / "equalized.onnx")
     for sample in random_samples(unequal[0], count=4, seed=2):
         one, two = (
-            CpuSession(path, SessionSettings()).run(sample)["y"] for path in (unequal[0].path, tmp_path / "evened.onnx")
+            CpuSession(path, SessionSettings()).run(sample)["y"]
+            for path in (unequal[0].path, tmp_path / "equalized.onnx")
         )
         assert np.array_equal(one, two)
 
@@ -112,11 +113,13 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
     model, calibration = unequal
     graph = read_graph(model)
     factors = choose_factors(graph, Path(calibration.statistics), ())
-    evened = equalize_graph(graph, factors)
-    save_proto(evened.proto, tmp_path / "evened.onnx")
-    again = calibrate_model(load_model(tmp_path / "evened.onnx"), random_samples(model, count=48), work=tmp_path / "w")
+    equalized = equalize_graph(graph, factors)
+    save_proto(equalized.proto, tmp_path / "equalized.onnx")
+    again = calibrate_model(
+        load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
+    )
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
-    assert set(derived) == set(float_activations(evened))
+    assert set(derived) == set(float_activations(equalized))
     for name, span in again.ranges["minmax"].items():
         wide = span.high - span.low
         assert derived[name].low == pytest.approx(span.low, abs=0.01 * wide)
@@ -139,17 +142,21 @@ def test_channels_are_scaled_through_joins_and_resizing_and_slopes_below_zero(tm
     calibration = calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
     graph, seen = read_graph(model), calibration.ranges["minmax"]
     assert (numpy_helper.to_array(graph.initializers["slope"]) < 0).any()
-    (joined,) = (seam for seam in find_equalization_pairs(graph) if seam.tensor == "z")
+    (joined,) = (pair for pair in find_equalization_pairs(graph) if pair.tensor == "z")
     assert joined.fixed == ((16, 24),)  # Two nodes read r.
     factors = choose_factors(graph, Path(calibration.statistics), (), seen)
     assert set(factors) == {"p", "z"}
     assert set(factors["z"][16:]) == {1.0}
-    evened = equalize_graph(graph, factors)
-    save_proto(evened.proto, tmp_path / "evened.onnx")
+    equalized = equalize_graph(graph, factors)
+    save_proto(equalized.proto, tmp_path / "equalized.onnx")
     sample = next(iter(random_samples(model, count=1, seed=2)))
-    one, two = (CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "evened.onnx"))
+    one, two = (
+        CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "equalized.onnx")
+    )
     assert np.array_equal(one, two)
-    again = calibrate_model(load_model(tmp_path / "evened.onnx"), random_samples(model, count=48), work=tmp_path / "w")
+    again = calibrate_model(
+        load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
+    )
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
     for name, span in again.ranges["minmax"].items():
         # What a slope below zero hides is told by mean and spread.
@@ -227,16 +234,18 @@ def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, C
     factors = choose_factors(graph, Path(calibration.statistics), (), seen, gated=True)
     assert set(factors) == {"p", "q"}
     assert scales_silu(graph, factors)
-    evened = equalize_graph(graph, factors)
-    save_proto(evened.proto, tmp_path / "evened.onnx")
+    equalized = equalize_graph(graph, factors)
+    save_proto(equalized.proto, tmp_path / "equalized.onnx")
     for sample in random_samples(model, count=4, seed=2):
         one, two = (
-            CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "evened.onnx")
+            CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "equalized.onnx")
         )
         assert np.array_equal(one, two)
-    again = calibrate_model(load_model(tmp_path / "evened.onnx"), random_samples(model, count=48), work=tmp_path / "w")
+    again = calibrate_model(
+        load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
+    )
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
-    assert set(derived) == set(float_activations(evened))
+    assert set(derived) == set(float_activations(equalized))
     for name in ("p", "q"):
         span = again.ranges["minmax"][f"{name}_equalized"]
         assert derived[f"{name}_equalized"].high == pytest.approx(span.high, rel=0.01)

@@ -1,7 +1,7 @@
 """One streaming pass over the samples that measures every float activation, for all targets at once."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,6 +61,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
     statistics: str
+
+    def map_ranges(self, change: Callable[[str, TensorRange], TensorRange]) -> "Calibration":
+        """Returns a calibration with other ranges: what `change` makes of each tensor's, method by method."""
+        ranges = {method: {name: change(name, its) for name, its in own.items()} for method, own in self.ranges.items()}
+        return msgspec.structs.replace(self, ranges=ranges)
 
 
 def calibrate_model(

@@ -1,4 +1,4 @@
-"""Tensors whose channels can be scaled where they are made, and back in the weights that read them."""
+"""Pairs for cross-layer equalization: where channels can be scaled by the constants that make them, and back behind."""
 
 import msgspec
 import numpy as np
@@ -11,7 +11,9 @@ from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 
-_WEIGHTS: dict[str, tuple[tuple[int, int], ...]] = {
+# The constant inputs that decide how large the channels of an output are: (input, axis of the channels), from the
+# shapes that the ONNX operators demand. A weight and a bias both, since a shift is scaled too.
+_CONSTANT_AXES: dict[str, tuple[tuple[int, int], ...]] = {
     "Conv": ((1, 0), (2, 0)),
     "ConvTranspose": ((1, 1), (2, 0)),
     "BatchNormalization": ((1, 0), (2, 0)),
@@ -19,10 +21,9 @@ _WEIGHTS: dict[str, tuple[tuple[int, int], ...]] = {
     "LayerNormalization": ((1, -1), (2, -1)),
     "MatMul": ((1, -1),),
 }
-"""The constant inputs that decide how large the channels of an output are: (input, axis of the channels)."""
-
+# What mixes or picks neighbours of a channel: f(s x) = s f(x) for s > 0, as for the slopes of Relu and its like, which
+# is all that equalization asks of a function between two layers (M. Nagel et al., arXiv:1906.04721, section 4.1).
 _POOLING = frozenset({"Resize", "Upsample", "MaxPool", "AveragePool"})
-"""What mixes or picks neighbours of a channel, and is the same for a channel twice as large."""
 
 
 class ScaledConstant(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,163 +39,164 @@ class ScaledConstant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor on the way back from a pair, and what undoes the node behind it: value = (value - shift) / slope.
+    """A tensor before the one of a pair, and what undoes the node behind it: value = (value - shift) / slope.
 
-    With `below` the slope is that of negative values; where it is not positive it undoes nothing. With `pooled` the
-    node picks or mixes neighbours, so extremes are only about the same. With a `gate`, the name of a Sigmoid, the node
-    multiplies the tensor by that of itself. `behind` is the tensor it makes, `part` which channels of the pair the
-    tensor has.
+    With `negative_only` the slope is that of negative values; where it is not positive it undoes nothing. With `pooled`
+    the node picks or mixes neighbours, so extremes are only about the same. With a `sigmoid`, the name of a Sigmoid or
+    HardSigmoid, the node multiplies the tensor by that of itself. `output` is the tensor it makes, `part` which
+    channels of the pair the tensor has.
     """
 
     tensor: str
-    behind: str
+    output: str
     part: tuple[int, int]
     shift: Array
     slope: Array
-    below: bool = False
+    negative_only: bool = False
     pooled: bool = False
-    gate: str = ""
+    sigmoid: str = ""
 
 
 class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that only layers with weights read, whose channels are made by constants: where they can be scaled.
+    """A tensor whose channels `constants` make and that only layers with weights read, its `consumers`.
 
-    `place` is their axis, counted from the end. `ceiling` is where a Clip cuts its channels off. `copies` are other
-    shapes of it, which layers read instead. Of what a Concat joins some channels may have to stay as they are, `fixed`.
+    `axis` is that of the channels, counted from the end. `ceiling` is where a Clip cuts its channels off. `reshaped`
+    are other shapes of it, which layers read instead. Of what a Concat joins some channels may have to stay as they
+    are, `fixed`.
     """
 
     tensor: str
-    place: int
+    axis: int
     channels: int
     fixed: tuple[tuple[int, int], ...]
-    edits: tuple[ScaledConstant, ...]
+    constants: tuple[ScaledConstant, ...]
     steps: tuple[Step, ...]
     ceiling: float | None
-    readers: tuple[Layer, ...]
-    copies: tuple[str, ...]
+    consumers: tuple[Layer, ...]
+    reshaped: tuple[str, ...]
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Every tensor whose channels are scaled."""
-        return (self.tensor, *(step.tensor for step in self.steps), *self.copies)
+        return (self.tensor, *(step.tensor for step in self.steps), *self.reshaped)
 
 
-class _Trail(msgspec.Struct, frozen=True, kw_only=True):
-    """How some channels of a pair came to be."""
+class _Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes some channels of a pair."""
 
-    edits: tuple[ScaledConstant, ...]
+    constants: tuple[ScaledConstant, ...]
     steps: tuple[Step, ...] = ()
     fixed: tuple[tuple[int, int], ...] = ()
     ceiling: float | None = None
 
 
 def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
-    """Returns the pairs of a graph, in graph order: none that is judged by, none before a layer that stays float."""
-    islands = find_float_regions(graph)
+    """Returns the pairs of a graph, in graph order: of no tensor that is compared, none before a layer in float."""
+    floats = find_float_regions(graph)
     layers: dict[str, list[Layer]] = {}
-    for layer in (layer for layer in read_layers(graph) if layer.node not in islands):
-        layers.setdefault(source_of(graph, layer), []).append(layer)
-    judged = {point.tensor for point in find_compared_tensors(graph)}
-    pairs = (_find_seam(graph, name, tuple(readers)) for name, readers in layers.items())
-    return tuple(pair for pair in pairs if pair is not None and judged.isdisjoint(pair.tensors))
+    for layer in (layer for layer in read_layers(graph) if layer.node not in floats):
+        layers.setdefault(find_channel_source(graph, layer), []).append(layer)
+    compared = {each.tensor for each in find_compared_tensors(graph)}
+    pairs = (_find_pair(graph, name, tuple(consumers)) for name, consumers in layers.items())
+    return tuple(pair for pair in pairs if pair is not None and compared.isdisjoint(pair.tensors))
 
 
-def _find_seam(graph: Graph, name: str, readers: tuple[Layer, ...]) -> EqualizationPair | None:
-    places = {_place(graph, layer) for layer in readers}
-    copies = _copies(graph, name, {layer.node for layer in readers})
-    if len(places) != 1 or copies is None:
+def find_channel_source(graph: Graph, layer: Layer) -> str:
+    """Returns what a layer reads, or what that was before a Reshape that leaves its channels, the last axis, as is."""
+    name = layer.source
+    while layer.op != "Conv" and name in graph.producers and _keeps_last_axis(graph, graph.producers[name]):
+        name = graph.producers[name].input[0]
+    return name
+
+
+def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> EqualizationPair | None:
+    places = {_locate_channels(graph, layer) for layer in consumers}
+    reshaped = _find_reshaped(graph, name, {layer.node for layer in consumers})
+    place = places.pop() if len(places) == 1 and reshaped is not None else None
+    origin = None if place is None else _trace(graph, name, place[0], (0, place[1]))
+    if origin is None or place is None or reshaped is None:
         return None
-    ((place, channels),) = places
-    if place is None or channels is None:
-        return None
-    trail = _trace(graph, name, place, (0, channels))
-    if trail is None:
-        return None
+    axis, channels = place
     return EqualizationPair(
-        tensor=name, place=place, channels=channels, edits=trail.edits, steps=trail.steps, ceiling=trail.ceiling,
-        readers=readers, copies=copies, fixed=trail.fixed,
+        tensor=name, axis=axis, channels=channels, constants=origin.constants, steps=origin.steps,
+        ceiling=origin.ceiling, consumers=consumers, reshaped=reshaped, fixed=origin.fixed,
     )  # fmt: skip
 
 
-def _trace(graph: Graph, name: str, place: int, part: tuple[int, int]) -> _Trail | None:
+def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin | None:
     """Returns what makes a tensor, back to the constants that decide how large its channels are."""
-    edits: tuple[ScaledConstant, ...] = ()
+    constants: tuple[ScaledConstant, ...] = ()
     steps: tuple[Step, ...] = ()
     ceiling: float | None = None
     node = graph.producers.get(name)
     while node is not None:
-        made = _made_by(graph, node, place, part)
+        made = _find_constants(graph, node, axis, part)
         if made is not None:
-            return _Trail(edits=(*edits, *made), steps=steps, ceiling=ceiling)
+            return _Origin(constants=(*constants, *made), steps=steps, ceiling=ceiling)
         if node.op_type == "Concat":
-            inner = _trace_parts(graph, node, place, part) if ceiling is None else None
-            return inner and msgspec.structs.replace(inner, edits=edits + inner.edits, steps=steps + inner.steps)
-        passed = _pass(graph, node, place, part)
-        if passed is None or not (passed[0].gate or _is_only_read(graph, passed[0].tensor)):
+            inner = _trace_concat(graph, node, axis, part) if ceiling is None else None
+            return inner and msgspec.structs.replace(
+                inner, constants=constants + inner.constants, steps=steps + inner.steps
+            )
+        passed = _pass_back(graph, node, axis, part)
+        if passed is None or not (passed[0].sigmoid or _is_read_once(graph, passed[0].tensor)):
             return None
-        steps, edits = (*steps, passed[0]), (*edits, *passed[1])
+        steps, constants = (*steps, passed[0]), (*constants, *passed[1])
         ceiling = ceiling if passed[2] is None else passed[2]
         node = graph.producers.get(passed[0].tensor)
     return None
 
 
-def _trace_parts(graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]) -> _Trail | None:
+def _trace_concat(graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int, int]) -> _Origin | None:
     """Returns what makes the parts that a Concat joins; those that cannot be scaled are fixed, None if all are."""
     shapes = [graph.static_shape(name) for name in node.input]
-    axis = next(item.i for item in node.attribute if item.name == "axis")
-    if any(shape is None or axis not in {place, len(shape) + place} for shape in shapes):
+    joined = next(item.i for item in node.attribute if item.name == "axis")
+    if any(shape is None or joined not in {axis, len(shape) + axis} for shape in shapes):
         return None
-    ends = part[0] + np.cumsum([0, *(shape[place] for shape in shapes if shape is not None)])
-    found = _Trail(edits=())
+    ends = part[0] + np.cumsum([0, *(shape[axis] for shape in shapes if shape is not None)])
+    found = _Origin(constants=())
     for name, start, stop in zip(node.input, ends, ends[1:], strict=False):
-        span = (int(start), int(stop))
-        own = _trace(graph, name, place, span) if _is_only_read(graph, name) else None
+        own_part = (int(start), int(stop))
+        own = _trace(graph, name, axis, own_part) if _is_read_once(graph, name) else None
         if own is None or own.ceiling is not None:
-            found = msgspec.structs.replace(found, fixed=(*found.fixed, span))
+            found = msgspec.structs.replace(found, fixed=(*found.fixed, own_part))
             continue
-        size, flat = span[1] - span[0], (np.zeros, np.ones)
-        step = Step(tensor=name, behind=node.output[0], part=span, shift=flat[0](size), slope=flat[1](size))
-        found = _Trail(
-            edits=found.edits + own.edits, steps=(*found.steps, step, *own.steps), fixed=found.fixed + own.fixed
+        step = _unchanged(name, node.output[0], own_part)
+        found = _Origin(
+            constants=found.constants + own.constants,
+            steps=(*found.steps, step, *own.steps),
+            fixed=found.fixed + own.fixed,
         )
-    return found if found.edits else None
+    return found if found.constants else None
 
 
-def _is_only_read(graph: Graph, name: str) -> bool:
+def _is_read_once(graph: Graph, name: str) -> bool:
     return _is_inner(graph, name) and len(graph.consumers[name]) == 1
 
 
-def source_of(graph: Graph, layer: Layer) -> str:
-    """Returns what a layer reads, or what that was before a Reshape that leaves its channels, the last axis, as is."""
-    name = layer.source
-    while layer.op != "Conv" and name in graph.producers and _keeps_last(graph, graph.producers[name]):
-        name = graph.producers[name].input[0]
-    return name
-
-
-def _place(graph: Graph, layer: Layer) -> tuple[int, int] | tuple[None, None]:
+def _locate_channels(graph: Graph, layer: Layer) -> tuple[int, int] | None:
     """Returns the axis of the channels that a layer reads, counted from the end, and how many there are."""
     axis, shape = layer.channel_axis(graph), graph.shapes.get(layer.source, ())
     channels = None if axis is None else shape[axis]
-    return (None, None) if axis is None or channels is None else (axis - len(shape), channels)
+    return None if axis is None or channels is None else (axis - len(shape), channels)
 
 
-def _keeps_last(graph: Graph, node: onnx.NodeProto) -> bool:
+def _keeps_last_axis(graph: Graph, node: onnx.NodeProto) -> bool:
     if node.op_type != "Reshape":
         return False
     before, after = (graph.shapes.get(name) or (None,) for name in (node.input[0], node.output[0]))
     return before[-1] is not None and before[-1] == after[-1]
 
 
-def _copies(graph: Graph, name: str, readers: set[str]) -> tuple[str, ...] | None:
+def _find_reshaped(graph: Graph, name: str, consumers: set[str]) -> tuple[str, ...] | None:
     """Returns the other shapes of a tensor that layers read, None if something else reads it."""
     if not _is_inner(graph, name):
         return None
     found: list[str] = []
     for node in graph.consumers[name]:
-        if node.name in readers:
+        if node.name in consumers:
             continue
-        inner = _copies(graph, node.output[0], readers) if _keeps_last(graph, node) else None
+        inner = _find_reshaped(graph, node.output[0], consumers) if _keeps_last_axis(graph, node) else None
         if inner is None:
             return None
         found += [node.output[0], *inner]
@@ -205,67 +207,70 @@ def _is_inner(graph: Graph, name: str) -> bool:
     return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
 
 
-def _made_by(graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]) -> list[ScaledConstant] | None:
+def _find_constants(
+    graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int, int]
+) -> tuple[ScaledConstant, ...] | None:
     """Returns the constants that scale every channel of what a node makes, None if it has none."""
     channels = part[1] - part[0]
     if node.op_type == "Mul":
-        side = _constant_side(graph, node)
-        fits = side is not None and _holds_channels(graph, node.input[side], place, channels)
-        return (
-            [ScaledConstant(node=node.name, index=side, axis=place, part=part)] if fits and side is not None else None
-        )
-    edits: list[ScaledConstant] = []
-    for index, axis in _weights_of(node):
+        index = _find_constant_input(graph, node)
+        if index is None or not _holds_channels(graph, node.input[index], axis, channels):
+            return None
+        return (ScaledConstant(node=node.name, index=index, axis=axis, part=part),)
+    found: list[ScaledConstant] = []
+    for index, own_axis in _constant_axes(node):
         if index >= len(node.input) or not node.input[index]:
             continue
         dims = graph.initializers[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
-        if not dims or dims[axis] != channels:
+        if not dims or dims[own_axis] != channels:
             return None
-        edits.append(
-            ScaledConstant(node=node.name, index=index, axis=axis if axis < 0 else axis - len(dims), part=part)
-        )
-    return edits or None
+        from_end = own_axis if own_axis < 0 else own_axis - len(dims)
+        found.append(ScaledConstant(node=node.name, index=index, axis=from_end, part=part))
+    return tuple(found) or None
 
 
-def _weights_of(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
+def _constant_axes(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
     numbers = {item.name: item.i for item in node.attribute}
     if node.op_type == "Gemm":
         return (1, 0 if numbers.get("transB", 0) else 1), (2, -1)
+    # Its weight [inputs, outputs / groups, ...] has an axis of channels that the groups share.
     grouped = node.op_type == "ConvTranspose" and numbers.get("group", 1) != 1
     inward = node.op_type == "LayerNormalization" and numbers.get("axis", -1) != -1
-    return () if grouped or inward else _WEIGHTS.get(node.op_type, ())
+    return () if grouped or inward else _CONSTANT_AXES.get(node.op_type, ())
 
 
-def _pass(
-    graph: Graph, node: onnx.NodeProto, place: int, part: tuple[int, int]
-) -> tuple[Step, list[ScaledConstant], float | None] | None:
+def _pass_back(
+    graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int, int]
+) -> tuple[Step, tuple[ScaledConstant, ...], float | None] | None:
     """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
     channels = part[1] - part[0]
-    flat = Step(
-        tensor=node.input[0] if node.input else "", behind=node.output[0], part=part,
-        shift=np.zeros(channels), slope=np.ones(channels),
-    )  # fmt: skip
+    step = _unchanged(node.input[0] if node.input else "", node.output[0], part)
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
-        bounds = _slope_of(graph, node, channels)
-        return bounds and (msgspec.structs.replace(flat, slope=bounds[0], below=True), [], bounds[1])
-    gate = find_silu(graph, node)
-    if gate is not None:
-        return msgspec.structs.replace(flat, tensor=gate.input[0], gate=gate.name), [], None
+        bounds = _read_slope(graph, node, channels)
+        return bounds and (msgspec.structs.replace(step, slope=bounds[0], negative_only=True), (), bounds[1])
+    sigmoid = find_silu(graph, node)
+    if sigmoid is not None:
+        return msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name), (), None
     if node.op_type in _POOLING:
-        shapes = [graph.shapes.get(name) or (None,) * -place for name in (node.input[0], node.output[0])]
-        keeps = all(len(shape) >= -place and shape[place] == channels for shape in shapes)
-        return (msgspec.structs.replace(flat, pooled=True), [], None) if keeps else None
-    constant = _constant_side(graph, node) if node.op_type == "Add" else None
-    if constant is None:
+        shapes = [graph.shapes.get(name) or (None,) * -axis for name in (node.input[0], node.output[0])]
+        keeps = all(len(shape) >= -axis and shape[axis] == channels for shape in shapes)
+        return (msgspec.structs.replace(step, pooled=True), (), None) if keeps else None
+    index = _find_constant_input(graph, node) if node.op_type == "Add" else None
+    value = None if index is None else graph.constant(node.input[index])
+    if index is None or value is None or value.size != channels:
         return None
-    value = graph.constant(node.input[constant])
-    if value is None or not _holds_channels(graph, node.input[constant], place, channels) or value.size != channels:
+    if not _holds_channels(graph, node.input[index], axis, channels):
         return None
-    step = msgspec.structs.replace(flat, tensor=node.input[1 - constant], shift=value.reshape(-1).astype(np.float64))
-    return step, [ScaledConstant(node=node.name, index=constant, axis=place, part=part)], None
+    step = msgspec.structs.replace(step, tensor=node.input[1 - index], shift=value.reshape(-1).astype(np.float64))
+    return step, (ScaledConstant(node=node.name, index=index, axis=axis, part=part),), None
 
 
-def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:
+def _unchanged(tensor: str, output: str, part: tuple[int, int]) -> Step:
+    size = part[1] - part[0]
+    return Step(tensor=tensor, output=output, part=part, shift=np.zeros(size), slope=np.ones(size))
+
+
+def _read_slope(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:
     """Returns what an activation multiplies negative values by, and its ceiling; None if it does something else."""
     if node.op_type == "Relu":
         return np.ones(channels), None
@@ -285,11 +290,12 @@ def _slope_of(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array,
     return np.ones(channels), None if high is None else float(high.reshape(-1)[0])
 
 
-def _constant_side(graph: Graph, node: onnx.NodeProto) -> int | None:
-    sides = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
-    return sides[0] if len(sides) == 1 and len(node.input) == 2 else None
+def _find_constant_input(graph: Graph, node: onnx.NodeProto) -> int | None:
+    """Returns which of two inputs is a float constant, None if both or none are."""
+    found = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
+    return found[0] if len(found) == 1 and len(node.input) == 2 else None
 
 
-def _holds_channels(graph: Graph, name: str, place: int, channels: int) -> bool:
+def _holds_channels(graph: Graph, name: str, axis: int, channels: int) -> bool:
     dims = graph.initializers[name].dims
-    return len(dims) >= -place and dims[place] == channels
+    return len(dims) >= -axis and dims[axis] == channels
