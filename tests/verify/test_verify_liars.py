@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -90,6 +91,9 @@ def test_a_bundle_that_gives_the_float_models_bits_is_no_replay(bundle: Bundle) 
     assert find_replay(bundle, rows, listed(own), listed(own)) is None
     assert "to the bit" in str(find_replay(bundle, rows, listed(chosen), listed(chosen)))
     assert find_replay(bundle, rows, listed(chosen), listed(own)) is None
+    assert find_replay(bundle, [COUNT + 1], listed(chosen), listed(chosen)) is None  # no row whose own output is known
+    manifest = msgspec.structs.replace(bundle.manifest, precision="fp32")
+    assert find_replay(msgspec.structs.replace(bundle, manifest=manifest), rows, listed(chosen), listed(chosen)) is None
 
 
 @pytest.mark.parametrize(

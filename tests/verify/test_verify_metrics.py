@@ -187,6 +187,11 @@ def test_the_bootstrap_holds_the_figure_and_repeats_itself() -> None:
     assert interval[0] < metrics.sqnr_db(errors) < interval[1]
     assert bootstrap_sqnr(errors) == interval
     assert bootstrap_sqnr(errors[:1]) is None
+    two = bootstrap_sqnr(errors[:2])
+    assert two is not None
+    assert two == pytest.approx(
+        sorted(metrics.sqnr_db([one]) for one in errors[:2])
+    )  # each alone in a quarter of draws
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000])
