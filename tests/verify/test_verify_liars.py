@@ -185,6 +185,13 @@ def rows_of(rows: list[np.ndarray]) -> Samples:
     return Samples(source="x", count=len(rows), read=lambda: ({"y": row} for row in rows))
 
 
+def test_outputs_that_did_not_come_back_are_no_half_precision() -> None:
+    rows: list[Tensors] = [{"y": np.random.default_rng(0).normal(size=16).astype(np.float32), "z": np.ones(16)}]
+    found: list[Tensors] = [{"y": rows[0]["y"].astype(np.float16).astype(np.float32), "other": np.ones(16)}]
+    (note,) = find_half_values(listed(rows), listed(found))
+    assert "output 'y'" in note
+
+
 def test_values_on_an_integer_grid_are_no_half_precision() -> None:
     rng = np.random.default_rng(0)
     wanted = [rng.random((1, 64), dtype=np.float32) for _ in range(4)]

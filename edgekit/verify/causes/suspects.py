@@ -48,9 +48,8 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
 
 def undo_scale(wanted: Floats, found: Floats) -> Floats:
     """Returns what came back divided by the one factor that fits best in the sense of least squares."""
-    energy = float(np.dot(wanted, wanted))
-    factor = float(np.dot(found, wanted)) / energy if energy else 0.0
-    return found / factor if factor else found
+    product = float(np.dot(found, wanted))
+    return found * (float(np.dot(wanted, wanted)) / product) if product else found
 
 
 def undo_offset(wanted: Floats, found: Floats) -> Floats:
