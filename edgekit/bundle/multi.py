@@ -118,8 +118,9 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
                 _copy(bundle.folder / name, staging / place)
             folder = staging / _VARIANTS / bundle.manifest.target
             for name in (MANIFEST, VERIFY):
-                if (bundle.folder / name).is_file():
-                    _copy(bundle.folder / name, folder / name)
+                source = bundle.folder / name
+                if source.is_file() and not source.is_symlink():
+                    _copy(source, folder / name)
         index = _make_index(bundles, shared)
         data = encode_json(index)
         write_file(staging / INDEX, data)

@@ -1,16 +1,18 @@
 """`edgekit join`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
-from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
+from edgekit.bundle.multi import MultiBundle
 from edgekit.bundle.opening import sign_bundle
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line
+from edgekit.cli.terminal import show_doubts, show_json, show_line
+from edgekit.jobs.release import Doubt, join_verified
 
 _FILE = click.Path(path_type=Path)
 
@@ -19,8 +21,9 @@ _FILE = click.Path(path_type=Path)
 @click.argument("bundles", nargs=-1, required=True, type=_FILE)
 @click.option("--out", required=True, type=_FILE, metavar="PATH", help="A folder, or an archive: .zip or .tar.")
 @click.option("--key", type=_FILE, metavar="FILE", help="Sign the index with this private key.")
+@options.ALLOW_FAILED
 @options.JSON
-def command(bundles: tuple[Path, ...], out: Path, key: Path | None, as_json: bool) -> int:
+def command(bundles: tuple[Path, ...], out: Path, key: Path | None, allow_failed: bool, as_json: bool) -> int:
     """Put BUNDLES, or all of a build's folder, into one folder or archive with an index.
 
     Files that several targets have are stored once. `index.json` says which target to take on which operating system
@@ -31,23 +34,25 @@ def command(bundles: tuple[Path, ...], out: Path, key: Path | None, as_json: boo
       edgekit join bundles --out model.zip
       edgekit join bundles/model-qnn bundles/model-xnnpack --out model --key release.pem
 
-    Exit code 0: written. 2: a bundle is damaged or does not fit the others, and nothing was written.
+    Exit code 0: written. 2: a bundle is damaged, did not pass its verification or does not fit the others, and nothing
+    was written.
     """
-    found = find_bundles(bundles)
     kind: Kind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
     with work_folder() as work:
-        joined = join_bundles(found, out if kind is None else work / "joined")
+        place = out if kind is None else work / "joined"
+        joined, doubts = join_verified(bundles, place, allow_failed=allow_failed)
         if key is not None:
             sign_bundle(joined.folder, key)
         if kind is not None:
             write_archive(list_files(joined.folder), out, kind)
-    _show(joined, out, as_json=as_json)
+    show_doubts(doubts)
+    _show(joined, out, doubts, as_json=as_json)
     return YES
 
 
-def _show(joined: MultiBundle, out: Path, *, as_json: bool) -> None:
+def _show(joined: MultiBundle, out: Path, doubts: Sequence[Doubt], *, as_json: bool) -> None:
     if as_json:
-        show_json({"out": out, "sha256": joined.sha256, "index": joined.index})
+        show_json({"out": out, "sha256": joined.sha256, "index": joined.index, "allowed": doubts})
         return
     for variant in joined.index.variants:
         show_line(f"{variant.target}: {variant.provider}, {variant.precision}, {variant.model_file}")

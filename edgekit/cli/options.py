@@ -43,6 +43,9 @@ ON = click.option("--on", "names", multiple=True, metavar="DEVICE", help="A devi
 ON_FILE = click.option(
     "--on-file", type=click.Path(path_type=Path), metavar="FILE", help="The devices that a devices.toml lists."
 )
+ALLOW_FAILED = click.option(
+    "--allow-failed", is_flag=True, help="Take bundles that failed or were not verified; the result says so."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 

@@ -6,8 +6,10 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line
-from edgekit.package.package import FORMS, Kind, package_bundles
+from edgekit.cli.terminal import show_doubts, show_json, show_line
+from edgekit.jobs.release import package_verified
+from edgekit.package.package import FORMS, Kind
+from edgekit.plain import to_plain
 
 
 @click.command(short_help="Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.")
@@ -18,6 +20,7 @@ from edgekit.package.package import FORMS, Kind, package_bundles
 @click.option("--group", default="", metavar="NAME", help="The Maven group of an AAR.  [default: edgekit.models]")
 @click.option("--package-version", default="", metavar="X", help="Its version; else it follows from the content.")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Pack only what this public key signed.")
+@options.ALLOW_FAILED
 @options.JSON
 def command(
     bundles: tuple[Path, ...],
@@ -27,6 +30,7 @@ def command(
     group: str,
     package_version: str,
     key: Path | None,
+    allow_failed: bool,
     as_json: bool,
 ) -> int:
     """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
@@ -38,11 +42,14 @@ def command(
       edgekit package bundles/model-qnn bundles/model-xnnpack --as aar --out maven
       edgekit package bundles --as tar --out model.tar
 
-    Exit code 0: written. 2: a bundle is damaged or does not fit, and nothing was written.
+    Exit code 0: written. 2: a bundle is damaged, did not pass its verification or does not fit, and nothing was
+    written.
     """
-    report = package_bundles(bundles, kind, out, name=name, group=group, version=package_version, key=key)
+    identity = {"name": name, "group": group, "version": package_version}
+    report, doubts = package_verified(bundles, kind, out, allow_failed=allow_failed, key=key, **identity)
+    show_doubts(doubts)
     if as_json:
-        show_json(report)
+        show_json({**to_plain(report), "allowed": doubts})
         return YES
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import click
 
-from edgekit.bundle.opening import sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line
+from edgekit.cli.terminal import show_doubts, show_json, show_line
 from edgekit.errors import UsageError
+from edgekit.jobs.release import sign_verified
+from edgekit.plain import to_plain
 
 _FILE = click.Path(path_type=Path)
 
@@ -18,8 +19,9 @@ _FILE = click.Path(path_type=Path)
 @click.argument("bundle", type=_FILE, required=False)
 @click.option("--key", type=_FILE, metavar="FILE", help="The private key, Ed25519 in PEM.")
 @click.option("--new-key", type=_FILE, metavar="FILE", help="Make a key: FILE is private, FILE.pub goes to others.")
+@options.ALLOW_FAILED
 @options.JSON
-def command(bundle: Path | None, key: Path | None, new_key: Path | None, as_json: bool) -> int:
+def command(bundle: Path | None, key: Path | None, new_key: Path | None, allow_failed: bool, as_json: bool) -> int:
     """Check BUNDLE (a folder of one target or of several) and sign its manifest, or make a key to sign with.
 
     The signature lies in BUNDLE/signature.json. Sign before you pack: an archive keeps the signature.
@@ -30,7 +32,8 @@ def command(bundle: Path | None, key: Path | None, new_key: Path | None, as_json
       edgekit sign bundles/model-nnapi --key release.pem
       edgekit verify bundles/model-nnapi --key release.pem.pub
 
-    Exit code 0: signed. 2: the bundle is not whole, the key is wrong, or `cryptography` is not installed.
+    Exit code 0: signed. 2: the bundle is not whole or did not pass its verification, the key is wrong, or
+    `cryptography` is not installed.
     """
     if new_key is not None and bundle is None and key is None:
         public = make_key(new_key)
@@ -38,6 +41,10 @@ def command(bundle: Path | None, key: Path | None, new_key: Path | None, as_json
         return YES
     if bundle is None or key is None or new_key is not None:
         raise UsageError("give either BUNDLE and --key FILE, or --new-key FILE", hint="edgekit sign --help shows both")
-    signed = sign_bundle(bundle, key)
-    show_json(signed) if as_json else show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}")
+    signed, doubts = sign_verified(bundle, key, allow_failed=allow_failed)
+    show_doubts(doubts)
+    if as_json:
+        show_json({**to_plain(signed), "allowed": doubts})
+    else:
+        show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}")
     return YES

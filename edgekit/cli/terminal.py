@@ -16,6 +16,7 @@ from edgekit.inspect.inspect import OnnxReport
 from edgekit.inspect.sizes import SizeReport
 from edgekit.jobs.convert import ConvertReport
 from edgekit.jobs.prepare import PrepareReport
+from edgekit.jobs.release import Doubt
 from edgekit.report import changes, text
 from edgekit.report.bench_text import list_bench_remarks, table_bench
 from edgekit.report.summary import BuildReport
@@ -39,6 +40,12 @@ def show_build(report: BuildReport) -> None:
     for remark in text.list_remarks(report):
         click.echo(f"- {remark}")
     click.echo(f"report: {report.report}")
+
+
+def show_doubts(doubts: Sequence[Doubt]) -> None:
+    """Says on stderr which bundles were released although they did not pass, so that scripts' output stays as it is."""
+    for doubt in doubts:
+        click.echo(f"allowed: bundle '{doubt.bundle}' {doubt.reason}", err=True)
 
 
 def show_verify(report: VerifyReport) -> None:

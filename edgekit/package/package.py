@@ -83,8 +83,11 @@ def package_bundles(
     group: str = "",
     version: str = "",
     key: Path | None = None,
+    accept: Callable[[Sequence[Bundle]], None] | None = None,
 ) -> PackageReport:
     """Writes bundles, or those of a build's folder, as one package and returns what it holds.
+
+    `accept` is shown the bundles before anything is written, and raises where one of them may not go.
 
     Every bundle is opened first, so that its digests hold, and with a public `key` its signature. Bundles that are
     given one by one keep their order, in which an app tries them; those of a build are sorted. Same bundles and
@@ -98,6 +101,8 @@ def package_bundles(
     """
     form = FORMS[kind]
     bundles, left_out = _choose(paths, kind, form, key)
+    if accept is not None:
+        accept(bundles)
     variants = describe_variants(bundles, form.platform)
     identity = identify(bundles, name=name, group=group, version=version)
     with work_folder() as work:

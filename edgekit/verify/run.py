@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import work_folder, write_file
+from edgekit._files import open_regular, work_folder, write_file
 from edgekit.bench.latency import describe_drift, summarize_latency
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
@@ -33,6 +33,9 @@ from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 from edgekit.verify.tasks.accuracy import measure_accuracy
 from edgekit.verify.tasks.tasks import measure_task
+
+_MAX_REPORT_BYTES = 64 << 20
+"""A report of a thousand layers on eight devices has some megabytes."""
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +111,11 @@ def read_report(path: Path) -> VerifyReport:
         DataError: the file is missing or malformed.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=VerifyReport)
+        with open_regular(path) as file:
+            data = file.read(_MAX_REPORT_BYTES + 1)
+        if len(data) > _MAX_REPORT_BYTES:
+            raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint="edgekit verify BUNDLE writes it")
+        return msgspec.json.decode(data, type=VerifyReport)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}", hint="edgekit verify BUNDLE writes it") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ def test_a_bundle_is_signed_and_checked(build: Path, capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert "is not signed" in error
     assert error.count("\n") == 1
-    signed = run_json(capsys, "sign", bundle, "--key", key)
+    signed = run_json(capsys, "sign", bundle, "--key", key, "--allow-failed")
     whole = run_json(capsys, "verify", bundle, "--key", public, "--files-only")
     assert whole["sha256"] == signed["sha256"]
     assert whole["signed"] is True
@@ -39,8 +41,9 @@ def test_a_bundle_is_signed_and_checked(build: Path, capsys: pytest.CaptureFixtu
 
 def test_joined_targets_are_opened_from_an_archive(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive, public = str(build / "all.zip"), str(build / "key.pub")
-    joined = run_json(capsys, "join", str(build / "out"), "--out", archive, "--key", str(build / "key"))
-    again = run_json(capsys, "join", str(build / "out"), "--out", str(build / "folder"))
+    join = ("join", str(build / "out"), "--allow-failed", "--out")
+    joined = run_json(capsys, *join, archive, "--key", str(build / "key"))
+    again = run_json(capsys, *join, str(build / "folder"))
     assert joined["sha256"] == again["sha256"]
     assert run_command(["verify", archive, "--key", public, "--files-only"]) == 0
     assert run_command(["verify", archive, "--key", public, "--target", "coreml", "--on", "emulated"]) == 0
@@ -76,3 +79,51 @@ def test_a_build_is_repeated_with_its_reference(build: Path, capsys: pytest.Capt
     assert run_command([*argv, "--golden", str(build), "--out", str(build / "no")]) == 2
     assert "holds no bundle" in capsys.readouterr().err
     assert not (build / "no").exists()
+
+
+def release(folder: Path, work: Path, key: Path) -> list[list[str]]:
+    """The commands that let a bundle go."""
+    return [
+        ["sign", str(folder), "--key", str(key)],
+        ["join", str(folder), "--out", str(work / "joined.zip")],
+        ["package", str(folder), "--as", "tar", "--out", str(work / "model.tar")],
+    ]
+
+
+def test_what_was_not_verified_is_not_released(build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "digits_mobilenet-xnnpack"
+    shutil.copytree(build / "out" / bundle.name, bundle)
+    (bundle / "signature.json").unlink(missing_ok=True)
+    for command in release(bundle, tmp_path, build / "key"):
+        assert run_command(command) == 2
+        assert "was not verified" in capsys.readouterr().err
+        allowed = run_json(capsys, *command, "--allow-failed")["allowed"]
+        assert allowed == [{"bundle": str(bundle), "reason": "was not verified"}]
+    assert run_command(["verify", str(bundle), "--on", "host"]) == 0
+    (tmp_path / "again").mkdir()
+    for command in release(bundle, tmp_path / "again", build / "key"):
+        assert run_json(capsys, *command)["allowed"] == []
+
+
+def test_what_failed_or_was_altered_since_is_not_released(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(build / "out" / "digits_mobilenet-xnnpack", bundle)
+    assert run_command(["verify", str(bundle), "--on", "host"]) == 0
+    report = json.loads((bundle / "verify.json").read_bytes())
+    report["runs"][0]["outputs"][0]["cosine"] = 0.1
+    (bundle / "verify.json").write_text(json.dumps(report))
+    command = release(bundle, tmp_path, build / "key")[0]
+    assert run_command(command) == 2
+    assert "did not pass its verification" in capsys.readouterr().err
+    (bundle / "verify.json").write_text(json.dumps({**report, "bundle_sha256": "0" * 64}))
+    assert run_command(command) == 2
+    assert "before it became what it is now" in capsys.readouterr().err
+
+
+def test_a_pipe_in_place_of_a_report_is_no_report(build: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(build / "out" / "digits_mobilenet-xnnpack", bundle)
+    os.mkfifo(bundle / "verify.json")
+    assert run_command(release(bundle, tmp_path, build / "key")[0]) == 2
