@@ -216,7 +216,7 @@ def _make_index(bundles: Sequence[Bundle], shared: set[str]) -> Index:
     return Index(
         name=bundles[0].manifest.name,
         source=bundles[0].manifest.ancestry.source,
-        variants=tuple(_describe_variant(bundle, shared) for bundle in ordered),
+        variants=tuple(_describe_variant(bundle.manifest, _measure(bundle), shared) for bundle in ordered),
         shared={digest: entries[digest] for digest in sorted(shared)},
     )
 
@@ -226,13 +226,16 @@ def _rank(bundle: Bundle) -> tuple[int, str]:
     return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), bundle.manifest.target)
 
 
-def _describe_variant(bundle: Bundle, shared: set[str]) -> Variant:
-    manifest = bundle.manifest
-    size_bytes = (bundle.folder / MANIFEST).stat().st_size
+def _measure(bundle: Bundle) -> BundledFile:
+    return BundledFile(sha256=bundle.sha256, size_bytes=(bundle.folder / MANIFEST).stat().st_size)
+
+
+def _describe_variant(manifest: Manifest, file: BundledFile, shared: set[str]) -> Variant:
+    """Returns what an index says of a variant whose manifest has this digest and size."""
     return Variant(
         target=manifest.target,
         folder=f"{_VARIANTS}/{manifest.target}",
-        manifest=BundledFile(sha256=bundle.sha256, size_bytes=size_bytes),
+        manifest=file,
         provider=manifest.provider,
         systems={name: platform.minimum_os for name, platform in manifest.platforms.items()},
         socs=manifest.tested.socs,
@@ -269,9 +272,10 @@ def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledF
             f"'{name}' of '{path}' was altered: its sha256 is not that of the index", hint="fetch it again"
         )
     manifest = decode_manifest(data, f"{path}/{name}")
-    places = _places(manifest, set(index.shared))
-    if manifest.target != variant.target or places[manifest.model_file] != variant.model_file:
+    shared = set(index.shared)
+    if variant != _describe_variant(manifest, variant.manifest, shared):
         raise BundleError(f"'{path / INDEX}' contradicts '{name}'", hint="build the bundles again")
+    places = _places(manifest, shared)
     return {name: variant.manifest, **{places[file]: entry for file, entry in manifest.files.items()}}
 
 

@@ -12,6 +12,7 @@ from bundle_models import make_bundle, make_contents
 from edgekit._files import digest_file
 from edgekit.bundle.folder import open_bundle, read_target, write_bundle
 from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.multi import join_bundles, open_index
 from edgekit.cli.main import run_command
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError
@@ -130,3 +131,30 @@ def test_a_bundle_chooses_no_machine(tmp_path: Path, device: str) -> None:
     with pytest.raises(UsageError, match="no bundle may choose"):
         find_devices(bundle, target, DeviceChoice())
     assert find_devices(bundle, target, DeviceChoice(names=(device,)))[0].name.startswith(device[:3])
+
+
+@pytest.mark.parametrize("version", ["1.31.1</version><x>", "1.31.1' + evil + '", "", "1.31.1\nimplementation 'x'"])
+def test_versions_that_go_into_build_files_are_versions(tmp_path: Path, version: str) -> None:
+    folder = forge(make_bundle(tmp_path).folder, lambda said: said["versions"].update(onnxruntime=version))
+    with pytest.raises(BundleError, match="no version"):
+        open_bundle(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("provider", "CPUExecutionProvider"), ("socs", ["1"]), ("systems", {}), ("fallback", [])]
+)
+def test_an_index_says_what_its_manifests_say(tmp_path: Path, key: str, value: object) -> None:
+    joined = join_bundles([make_bundle(tmp_path)], tmp_path / "joined").folder
+    index = json.loads((joined / "index.json").read_bytes())
+    index["variants"][0][key] = value
+    (joined / "index.json").write_bytes(encode_json(index))
+    with pytest.raises(BundleError, match="contradicts"):
+        open_index(joined)
+
+
+def test_a_linked_report_is_not_joined(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    (tmp_path / "secret").write_text("{}")
+    (bundle.folder / "verify.json").symlink_to(tmp_path / "secret")
+    joined = join_bundles([bundle], tmp_path / "joined").folder
+    assert not list(joined.rglob("verify.json"))

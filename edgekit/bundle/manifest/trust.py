@@ -9,6 +9,7 @@ from edgekit.target import Target, TaskLimit
 
 _FLAG, _NUMBER, _WORD = "[01]", r"\d{1,6}", r"[A-Za-z][A-Za-z0-9_]{0,63}"
 _PLAIN = r"\d{1,9}|true|false|on|off"
+_NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
 
 # Keys of onnxruntime_session_options_config_keys.h (1.31) that change how a model runs. Those that name a file or a
 # folder (ep.context_file_path, session.node_partition_config_file, ...) or write one (ep.context_enable) are left out.
@@ -117,12 +118,21 @@ _TOLD: Mapping[str, Callable[[Target], object]] = {
 def check_requests(manifest: Manifest, source: str) -> None:
     """Refuses a manifest that asks a session for anything but known words, switches and numbers.
 
+    Versions go into POMs and Gradle lines as they stand, so they are held to what a version may be, too.
+
     Raises:
-        BundleError: a session key, a provider option or its value is not among those that a bundle may pass.
+        BundleError: a session key, a provider option or its value is not among those that a bundle may pass, or
+            something else stands in place of a version.
     """
     _check_words(manifest.session_config, _SESSION, "session_config", source)
     options = _PROVIDERS.get(manifest.provider)
     _check_words(manifest.provider_options, options, "provider_options", source)
+    for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():
+        if not re.fullmatch(_NAME, name) or not re.fullmatch(_VERSION, version):
+            raise BundleError(
+                f"'{source}' has no version that a build file could hold: {name[:99]!r} = {version[:99]!r}",
+                hint="build the bundle again",
+            )
     for name, platform in manifest.platforms.items():
         _check_words(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
 
