@@ -8,6 +8,7 @@ class Evidence(enum.StrEnum):
 
     DEVICE = "device"
     SIMULATOR = "simulator"
+    SAME_BINARY = "same-binary"
     SAME_EP = "same-ep"
     SAME_ARCH = "same-arch"
     EMULATED = "emulated"
@@ -27,6 +28,7 @@ class Evidence(enum.StrEnum):
 _MEANINGS = {
     Evidence.DEVICE: "ran on the device itself",
     Evidence.SIMULATOR: "ran the vendor's own code on this machine",
+    Evidence.SAME_BINARY: "ran the target's provider in the very file that an app links",
     Evidence.SAME_EP: "ran the same execution provider on another CPU",
     Evidence.SAME_ARCH: "ran on the same CPU architecture with another execution provider",
     Evidence.EMULATED: "our arithmetic imitates the target",

@@ -50,7 +50,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "devices": (
         ("observe", "register"),
         ("find",),
-        ("remote",),
+        ("android", "remote"),
         ("local",),
         ("bundled", "emulators", "lab", "self_test"),
         ("labelled", "process"),

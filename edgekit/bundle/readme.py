@@ -12,6 +12,7 @@ from edgekit.target import Target
 
 README = "README.md"
 LEVELS: dict[str, Evidence] = {
+    "android": Evidence.SAME_BINARY,
     "arm64": Evidence.SAME_ARCH,
     "coreml": Evidence.DEVICE,
     "emulated": Evidence.EMULATED,

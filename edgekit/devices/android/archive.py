@@ -1,0 +1,154 @@
+"""ONNX Runtime's archive for Android (`.aar`): the pinned one, or one that the user names."""
+
+import base64
+import hashlib
+import re
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from edgekit._files import digest_file, write_new
+from edgekit._proc import run_process
+from edgekit.devices.android.elf import Library, read_library
+from edgekit.devices.process.node import find_npm
+from edgekit.errors import DeviceError, UsageError
+
+PACKAGE, PACKAGE_VERSION = "com.github.asus4.onnxruntime", "0.4.9"
+"""A plug-in for Unity (MIT) that carries the official release archives of ONNX Runtime 1.29.0, all in one package."""
+INTEGRITY = "sha512-BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
+ARCHIVE_SHA256 = "98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2"
+LIBRARY = "libonnxruntime.so"
+MACHINES = {"arm64-v8a": "aarch64", "x86_64": "x86_64"}
+"""The machine of each ABI that can run here."""
+OLDEST = (1, 17)
+"""The oldest ONNX Runtime whose interface edgekit's runner knows."""
+
+_MEMBER = "package/Plugins/Android/onnxruntime.aar"
+_KEPT = re.compile(r"classes\.jar|headers/[\w.]+\.(?:h|inc)")
+_MOST_BYTES = 1 << 30
+_FETCH_TIMEOUT_S = 900.0
+_VERSION = re.compile(r"VERS_(\d+)\.(\d+)\.(\d+)$")
+_PROVIDERS = {
+    "NnapiExecutionProvider": b"OrtSessionOptionsAppendExecutionProvider_Nnapi\0",
+    "XnnpackExecutionProvider": b"XnnpackExecutionProvider\0",
+    "WebGpuExecutionProvider": b"WebGpuExecutionProvider\0",
+}
+
+
+class OrtLibrary(msgspec.Struct, frozen=True, kw_only=True):
+    """The library of an archive for one ABI: its version and the providers that were built into it."""
+
+    path: Path
+    abi: str
+    version: str
+    providers: tuple[str, ...]
+    elf: Library
+
+
+def fetch_archive(folder: Path) -> Path:
+    """Returns the pinned archive, taken out of its package with npm into `folder`.
+
+    Raises:
+        DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
+        OutputError: the folder cannot be written.
+    """
+    npm = find_npm()
+    if not npm:
+        raise DeviceError("npm is needed to fetch ONNX Runtime for Android", hint="pip install 'edgekit[android]'")
+    argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent"]
+    finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)
+    packages = list(folder.glob("*.tgz"))
+    if not finished.succeeded or len(packages) != 1:
+        raise DeviceError(
+            f"npm {finished.ending}: {' '.join(finished.stderr.split())[-400:]}",
+            hint="check the connection to the npm registry, or give --library FILE.aar",
+        )
+    archive = folder / Path(_MEMBER).name
+    with packages[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha512").digest()
+    if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
+        raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
+    with tarfile.open(packages[0]) as package:
+        _write_member(package.extractfile(_MEMBER), archive)
+    packages[0].unlink()
+    if digest_file(archive) != ARCHIVE_SHA256:
+        raise DeviceError(f"'{_MEMBER}' is not as published", hint="check the npm registry")
+    return archive
+
+
+def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
+    """Returns the libraries of an archive for the ABIs that can run here, each in its folder `folder/ABI`.
+
+    The classes and headers of the archive are put into `folder` too.
+
+    Raises:
+        DeviceError: it is no whole archive, or its libraries are not those of an ONNX Runtime that can run here.
+        UsageError: there is no such file.
+        OutputError: the folder cannot be written.
+    """
+    if not archive.is_file():
+        raise UsageError(f"there is no file '{archive}'", hint="--library onnxruntime-android-VERSION.aar")
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return tuple(_unpack(file, archive, folder))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DeviceError(f"'{archive}' is no whole .aar: {error}", hint="fetch it again") from error
+
+
+def _unpack(file: zipfile.ZipFile, archive: Path, folder: Path) -> list[OrtLibrary]:
+    sizes = {info.filename: info.file_size for info in file.infolist()}
+    if sum(sizes.values()) > _MOST_BYTES:
+        raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
+    found = [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]
+    if not found:
+        has = sorted(name.split("/")[1] for name in sizes if name.startswith("jni/") and name.endswith(f"/{LIBRARY}"))
+        raise DeviceError(
+            f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}"
+            + (f", only for {', '.join(has)}" * bool(has)),
+            hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar",
+        )
+    for name in filter(_KEPT.fullmatch, sizes):
+        _take(file, name, folder / name)
+    for abi in found:
+        _take(file, f"jni/{abi}/{LIBRARY}", folder / abi / LIBRARY)
+    return [read_ort_library(folder / abi / LIBRARY, abi, archive.name) for abi in found]
+
+
+def _take(file: zipfile.ZipFile, name: str, path: Path) -> None:
+    with file.open(name) as member:
+        _write_member(member, path)
+
+
+def _write_member(member: IO[bytes] | None, path: Path) -> None:
+    write_new(path, () if member is None else iter(lambda: member.read(1 << 20), b""))
+
+
+def read_ort_library(path: Path, abi: str, name: str) -> OrtLibrary:
+    """Returns what a library is; `name` says in an error where it comes from.
+
+    Raises:
+        DeviceError: it is no ONNX Runtime for that ABI, or one that is too old.
+    """
+    elf = read_library(path)
+    if elf.machine != MACHINES[abi]:
+        raise DeviceError(f"the {abi} library of '{name}' is for {elf.machine}", hint="give ONNX Runtime's own archive")
+    versions = [match for word in elf.words if (match := _VERSION.match(word))]
+    if "OrtGetApiBase" not in elf.words or len(versions) != 1:
+        raise DeviceError(f"the {abi} library of '{name}' is no ONNX Runtime", hint="give ONNX Runtime's own archive")
+    numbers = tuple(map(int, versions[0].groups()))
+    if numbers < OLDEST:
+        raise DeviceError(
+            f"'{name}' is ONNX Runtime {'.'.join(map(str, numbers))}", hint=f"{OLDEST[0]}.{OLDEST[1]} is the oldest"
+        )
+    data = path.read_bytes()
+    return OrtLibrary(
+        path=path,
+        abi=abi,
+        version=".".join(map(str, numbers)),
+        providers=tuple(provider for provider, trace in _PROVIDERS.items() if trace in data),
+        elf=elf,
+    )

@@ -1,0 +1,120 @@
+"""What is installed of the Android device, and installing it: an archive's libraries, and a program for each."""
+
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_bytes, digest_file, staged_folder, work_folder, write_file
+from edgekit.devices.android.archive import (
+    ARCHIVE_SHA256,
+    LIBRARY,
+    MACHINES,
+    OrtLibrary,
+    fetch_archive,
+    unpack_libraries,
+)
+from edgekit.devices.android.compilers import Compiler, find_compiler
+from edgekit.devices.android.stand_in import android_sources, compile_runner, link_runner
+from edgekit.devices.local.runner import PROGRAM, runner_sources
+from edgekit.devices.process.cache import cache_folder
+from edgekit.errors import DeviceError
+from edgekit.progress import Progress
+
+_FACTS = "device.json"
+_COMPILERS = {
+    "aarch64": "apt-get install g++-aarch64-linux-gnu, or pip install 'edgekit[android]'",
+    "x86_64": "apt-get install g++, or pip install 'edgekit[android]'",
+}
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is installed: of which archive, with which version and providers, for which ABIs.
+
+    `sources` is the digest of the sources that its programs were built from.
+    """
+
+    archive: str
+    sha256: str
+    version: str
+    providers: tuple[str, ...]
+    abis: tuple[str, ...]
+    sources: str
+
+    @property
+    def is_pinned(self) -> bool:
+        """True for the archive that edgekit fetches itself."""
+        return self.sha256 == ARCHIVE_SHA256
+
+    def find_program(self, abi: str) -> Path:
+        """Returns the program for an ABI."""
+        return device_folder() / abi / PROGRAM
+
+    def find_library(self, abi: str) -> Path:
+        """Returns ONNX Runtime's library for an ABI."""
+        return device_folder() / abi / LIBRARY
+
+
+def device_folder() -> Path:
+    """Returns where the device lies in the user's cache."""
+    return cache_folder() / "android"
+
+
+def find_installed() -> Installed | None:
+    """Returns what is installed and was built from exactly these sources, or None."""
+    try:
+        facts = msgspec.json.decode((device_folder() / _FACTS).read_bytes(), type=Installed)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return facts if facts.sources == _digest_sources() else None
+
+
+def install_android(progress: Progress, library: Path | None = None) -> Installed:
+    """Installs the pinned archive, or that of `library`, and builds a program for each of its ABIs that can be built.
+
+    Raises:
+        DeviceError: the archive cannot be fetched, is not what it should be or imports what nothing stands for, there
+            is no compiler, or one fails. Nothing half is left.
+        UsageError: there is no such file.
+        OutputError: the cache cannot be written.
+    """
+    with staged_folder(device_folder()) as staging, work_folder() as work:
+        if library is None:
+            progress("fetching ONNX Runtime for Android with npm: 150 MB")
+        archive = library or fetch_archive(work)
+        found = unpack_libraries(archive, staging)
+        built = [ort for ort in found if _build(ort, staging / ort.abi, work, archive.name, progress)]
+        if not built:
+            raise DeviceError("there is no compiler for Android's stand-in", hint=_COMPILERS[MACHINES[found[0].abi]])
+        facts = Installed(
+            archive=archive.name,
+            sha256=digest_file(archive),
+            version=built[0].version,
+            providers=built[0].providers,
+            abis=tuple(ort.abi for ort in built),
+            sources=_digest_sources(),
+        )
+        write_file(staging / _FACTS, msgspec.json.encode(facts))
+    return facts
+
+
+def explain_compiler(abi: str) -> str:
+    """Returns the command that installs a compiler for an ABI."""
+    return _COMPILERS[MACHINES[abi]]
+
+
+def _build(ort: OrtLibrary, folder: Path, work: Path, name: str, progress: Progress) -> bool:
+    """Builds the program beside a library, and returns False where there is no compiler for it."""
+    compiler: Compiler | None = find_compiler(MACHINES[ort.abi])
+    if compiler is None:
+        progress(f"{ort.abi} is left out: there is no compiler for it; {explain_compiler(ort.abi)}")
+        return False
+    zig = " with zig, which compiles its C++ library first: minutes" if "ziglang" in compiler.c else ""
+    progress(f"compiling the stand-in for Android on {ort.abi}{zig}")
+    objects = compile_runner(compiler, work / ort.abi)
+    link_runner(compiler, objects, ort.elf.imports, folder / PROGRAM, name=name)
+    return True
+
+
+def _digest_sources() -> str:
+    files = [*runner_sources().rglob("*.cpp"), *runner_sources().rglob("*.h"), *android_sources().iterdir()]
+    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())
