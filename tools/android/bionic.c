@@ -107,12 +107,6 @@ static int wake_condition(struct condition *condition, int count) {
   return 0;
 }
 
-int bionic_pthread_cond_init(struct condition *condition, const void *attributes) {
-  (void)attributes;
-  condition->signals = 0;
-  return 0;
-}
-
 int bionic_pthread_cond_destroy(struct condition *condition) {
   (void)condition;
   return 0;

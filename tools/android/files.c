@@ -15,9 +15,6 @@
 enum { STREAM_SIZE = 152 };
 
 char bionic___sF[3][STREAM_SIZE];
-void *bionic_stdin = bionic___sF[0];
-void *bionic_stdout = bionic___sF[1];
-void *bionic_stderr = bionic___sF[2];
 
 static FILE *stream_of(void *file) {
   if (file == bionic___sF[0]) return stdin;

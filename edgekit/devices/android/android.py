@@ -53,7 +53,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         if self.abi not in installed.abis:
             command = f"{explain_compiler(self.abi)}; {_INSTALL}"
             return Missing(reason=f"it was installed without {self.abi}", command=command)
-        if _emulator(self.abi) is not None:
+        if find_emulator(self.abi) is not None:
             return None
         if self.abi == X86_64:
             return Missing(reason="this machine has no x86-64 CPU", command=None)
@@ -87,7 +87,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         facts = [f"EDGEKIT_ANDROID_API={api}"]
         if job.target.provider == NNAPI:
             facts.append(f"EDGEKIT_NNAPI_LEVEL={find_feature_level(int(api))}")
-        emulator = _emulator(self.abi)
+        emulator = find_emulator(self.abi)
         if not emulator:
             return ("env", *facts)
         core = CORE_TYPES[self.cpu]
@@ -106,7 +106,7 @@ def find_android_versions() -> dict[str, str]:
     return {} if installed is None else {"onnxruntime": installed.version, "archive": installed.archive}
 
 
-def _emulator(abi: str) -> tuple[str, ...] | None:
+def find_emulator(abi: str) -> tuple[str, ...] | None:
     """Returns the command that runs programs of an ABI: nothing where this machine does itself, None where none can."""
     if MACHINES[abi] == platform.machine():
         return ()

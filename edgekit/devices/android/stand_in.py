@@ -27,6 +27,15 @@ def android_sources() -> Path:
     return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "android"
 
 
+def list_stand_ins() -> dict[str, str]:
+    """Returns the functions that the sources define in the place of Android's: their symbols by the names there."""
+    own: dict[str, str] = {}
+    for source in sorted(android_sources().glob("*.c")):
+        for bionic, neural in _DEFINED.findall(source.read_text()):
+            own[bionic or neural] = f"bionic_{bionic}" if bionic else neural
+    return own
+
+
 def write_imports(imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
     """Writes the table of what a library may import: of each name the stand-in, else the C library's own.
 
@@ -36,10 +45,7 @@ def write_imports(imports: Collection[str], path: Path, *, without: Collection[s
     Raises:
         OutputError: the folder cannot be written.
     """
-    own: dict[str, str] = {}
-    for source in sorted(android_sources().glob("*.c")):
-        for bionic, neural in _DEFINED.findall(source.read_text()):
-            own[bionic or neural] = f"bionic_{bionic}" if bionic else neural
+    own = list_stand_ins()
     found_by_name = {name for name in own if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
     names = sorted({*imports, *found_by_name})
     places = [name if name in without else own.get(name, name) for name in names]

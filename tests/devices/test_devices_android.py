@@ -1,0 +1,220 @@
+"""The archive for Android: what is taken out of it, what is refused, and what its libraries do in their process."""
+
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, noise_samples, qdq_conv
+from test_devices_android_abi import Built, build_checks
+
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
+from edgekit.devices.android.android import CPUS, NNAPI, XNNPACK, Android, find_feature_level
+from edgekit.devices.android.archive import LIBRARY, unpack_libraries
+from edgekit.devices.android.elf import read_library
+from edgekit.devices.android.installed import Installed, device_folder, find_installed
+from edgekit.devices.android.phone import CORE_TYPES
+from edgekit.devices.android.stand_in import link_runner
+from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.self_test import try_device
+from edgekit.errors import DeviceError, EdgekitError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.target import load_target
+
+
+def present(name: str, target: str = "xnnpack") -> Android:
+    device = find_device(name, load_target(target))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{name}: {missing.reason}: {missing.command}")
+    assert isinstance(device, Android)
+    return device
+
+
+def library_for_android(path: Path, *, version: str = "1.29.0", api: str = "OrtGetApiBase") -> Path:
+    """A library for this machine that says of itself what ONNX Runtime's does."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("cc is missing: apt-get install gcc")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    script = path.parent / "script"
+    script.write_text(f"VERS_{version} {{ global: {api}; local: *; }};")
+    source = path.parent / "source.c"
+    source.write_text(f"int no_such_function(void); int {api}(void) {{ return no_such_function(); }}")
+    flags = ["-shared", "-fPIC", "-nostdlib", "-Wl,--hash-style=gnu", f"-Wl,--version-script={script}"]
+    subprocess.run([compiler, *flags, "-o", str(path), str(source)], check=True)
+    return path
+
+
+def archive_of(path: Path, entries: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_what_an_archive_holds_is_taken_out(tmp_path: Path) -> None:
+    library = library_for_android(tmp_path / "made" / LIBRARY).read_bytes() + b"XnnpackExecutionProvider\0"
+    entries = {"classes.jar": b"jar", "headers/onnxruntime_c_api.h": b"h", f"jni/x86_64/{LIBRARY}": library}
+    entries["other.txt"] = b"left where it is"
+    (found,) = unpack_libraries(archive_of(tmp_path / "a.aar", entries), tmp_path / "out")
+    assert (found.abi, found.version, found.providers) == ("x86_64", "1.29.0", (XNNPACK,))
+    assert found.elf.imports == ("no_such_function",)
+    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
+    assert names == ["classes.jar", "headers/onnxruntime_c_api.h", f"x86_64/{LIBRARY}"]
+
+
+def bad_archives(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Archives that cannot be used, and what is said of each."""
+    good = library_for_android(folder / "good" / LIBRARY).read_bytes()
+    old = library_for_android(folder / "old" / LIBRARY, version="1.10.0").read_bytes()
+    other = library_for_android(folder / "other" / LIBRARY, api="another").read_bytes()
+    place = f"jni/x86_64/{LIBRARY}"
+    whole = archive_of(folder / "whole.aar", {place: good})
+    cut = folder / "cut.aar"
+    cut.write_bytes(whole.read_bytes()[:-100])
+    damaged = folder / "damaged.aar"
+    damaged.write_bytes(whole.read_bytes().replace(good[2000:2040], b"x" * 40))
+    text = folder / "text.aar"
+    text.write_text("no archive")
+    return {
+        "nothing": (folder / "nothing.aar", "there is no file"),
+        "text": (text, "is no whole .aar"),
+        "cut off": (cut, "is no whole .aar"),
+        "damaged": (damaged, "is no whole .aar"),
+        "empty": (archive_of(folder / "empty.aar", {}), "holds no libonnxruntime.so for arm64-v8a or x86_64"),
+        "32 bits": (archive_of(folder / "32.aar", {f"jni/x86/{LIBRARY}": good}), "only for x86"),
+        "other machine": (archive_of(folder / "arm.aar", {f"jni/arm64-v8a/{LIBRARY}": good}), "is for x86_64"),
+        "no library": (archive_of(folder / "no.aar", {place: b"text"}), "is no 64-bit ELF library"),
+        "cut library": (archive_of(folder / "cl.aar", {place: good[: len(good) // 3]}), "cut off or damaged"),
+        "header alone": (archive_of(folder / "ha.aar", {place: good[:40]}), "cut off or damaged"),
+        "not ORT": (archive_of(folder / "other.aar", {place: other}), "is no ONNX Runtime"),
+        "too old": (archive_of(folder / "old.aar", {place: old}), "is ONNX Runtime 1.10.0"),
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["nothing", "text", "cut off", "damaged", "empty", "32 bits", "other machine", "no library", "cut library",
+     "header alone", "not ORT", "too old"],
+)  # fmt: skip
+def test_a_bad_archive_is_refused_in_one_line(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    path, words = bad_archives(tmp_path)[case]
+    with pytest.raises(EdgekitError, match=words) as caught:
+        install_device("android", lambda _: None, library=path)
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+    assert not device_folder().exists()
+
+
+def test_what_an_archive_imports_and_nothing_stands_for_is_named(
+    tmp_path: Path, make_once: Callable[[str, Callable[[Path], None]], Path]
+) -> None:
+    built: Built = build_checks("x86_64", make_once)
+    objects = tuple(Path(shutil.copy(path, tmp_path)) for path in built.objects)
+    library = library_for_android(tmp_path / "made" / LIBRARY)
+    imports = {*read_library(library).imports, "another_one", "strlen"}
+    with pytest.raises(DeviceError, match="new.aar' imports what edgekit has no stand-in for: another_one, no_such_fun"):
+        link_runner(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
+
+
+def test_another_device_takes_no_archive() -> None:
+    with pytest.raises(UsageError, match="'host' takes no --library"):
+        install_device("host", lambda _: None, library=Path("a.aar"))
+
+
+def test_a_provider_that_the_archive_lacks_is_a_refusal(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = find_installed()
+    if now is None:
+        pytest.skip("android is not installed: edgekit devices install android")
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    device_folder().mkdir(parents=True)
+    less = msgspec.structs.replace(now, archive="less.aar", providers=(XNNPACK,), abis=("x86_64",))
+    (device_folder() / "device.json").write_bytes(msgspec.json.encode(less))
+    device = find_device("android:x86_64", load_target("nnapi"))
+    run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "nnapi", precision="fp32"), work)
+    assert run.failure == "'less.aar' was built without NnapiExecutionProvider"
+    missing = find_device("android", load_target("nnapi")).find_missing()
+    assert missing is not None
+    assert missing.reason == "it was installed without arm64-v8a"
+
+
+def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
+    facts = Installed(archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), sources="other")
+    device_folder().mkdir(parents=True)
+    (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
+    assert find_installed() is None
+    (device_folder() / "device.json").write_bytes(b"{")
+    assert find_installed() is None
+
+
+def test_without_qemu_arm_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    present("android:x86_64")
+    monkeypatch.setenv("PATH", "")
+    (status,) = (status for status in list_devices() if status.name == "android")
+    assert (status.available, status.command) == (False, "apt-get install qemu-user-static")
+    assert "qemu" in status.reason
+    assert present("android:x86_64").find_missing() is None
+
+
+def test_evidence_tells_the_phone_s_file_from_that_of_another_cpu() -> None:
+    nnapi = load_target("nnapi")
+    assert find_device("android", nnapi).evidence is Evidence.SAME_BINARY
+    assert find_device("android:cortex-a53", nnapi).evidence is Evidence.SAME_BINARY
+    assert find_device("android:x86_64", nnapi).evidence is Evidence.SAME_EP
+    assert Evidence.SAME_BINARY.is_at_least(Evidence.SAME_EP)
+    assert Evidence.SIMULATOR.is_at_least(Evidence.SAME_BINARY)
+    with pytest.raises(UsageError, match="runs CPUExecutionProvider and Nnapi"):
+        find_device("android", load_target("qnn"))
+
+
+@pytest.mark.parametrize(("api", "level"), [(27, 27), (31, 31), (32, 1000006), (33, 1000007), (36, 1000008)])
+def test_the_feature_level_is_that_of_the_release(api: int, level: int) -> None:
+    assert find_feature_level(api) == level
+
+
+@pytest.mark.parametrize("name", ["android", "android:x86_64"])
+def test_the_device_can_be_believed(name: str) -> None:
+    test = try_device(present(name))
+    assert [check for check in test.checks if not check.passed] == []
+    assert test.versions["onnxruntime"]
+
+
+@pytest.mark.parametrize("name", ["android", "android:x86_64"])
+def test_a_quantized_model_runs_in_xnnpack_itself(name: str, tmp_path: Path, work: Path) -> None:
+    model = qdq_conv(tmp_path / "q.onnx", np.int8)
+    run = present(name).run_job(make_job(model, "xnnpack"), work)
+    assert (run.failure, run.outputs.count, run.placement_source) == (None, 3, "session")
+    assert {node.provider for node in run.placement if "Conv" in node.op} == {XNNPACK}
+    session = CpuSession(model, SessionSettings())
+    for sample, got in zip(noise_samples(), run.outputs, strict=True):
+        assert np.abs(session.run(sample)["y"] - got["y"]).max() <= 1 / 16 + 1e-6
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_phone_s_cpu_is_what_the_process_sees(cpu: str, tmp_path: Path, work: Path) -> None:
+    device = present(f"android:{cpu}", "cpu")
+    run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
+    assert run.failure is None
+    known = set(CORE_TYPES[cpu].features.split())
+    assert ("asimddp" in run.cpu_features) == ("asimddp" in known)
+    assert set(run.cpu_features) <= known
+    assert {node.provider for node in run.placement} == {CPU_PROVIDER}
+
+
+@pytest.mark.parametrize("api", ["27", "29", "31", "33"])
+def test_nnapi_s_own_partitioner_answers(api: str, tmp_path: Path, work: Path) -> None:
+    """Weights per channel are taken from API level 29 on."""
+    target = load_target("nnapi", {"api_level": api})
+    job = msgspec.structs.replace(make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi"), target=target)
+    run = present("android:x86_64", "nnapi").run_job(job, work)
+    assert run.load_ms > 0
+    assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI if int(api) >= 29 else CPU_PROVIDER}

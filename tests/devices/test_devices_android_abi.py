@@ -1,0 +1,143 @@
+"""Each function whose interface is another in Android's C library: it is right, and without its stand-in it is not."""
+
+import re
+import struct
+import subprocess
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+import pytest
+from far_root.keeper import require
+
+from edgekit.devices.android.android import find_emulator
+from edgekit.devices.android.archive import MACHINES
+from edgekit.devices.android.compilers import Compiler, find_compiler
+from edgekit.devices.android.elf import read_library
+from edgekit.devices.android.stand_in import android_sources, list_stand_ins, write_imports
+
+ABI_SOURCES = Path(__file__).parent / "android_abi"
+CHECKS = re.findall(r"^CHECK\((\w+)\)", (ABI_SOURCES / "checks.c").read_text(), re.MULTILINE)
+THREAD_VARIABLES = 7
+LOADER = {"dladdr", "dlopen"}
+ARM_ONLY = {
+    "pthread_mutex_init", "pthread_attr_init", "pthread_attr_setstacksize", "pthread_cond_destroy",
+    "pthread_cond_wait", "pthread_cond_timedwait", "pthread_cond_clockwait", "pthread_cond_signal",
+    "pthread_cond_broadcast",
+}  # fmt: skip
+"""On x86-64 sizes are those of glibc, and it lets 64-bit words lie anywhere."""
+MUSL_ONLY = {
+    "__memcpy_chk", "__memmove_chk", "__memset_chk", "__vsnprintf_chk", "__vsprintf_chk", "__read_chk", "strtoll_l",
+    "strtoull_l", "__register_atfork", "__cxa_thread_atexit_impl",
+}  # fmt: skip
+"""glibc has them as Android does; the C library that zig links has not."""
+
+
+class Built(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check is linked from, for one machine, and what runs it."""
+
+    compiler: Compiler
+    objects: tuple[Path, ...]
+    library: Path
+    imports: tuple[str, ...]
+    enter: tuple[str, ...]
+
+    def link(self, work: Path, without: Collection[str] = ()) -> bool:
+        """Links the checks without some stand-ins, and returns False where that cannot be."""
+        write_imports(self.imports, work / "imports.c", without=without)
+        argv = [*self.compiler.c, f"-I{android_sources()}", "-static", "-o", str(work / "checks"), "-pthread"]
+        argv += [str(work / "imports.c"), *map(str, self.objects), "-lm"]
+        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+    def run(self, check: str, work: Path) -> "subprocess.CompletedProcess[str]":
+        """Runs one check where `folder` and a phone's files are."""
+        for name in ("folder/file", "phone/proc/cpuinfo", "phone/sys/devices/only_here", "stdin"):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_text("phone\n" if "phone" in name else "line\nnext\n")
+        environment = {"EDGEKIT_PHONE": str(work / "phone"), "EDGEKIT_ANDROID_API": "31"}
+        with (work / "stdin").open() as stdin:
+            words = [*self.enter, str(work / "checks"), str(self.library), check]
+            return subprocess.run(
+                words, stdin=stdin, cwd=work, env=environment, capture_output=True, text=True, timeout=8, check=False
+            )
+
+
+def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+    compiler, emulator = find_compiler(MACHINES[abi]), find_emulator(abi)
+    if emulator is None:
+        require("qemu-aarch64-static", "qemu-user-static")
+    if compiler is None:
+        require("aarch64-linux-gnu-gcc", "g++-aarch64-linux-gnu")
+    assert compiler is not None
+    assert emulator is not None
+
+    def fill(folder: Path) -> None:
+        sources = [ABI_SOURCES / "main.c", *android_sources().glob("*.c")]
+        for source in sources:
+            flags = ["-std=gnu11", "-O1", "-fno-builtin", "-c", "-o", str(folder / f"{source.stem}.o"), str(source)]
+            subprocess.run([*compiler.c, *flags], check=True)
+        flags = ["-O1", "-ffreestanding", "-fno-builtin", "-fno-stack-protector", "-fPIC", "-shared", "-nostdlib"]
+        out = ["-Wl,--hash-style=gnu", "-o", str(folder / "libchecks.so"), str(ABI_SOURCES / "checks.c")]
+        subprocess.run([*compiler.c, *flags, *out], check=True)
+
+    folder = make_once(f"android-abi-{abi}", fill)
+    library = folder / "libchecks.so"
+    return Built(
+        compiler=compiler,
+        objects=tuple(sorted(folder.glob("*.o"))),
+        library=library,
+        imports=read_library(library).imports,
+        enter=emulator,
+    )
+
+
+@pytest.fixture(scope="session", params=sorted(MACHINES))
+def built(request: pytest.FixtureRequest, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+    return build_checks(request.param, make_once)
+
+
+@pytest.fixture(scope="session")
+def built_for_x86(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+    return build_checks("x86_64", make_once)
+
+
+@pytest.fixture(scope="session")
+def built_for_arm(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
+    return build_checks("arm64-v8a", make_once)
+
+
+def test_every_stand_in_is_checked() -> None:
+    assert set(CHECKS) - LOADER == {name for name in list_stand_ins() if not name.startswith("ANeuralNetworks")}
+
+
+def test_every_function_is_android_s(built: Built, tmp_path: Path) -> None:
+    assert built.link(tmp_path)
+    runs = {check: built.run(check, tmp_path) for check in CHECKS}
+    assert {check: run.stderr for check, run in runs.items() if run.returncode} == {}
+
+
+@pytest.mark.parametrize("name", sorted(set(CHECKS) - LOADER - ARM_ONLY - MUSL_ONLY))
+def test_without_its_stand_in_it_is_not(name: str, built_for_x86: Built, tmp_path: Path) -> None:
+    assert fails_without(name, built_for_x86, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(ARM_ONLY))
+def test_without_its_stand_in_it_is_not_on_arm(name: str, built_for_arm: Built, tmp_path: Path) -> None:
+    assert fails_without(name, built_for_arm, tmp_path)
+
+
+def fails_without(name: str, built: Built, work: Path) -> bool:
+    try:
+        return not built.link(work, {name}) or built.run(name, work).returncode != 0
+    except subprocess.TimeoutExpired:
+        return True
+
+
+def test_a_stack_guard_has_its_place_on_arm(built_for_arm: Built, tmp_path: Path) -> None:
+    """Code for Android reads it 40 bytes behind the thread pointer, where no thread variable may lie."""
+    assert built_for_arm.link(tmp_path)
+    data = (tmp_path / "checks").read_bytes()
+    (start,), (size, count) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<HH", data, 54)
+    headers = [struct.unpack_from("<IIQQQQQQ", data, start + size * index) for index in range(count)]
+    (alignment,) = (header[7] for header in headers if header[0] == THREAD_VARIABLES)
+    assert alignment >= 64
