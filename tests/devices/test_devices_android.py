@@ -119,7 +119,7 @@ def test_what_an_archive_imports_and_nothing_stands_for_is_named(
     objects = tuple(Path(shutil.copy(path, tmp_path)) for path in built.objects)
     library = library_for_android(tmp_path / "made" / LIBRARY)
     imports = {*read_library(library).imports, "another_one", "strlen"}
-    with pytest.raises(DeviceError, match="new.aar' imports what edgekit has no stand-in for: another_one, no_such_fun"):
+    with pytest.raises(DeviceError, match="imports what edgekit has no stand-in for: another_one, no_such_function"):
         link_runner(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
 
 

@@ -14,11 +14,11 @@ from edgekit._proc import run_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device
 from edgekit.devices.emulators.qnn_sim import QnnSimulator
-from edgekit.devices.emulators.xnnpack_wasm import find_node
 from edgekit.devices.find import find_device
 from edgekit.devices.process.cache import cache_folder
 from edgekit.devices.process.child import FAR, Runner, collect_run
 from edgekit.devices.process.exchange import FarJob, write_job
+from edgekit.devices.process.node import find_node
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 from edgekit.target import load_target

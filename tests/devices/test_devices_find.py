@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from edgekit._ort import VERSION
-from edgekit.devices.emulators.xnnpack_wasm import find_node
 from edgekit.devices.find import device_names, find_device, install_device, list_devices
 from edgekit.devices.labelled import Labelled
 from edgekit.devices.process.cache import find_installed, installing
 from edgekit.devices.process.child import FAR
+from edgekit.devices.process.node import find_node
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
@@ -39,7 +39,7 @@ def test_a_misspelled_device_is_an_error_with_a_suggestion() -> None:
 
 
 def test_a_device_of_another_provider_is_an_error_that_lists_the_fitting_ones() -> None:
-    with pytest.raises(UsageError, match="devices of this target: host, host:native, xnnpack-wasm, arm64"):
+    with pytest.raises(UsageError, match="devices of this target: host, host:native, android, android:cortex-a76, "):
         find_device("qnn-htp-sim", load_target("xnnpack"))
 
 

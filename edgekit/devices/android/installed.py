@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, staged_folder, work_folder, write_file
+from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_folder, work_folder, write_file
 from edgekit.devices.android.archive import (
     ARCHIVE_SHA256,
     LIBRARY,
@@ -77,7 +77,7 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
         UsageError: there is no such file.
         OutputError: the cache cannot be written.
     """
-    with staged_folder(device_folder()) as staging, work_folder() as work:
+    with one_at_a_time(device_folder()), staged_folder(device_folder()) as staging, work_folder() as work:
         if library is None:
             progress("fetching ONNX Runtime for Android with npm: 150 MB")
         archive = library or fetch_archive(work)
