@@ -14,7 +14,7 @@ from edgekit._proc import run_process
 from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest.manifest import encode_json
-from edgekit.bundle.opening import opened_any, opened_bundle, sign_bundle
+from edgekit.bundle.opening import open_recorded, opened_any, opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError, OutputError, UsageError
 
@@ -137,6 +137,35 @@ def test_an_archive_is_held_to_the_key(signed: Path, public: Path, tmp_path: Pat
     write_archive(list_files(signed), tmp_path / "b.zip", "zip")
     with pytest.raises(BundleError, match="is not signed"), opened_any(tmp_path / "b.zip", key=public):
         pass
+
+
+@pytest.mark.parametrize("top", ["", "folder/"])
+def test_a_bundle_lies_at_the_root_of_an_archive_or_in_its_one_folder(signed: Path, tmp_path: Path, top: str) -> None:
+    files = list_files(signed)
+    write_archive({f"{top}{name}": path for name, path in files.items()}, tmp_path / "a.zip", "zip")
+    with opened_bundle(tmp_path / "a.zip", target="nnapi") as bundle:
+        assert bundle.manifest.name == "tiny"
+    write_archive({f"{top}{name}": files[name] for name in ("manifest.json",)}, tmp_path / "b.zip", "zip")
+    with pytest.raises(BundleError, match="lacks the file"), opened_any(tmp_path / "b.zip"):
+        pass
+
+
+def test_an_archive_is_not_signed_nor_of_another_target(signed: Path, public: Path, tmp_path: Path) -> None:
+    write_archive(list_files(signed), tmp_path / "a.zip", "zip")
+    with pytest.raises(BundleError, match="is a file"):
+        sign_bundle(tmp_path / "a.zip", public.with_suffix(""))
+    for place in (signed, tmp_path / "a.zip"):
+        with pytest.raises(UsageError, match="is for 'nnapi', not 'qnn'"), opened_bundle(place, target="qnn"):
+            pass
+
+
+def test_an_earlier_build_is_opened_by_its_targets(signed: Path, tmp_path: Path) -> None:
+    shutil.copytree(signed, tmp_path / "build" / "tiny-nnapi")
+    found = open_recorded(tmp_path / "build", "tiny", ["nnapi", "qnn"])
+    assert {target: recorded.manifest.name for target, recorded in found.items()} == {"nnapi": "tiny"}
+    assert found["nnapi"].folder == tmp_path / "build" / "tiny-nnapi"
+    with pytest.raises(UsageError, match=r"holds no bundle .* tiny-qnn or tiny-cpu"):
+        open_recorded(tmp_path / "build", "tiny", ["qnn", "cpu"])
 
 
 def test_a_damaged_bundle_is_not_signed(signed: Path, original: Bundle) -> None:
