@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,7 @@ from edgekit.convert.ort_format import canonical, layout
 from edgekit.convert.ort_format.canonical import canonicalize_file, sort_tables
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.convert.ort_format.schema import ROOT, SCHEMA, UNIONS
-from edgekit.convert.ort_format.tables import Record, Value, number, open_tables
+from edgekit.convert.ort_format.tables import Record, Value, number, open_tables, records, table
 from edgekit.errors import ModelError
 from edgekit.model.model import Model
 
@@ -108,17 +109,42 @@ def test_a_table_with_an_unknown_slot_is_refused(tmp_path: Path, monkeypatch: py
         canonicalize_file(raw)
 
 
+def lose_name(graph: Record) -> Record:
+    return {**graph, "nodes": [{**records(graph, "nodes")[0], "name": b""}, *records(graph, "nodes")[1:]]}
+
+
+def lose_node(graph: Record) -> Record:
+    return {**graph, "nodes": records(graph, "nodes")[:-1]}
+
+
+def lose_field(graph: Record) -> Record:
+    return {name: value for name, value in graph.items() if name != "outputs"}
+
+
+def lose_byte(graph: Record) -> Record:
+    def change(tensor: Record) -> Record:
+        return {**tensor, "raw_data": memoryview(bytes(cast("memoryview", tensor["raw_data"]))[:-1] + b"?")}
+
+    return {**graph, "initializers": [change(tensor) for tensor in records(graph, "initializers")]}
+
+
+def lose_weight(graph: Record) -> Record:
+    tensors = records(graph, "initializers")
+    return {**graph, "initializers": [{**tensor, "raw_data": memoryview(b"")} for tensor in tensors]}
+
+
+@pytest.mark.parametrize("lose", [lose_name, lose_node, lose_field, lose_byte, lose_weight])
 def test_a_writer_that_loses_something_is_caught_and_the_file_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Record], Record]
 ) -> None:
     raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
     before = raw.read_bytes()
 
-    def lose_doc(root: Record, out: Path) -> None:
-        model = cast("Record", root["model"])
-        layout.write_tables({**root, "model": {**model, "producer_name": b""}}, out)
+    def write_less(root: Record, out: Path) -> None:
+        model = table(root, "model")
+        layout.write_tables({**root, "model": {**model, "graph": lose(table(model, "graph"))}}, out)
 
-    monkeypatch.setattr(canonical, "write_tables", lose_doc)
+    monkeypatch.setattr(canonical, "write_tables", write_less)
     with pytest.raises(ModelError, match="changed while it was put in order"):
         canonicalize_file(raw)
     assert raw.read_bytes() == before

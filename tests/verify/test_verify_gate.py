@@ -1,5 +1,7 @@
 """What passes by luck: a model that is truly below a limit passes on the bound in at most one draw in twenty."""
 
+import contextlib
+import json
 from functools import partial
 from math import comb
 from typing import Any
@@ -214,3 +216,17 @@ def test_a_difference_is_told_in_points_with_its_interval() -> None:
     assert describe_difference(scored(got=None)) == "not measured"
     assert [format_score(scored(unit=unit), 0.5) for unit in ("share", "dB", "value")] == ["50.0%", "0.5 dB", "0.5"]
     assert format_score(scored(), None) == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("samples", 0, -1), ("max_abs", 0.0, -0.1), ("top1_agreement", 1.0, 1.1), ("exact_match", 0.0, -0.1),
+        ("cosine", -1.0, -1.1), ("rank_correlation", 1.0, 1.1), ("sqnr_db", -200.0, -201.0), ("psnr_db", 200.0, 201.0),
+    ],
+)  # fmt: skip
+def test_a_figure_that_cannot_be_is_not_read(field: str, good: float, bad: float) -> None:
+    for value, reads in ((good, True), (bad, False)):
+        text = json.dumps({"name": "y", "samples": 1, field: value})
+        with contextlib.nullcontext() if reads else pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(text, type=OutputReport)
