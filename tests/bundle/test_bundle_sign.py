@@ -159,6 +159,12 @@ def test_an_archive_is_not_signed_nor_of_another_target(signed: Path, public: Pa
             pass
 
 
+def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BundleError, match=r"'manifest\.json' .* is missing"), opened_any(tmp_path / "empty"):
+        pass
+
+
 def test_an_earlier_build_is_opened_by_its_targets(signed: Path, tmp_path: Path) -> None:
     shutil.copytree(signed, tmp_path / "build" / "tiny-nnapi")
     found = open_recorded(tmp_path / "build", "tiny", ["nnapi", "qnn"])

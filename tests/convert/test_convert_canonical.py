@@ -15,7 +15,7 @@ from onnx import helper
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format import canonical, layout
-from edgekit.convert.ort_format.canonical import canonicalize_file, sort_tables
+from edgekit.convert.ort_format.canonical import canonicalize_file, is_canonical, sort_tables
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.convert.ort_format.schema import ROOT, SCHEMA, UNIONS
 from edgekit.convert.ort_format.tables import Record, Value, number, open_tables, records, table
@@ -60,6 +60,8 @@ def test_results_do_not_change_by_a_bit(tmp_path: Path, config: dict[str, str], 
 
 def test_a_canonical_file_stays_as_it_is(tmp_path: Path) -> None:
     first = write_form(make_float(tmp_path / "m.onnx"), tmp_path / "m.ort", ARM)
+    assert is_canonical(tmp_path / "m.ort")
+    assert not is_canonical(write_raw(tmp_path / "m.onnx", tmp_path / "raw.ort", {}))
     canonicalize_file(tmp_path / "m.ort")
     assert (tmp_path / "m.ort").read_bytes() == first
 
@@ -99,6 +101,7 @@ def test_an_unknown_format_version_is_refused_and_the_file_stays(tmp_path: Path)
     before = (tmp_path / "new.ort").read_bytes()
     with pytest.raises(ModelError, match="format version '9', whose order is not known"):
         canonicalize_file(tmp_path / "new.ort")
+    assert not is_canonical(tmp_path / "new.ort")
     assert (tmp_path / "new.ort").read_bytes() == before
 
 
@@ -107,6 +110,7 @@ def test_a_table_with_an_unknown_slot_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(SCHEMA, "Model", SCHEMA["Model"][:7])
     with pytest.raises(ModelError, match=r"tables that are not known: Model\.7"):
         canonicalize_file(raw)
+    assert not is_canonical(raw)
 
 
 def lose_name(graph: Record) -> Record:

@@ -17,6 +17,7 @@ from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.report import read_graph
 from edgekit.convert.ort_format.tables import open_tables, records, table
 from edgekit.data.random_samples import draw_samples
+from edgekit.errors import RuntimeRefusal
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import load_target
@@ -164,6 +165,22 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
     found = compare_with_source(model, tmp_path / "m.ort", ARM)
     assert found.passed
     assert found.skipped == "it draws random numbers: RandomNormalLike"
+
+
+def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path) -> None:
+    weights = {"c": np.ones(4, np.float32), "far": np.array([1000.0], np.float32)}
+    nodes = [
+        helper.make_node("Add", ["x", "far"], ["m"]),
+        helper.make_node("Cast", ["m"], ["i"], to=onnx.TensorProto.INT64),
+        helper.make_node("Gather", ["c", "i"], ["y"]),
+    ]
+    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 4], "y": [1, 4]})
+    found = compare_onnx(model, model)
+    assert found.skipped.startswith("the source does not run on inputs drawn at random, so give --data: ")
+    assert "indices element out of data bounds" in found.skipped
+    assert "m.onnx" not in found.skipped
+    with pytest.raises(RuntimeRefusal):
+        compare_onnx(model, model, draw_samples(model.inputs))
 
 
 def test_given_samples_are_run(tmp_path: Path) -> None:
