@@ -45,7 +45,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     `files` are the model files of each form, the one to load first; the bundle keeps their names. `source` is the
     user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given;
     `recorded` is the bundle of an earlier build, whose self-test is taken over if its model files are the same.
-    `layers` are the fingerprints of the layers of the ONNX file, as `edgekit verify` reads them.
+    `layers` is what was found of the layers of the ONNX file, as `edgekit verify` reads it.
     """
 
     source: Model

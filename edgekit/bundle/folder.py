@@ -9,7 +9,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, write_file
 from edgekit.bundle.describe import Contents, describe_contents
-from edgekit.bundle.golden.expected import LAYERS, write_expected
+from edgekit.bundle.golden.expected import write_expected
 from edgekit.bundle.golden.golden import Golden
 from edgekit.bundle.golden.recorded import adopt_expected
 from edgekit.bundle.manifest.checks import check_files, iterate_files, read_bounded
@@ -30,8 +30,8 @@ from edgekit.check.report import CheckReport
 from edgekit.errors import BundleError, OutputError
 from edgekit.target import Form, Target
 
-MANIFEST, CHECK, TARGET, VERIFY, GOLDEN, APP = (
-    "manifest.json", "check.json", "target.json", "verify.json", "golden", "app",
+MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
+    "manifest.json", "check.json", "target.json", "layers.json", "verify.json", "golden", "app",
 )  # fmt: skip
 
 UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
@@ -89,6 +89,8 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         _copy_file(file, out / GOLDEN / file.name)
     write_file(out / CHECK, encode_json(contents.check))
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
+    if contents.layers is not None:
+        write_file(out / LAYERS, contents.layers)
     golden = _make_self_test(contents, out)
     draft = describe_contents(contents, golden, {}, digest_file(out / CHECK))
     snippets = dict(render_snippets(contents.target, draft))
@@ -156,12 +158,13 @@ def _describe_target(target: Target) -> dict[str, object]:
 
 
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
-    if contents.layers is not None:
-        write_file(out / GOLDEN / LAYERS, contents.layers)
     models = _place_models(contents.files, out)
     if contents.recorded is not None:
         adopted = adopt_expected(contents.recorded, models, out / GOLDEN)
         if adopted is not None:
+            if contents.layers is not None and LAYERS in contents.recorded.manifest.files:
+                # Measured figures, which another kind of CPU gives in other last bits.
+                _copy_file(contents.recorded.folder / LAYERS, out / LAYERS)
             return adopted
     return write_expected(contents.golden, models, contents.precision, out / GOLDEN)
 
@@ -171,7 +174,7 @@ def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[For
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
-    taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, GOLDEN, APP, README)}
+    taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, LAYERS, GOLDEN, APP, README)}
     for path in (path for paths in files.values() for path in paths):
         fault = find_fault(path.name)
         if fault is not None:

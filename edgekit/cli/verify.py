@@ -23,7 +23,7 @@ from edgekit.report.junit import render_junit
 from edgekit.report.markdown import render_markdown
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
-from edgekit.verify.history import find_last_good, hold_against, record_report
+from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
 from edgekit.verify.on_devices import open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run import read_report
@@ -224,6 +224,6 @@ def _judge(report: VerifyReport, question: _Question, limits: Limits) -> VerifyR
     if report.runs:
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
     if question.baseline is not None:
-        return hold_against(report, read_report(question.baseline), str(question.baseline))
+        return compare_with_baseline(report, read_report(question.baseline), str(question.baseline))
     before = None if question.history is None else find_last_good(question.history, report)
-    return report if before is None else hold_against(report, before.report, f"run {before.id}")
+    return report if before is None else compare_with_baseline(report, before.report, f"run {before.id}")

@@ -28,11 +28,11 @@ from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.target import Target
-from edgekit.verify.causes.attribute import explain_report
+from edgekit.verify.causes.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle, write_report
-from edgekit.verify.tasks.accuracy import refuse_impossible
+from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
 
@@ -62,7 +62,7 @@ def build(
     with work_folder() as work, staged_entries(out) as staging:
         job = BuildJob(recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress)
         inputs = _read_inputs(source, data, job)
-        built = [_build_target(inputs, target, job) for target in targets]
+        built = [_build_target(inputs, target, job, verify=verify) for target in targets]
         reports = _verify_all(built, progress) if verify else {}
         report = BuildReport(
             model=source.name,
@@ -121,7 +121,7 @@ def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     )
     job.progress("run the float model")
     golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
-    refuse_impossible(golden)
+    check_class_labels(golden)
     targets = [target.name for target in job.targets]
     recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
     for bundle in recorded.values():
@@ -152,10 +152,10 @@ def _calibrate(prepared: Model, samples: SampleSets, job: BuildJob) -> Calibrati
         return error
 
 
-def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:
+def _build_target(inputs: BuildInputs, target: Target, job: BuildJob, *, verify: bool) -> BuiltBundle | EdgekitError:
     job.progress(f"build for {target.name}")
     try:
-        return make_bundle(inputs, target, job, job.work / target.name)
+        return make_bundle(inputs, target, job, job.work / target.name, layers=verify)
     except EdgekitError as error:
         return error
 
@@ -169,7 +169,7 @@ def _verify_all(built: Sequence[BuiltBundle | EdgekitError], progress: Progress)
         float_model = result.models["prepare"].path
         task = result.target.thresholds.task
         report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=progress)
-        report = explain_report(result.bundle, report, result.models)
+        report = attribute_loss(result.bundle, report, result.models)
         release_memory()
         write_report(result.bundle, report)
         return report

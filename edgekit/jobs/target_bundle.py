@@ -28,7 +28,7 @@ from edgekit.quantize.mixed_precision.goal_search import Goal, plan_sparingly, s
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import Recipe, choose_precision
 from edgekit.target import Precision, Target
-from edgekit.verify.causes.fingerprints import fingerprint_model
+from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import Step
 
 
@@ -76,8 +76,8 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> BuiltBundle:
-    """Makes and writes the bundle of one target.
+def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path, *, layers: bool) -> BuiltBundle:
+    """Makes and writes the bundle of one target; with `layers` it keeps how they compare with the float model's.
 
     Raises:
         EdgekitError: the model cannot be made for this target.
@@ -106,6 +106,8 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     notes += told
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
     contents = _collect(inputs, target, precision, quantized, converted, check, job.recipe)
+    if layers:
+        contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
     models: dict[Step, Model] = {"prepare": inputs.prepared}
     if quantized is not None:
         models["quantize"] = quantized.model
@@ -146,13 +148,15 @@ def _collect(
         recipe=recipe,
         preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
-        layers=_fingerprint(converted),
     )
 
 
-def _fingerprint(converted: ConvertedModel) -> bytes | None:
-    names = converted.files.get("onnx")
-    return fingerprint_model(load_model(converted.folder / names[0])) if names else None
+def _compare_layers(inputs: BuildInputs, converted: ConvertedModel, quantized: QuantizedModel | None) -> bytes:
+    names, prepared = converted.files.get("onnx"), inputs.prepared
+    deployed = None if quantized is None else quantized.model
+    if names:
+        deployed = load_model(converted.folder / names[0], custom_ops=prepared.custom_ops)
+    return encode_evidence(compare_with_float(prepared, deployed, inputs.golden))
 
 
 def _fall_back(error: EdgekitError, target: Target, job: BuildJob, notes: list[str]) -> Precision:

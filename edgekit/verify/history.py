@@ -123,7 +123,7 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
     return None if row is None else _read_row(row, path)
 
 
-def hold_against(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
+def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
     """Returns the report with what is worse than in an earlier one, and with that as the reference of its costs."""
     earlier = {run.device: run for run in before.runs}
     runs = tuple(_add_cost(run, earlier.get(run.device), source) for run in report.runs)

@@ -1,6 +1,5 @@
 """Verifying a bundle that is there already: on devices by name, with its own samples or with others."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from edgekit.target import Target, TaskLimit
 from edgekit.verify.causes.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import read_known, verify_bundle, write_report
-from edgekit.verify.tasks.accuracy import refuse_impossible
+from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"
@@ -48,10 +47,9 @@ def verify_on(
     """
     known = read_known(bundle)
     devices = find_devices(bundle, read_target(bundle), choice)
-    report = verify_bundle(bundle, devices, task=task, layers=layers, progress=progress)
-    report = msgspec.structs.replace(
-        keep_attribution(report, known), ancestry=_describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
-    )
+    ancestry = _describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
+    report = verify_bundle(bundle, devices, task=task, layers=layers, ancestry=ancestry, progress=progress)
+    report = keep_attribution(report, known)
     return _keep_report(bundle, report) if report.runs else report
 
 
@@ -93,13 +91,17 @@ def verify_with(
         (progress or say_nothing)("run the float model")
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
-        refuse_impossible(golden)
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            digest = beside.submit(digest_file, golden.folder / INPUTS)
-            report = verify_bundle(
-                bundle, devices, golden=golden, task=task, float_model=source.path, layers=layers, progress=progress
-            )
-            return msgspec.structs.replace(report, ancestry=_describe_ancestry(bundle, digest.result()))
+        check_class_labels(golden)
+        return verify_bundle(
+            bundle,
+            devices,
+            golden=golden,
+            task=task,
+            float_model=source.path,
+            layers=layers,
+            ancestry=_describe_ancestry(bundle, digest_file(golden.folder / INPUTS)),
+            progress=progress,
+        )
 
 
 def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -> Samples:

@@ -1,6 +1,6 @@
 """Running a bundle on devices and judging what comes back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,13 +22,16 @@ from edgekit.machine import describe_machine
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.alterations import COMPARED_FORMS, Alteration, find_alterations
+from edgekit.verify.causes.forms import TESTED_FORMS, list_broken_forms
 from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.placement import find_gap
-from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.facts import Located
+from edgekit.verify.layers.evidence import read_evidence
+from edgekit.verify.layers.outliers import name_first_bad
+from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 from edgekit.verify.tasks.accuracy import measure_accuracy
@@ -45,6 +48,21 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     layers: bool
 
 
+class _Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of a device that came back, beside what it was asked for.
+
+    `rows` are the golden samples that ran, `reference` what the float model makes of them.
+    """
+
+    bundle: Bundle
+    golden: Golden
+    plan: Verification
+    job: Job
+    run: DeviceRun
+    rows: tuple[int, ...]
+    reference: Samples
+
+
 def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
@@ -53,17 +71,17 @@ def verify_bundle(
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
+    ancestry: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
 
     A device of the manifest's verification list runs the form and as many samples as stand there, any other device
-    runs what an app would load, with all samples. A device that is not there is skipped, with the command that
-    installs it; one that dies or lies fails. `golden` takes the place of the bundle's own golden samples, `task` names
-    a metric in place of that of the bundle. With `float_model` an output that is wrong is held against what that model
-    makes of inputs with a usual mistake. Where outputs are wrong, or `layers` asks for it, the layer is looked for that
-    the device computes otherwise. What is not as it was built is told of. Devices run at once, on a copy of the bundle
-    whose digests were checked.
+    runs what an app would load, with all samples. An absent device is skipped; one that dies or lies fails. `golden`
+    takes the place of the bundle's own golden samples, `task` names a metric in place of that of the bundle. With
+    `float_model` an output that is wrong is held against what that model makes of inputs with a usual mistake. Where
+    outputs are wrong, or `layers` asks for it, the layer is looked for that the device computes otherwise. Every model
+    file that runs here takes the bundle's self-test. Devices run at once, on a copy whose digests were checked.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -71,25 +89,29 @@ def verify_bundle(
         UsageError: there is no such metric.
         MissingExtraError: the metric needs a package that is not installed.
     """
+    manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = _find_present(devices)
-    asked = _Asked(golden=golden, task=task or bundled_task(bundle.manifest), float_model=float_model, layers=layers)
-    runs, altered = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), ())
+    asked = _Asked(golden=golden, task=task or bundled_task(manifest), float_model=float_model, layers=layers)
+    runs, broken = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), ())
     return VerifyReport(
-        bundle=f"{bundle.manifest.name}-{bundle.manifest.target}",
-        target=bundle.manifest.target,
+        bundle=f"{manifest.name}-{manifest.target}",
+        target=manifest.target,
         runs=runs,
         skipped=skipped,
-        taken_macs=bundle.manifest.placement.taken_macs,
-        min_taken_macs=bundle.manifest.thresholds.min_taken_macs,
+        taken_macs=manifest.placement.taken_macs,
+        min_taken_macs=manifest.thresholds.min_taken_macs,
         bundle_sha256=bundle.sha256,
-        size_bytes=bundle.manifest.model_size_bytes,
-        source_size_bytes=bundle.manifest.source_size_bytes,
-        max_size_bytes=bundle.manifest.thresholds.max_size_bytes,
-        max_size_share=bundle.manifest.thresholds.max_size_share,
-        needs_placement=bundle.manifest.thresholds.needs_placement,
+        size_bytes=manifest.model_size_bytes,
+        source_size_bytes=manifest.source_size_bytes,
+        max_size_bytes=manifest.thresholds.max_size_bytes,
+        max_size_share=manifest.thresholds.max_size_share,
+        needs_placement=manifest.thresholds.needs_placement,
+        ancestry=dict(ancestry or {}),
         machine=describe_machine(),
-        alterations=tuple(alteration.words for alteration in altered),
-        first_bad_layer=next((alteration.layer for alteration in altered if alteration.layer), None),
+        alterations=broken,
+        layers=evidence.layers,
+        first_bad_layer=name_first_bad(evidence.layers),
+        notes=(evidence.note,) if evidence.note else (),
     )
 
 
@@ -123,7 +145,10 @@ def read_report(path: Path) -> VerifyReport:
 
 
 def read_known(bundle: Bundle) -> VerifyReport | None:
-    """Returns what an earlier verification of exactly this bundle found, None where there is none that can be read."""
+    """Returns what an earlier verification of exactly this bundle found, None where there is none that can be read.
+
+    No digest covers it, and anybody may have written it: it is history, and no verdict may rest on it.
+    """
     try:
         report = read_report(bundle.folder / VERIFY)
     except DataError:
@@ -143,9 +168,10 @@ def _find_present(devices: Sequence[Device]) -> tuple[list[Device], tuple[Skippe
 
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
-) -> tuple[tuple[RunReport, ...], tuple[Alteration, ...]]:
+) -> tuple[tuple[RunReport, ...], tuple[str, ...]]:
+    """Returns what each device did, and what is wrong with the files that this machine can run."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
-    forms.extend(form for form in COMPARED_FORMS if bundle.manifest.forms.get(form))
+    forms.extend(form for form in TESTED_FORMS if bundle.manifest.forms.get(form))
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
@@ -153,119 +179,42 @@ def _run_devices(
             progress(f"verify {bundle.manifest.name} on {device.name}")
             return _run_device(private, device, asked)
 
-        runs, altered = list[RunReport](), list[Alteration]()
+        runs, broken = list[RunReport](), list[str]()
         # Devices start slowly: what this process looks at itself is done by then.
-        run_together([lambda: runs.extend(run_each(devices, run)), lambda: altered.extend(find_alterations(private))])
-        return tuple(runs), tuple(altered)
+        run_together([lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(list_broken_forms(private))])
+        return tuple(runs), tuple(broken)
 
 
 def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
-    golden, task = asked.golden or bundle.golden, asked.task
+    golden = asked.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
-    indices = spread_indices(golden.samples, plan.samples)
-    reference = select_samples(read_outputs(golden), indices)
-    classes, labels = read_classes(golden), read_labels(golden)
-    job = make_job(bundle, plan, select_samples(read_inputs(golden), indices))
+    rows = spread_indices(golden.samples, plan.samples)
+    job = make_job(bundle, plan, select_samples(read_inputs(golden), rows))
     with work_folder() as work:
         try:
             run = device.run_job(job, work)
         except EdgekitError as error:
-            return _describe_absent(bundle, device, plan, error)
-        if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(indices)):
-            indices = indices[: run.outputs.count]
-            reference = select_samples(read_outputs(golden), indices)
-            plan = msgspec.structs.replace(plan, samples=len(indices))
-        reference = keep_small(reference)
-        run = msgspec.structs.replace(run, outputs=keep_small(run.outputs))
-        report = _describe_run(bundle, plan, run, _compare(reference, run.outputs, bundle))
-        report = msgspec.structs.replace(report, gap=find_gap(run, job), planned_samples=job.samples.count)
-        report = _look_for_lies(bundle, run, report, job.samples.count, None if asked.golden else indices, reference)
-        if not report.passed:
-            model = asked.float_model or job.model
-            report = msgspec.structs.replace(report, traps=_find_traps(bundle, run, job, model, report.outputs))
-        is_wrong = any(judge_output(output, report.thresholds) for output in report.outputs)
-        if run.failure is None and (asked.layers or is_wrong) and "onnx" in bundle.manifest.forms:
-            traced = msgspec.structs.replace(job, model=bundle.find_model("onnx"))
-            located = look_at_layers(device, traced, work / "layers", may_cut=asked.layers)
-            if plan.form != "onnx":
-                note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{plan.form}'"
-                located = msgspec.structs.replace(located, notes=(*located.notes, note))
-            report = msgspec.structs.replace(report, located=located)
-        if classes is not None:
-            accuracy = measure_accuracy(reference, run.outputs, [classes[index] for index in indices])
-            report = msgspec.structs.replace(report, accuracy=accuracy)
-        if task is None or labels is None:
-            return report
-        measured = measure_task(task, reference, run.outputs, [labels[index] for index in indices])
-        return msgspec.structs.replace(report, task=measured)
+            return _report_absent(bundle, device, plan, error)
+        if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
+            rows = rows[: run.outputs.count]
+        trial = _Trial(
+            bundle=bundle,
+            golden=golden,
+            plan=plan,
+            job=job,
+            run=msgspec.structs.replace(run, outputs=keep_small(run.outputs)),
+            rows=rows,
+            reference=keep_small(select_samples(read_outputs(golden), rows)),
+        )
+        report = _measure_run(trial, asked)
+        return msgspec.structs.replace(
+            report,
+            traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
+            located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
+        )
 
 
-def _look_for_lies(
-    bundle: Bundle, run: DeviceRun, report: RunReport, asked: int, rows: Sequence[int] | None, reference: Samples
-) -> RunReport:
-    """Returns the report of a run with what it did otherwise than it seems; `rows` are those of the golden samples."""
-    if run.failure is not None:
-        return report
-    notes = [*report.notes, *find_sameness(reference)]
-    if report.samples < asked:
-        notes.append(f"it stopped after {report.samples} of {asked} samples: only these were compared")
-    if bundle.manifest.precision != "fp16":
-        notes.extend(find_half_values(reference, run.outputs))
-    replay = None if rows is None else find_replay(bundle, rows, reference, run.outputs)
-    findings = (*report.findings, *(() if replay is None else (replay,)))
-    return msgspec.structs.replace(report, notes=tuple(notes), findings=findings)
-
-
-def _find_traps(
-    bundle: Bundle, run: DeviceRun, job: Job, model: Path, outputs: Sequence[OutputReport]
-) -> tuple[str, ...]:
-    """Returns the known traps that may explain a run that does not pass."""
-    found = list(list_traps(bundle, run, job.model, read_cpu_flags()))
-    wrong = next((output.name for output in outputs if judge_output(output, bundle.manifest.thresholds)), None)
-    if wrong is not None and model.suffix == ".onnx":
-        mistake = find_input_mistake(model, job.samples, run.outputs, wrong)
-        found += [] if mistake is None else [f"output '{wrong}' {mistake}"]
-    return tuple(found)
-
-
-def _compare(reference: Samples, got: Samples, bundle: Bundle) -> tuple[OutputReport, ...]:
-    """Returns the comparison of the outputs, with a suspect for those that fail."""
-    outputs = compare_outputs(reference, got)
-    failing = [output.name for output in outputs if judge_output(output, bundle.manifest.thresholds)]
-    is_half = bundle.manifest.precision == "fp16"
-    suspects = find_suspects(reference, got, failing, is_half=is_half) if failing else {}
-    return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
-
-
-def _describe_run(bundle: Bundle, plan: Verification, run: DeviceRun, outputs: tuple[OutputReport, ...]) -> RunReport:
-    counts: dict[str, int] = {}
-    for node in run.placement:
-        counts[node.provider] = counts.get(node.provider, 0) + 1
-    ignored = find_ignored_optimisations(run, bundle.manifest.session_config) if plan.form == "runtime" else None
-    return RunReport(
-        device=run.device,
-        evidence=run.evidence,
-        provider=bundle.manifest.provider,
-        form=plan.form,
-        samples=plan.samples,
-        findings=() if ignored is None else (ignored,),
-        provider_nodes=dict(sorted(counts.items())),
-        placement_source=run.placement_source,
-        outputs=outputs,
-        accuracy=None,
-        latency_ms=summarize_latency(run.latency_ms),
-        load_ms=run.load_ms,
-        peak_rss_bytes=run.peak_rss_bytes,
-        versions=dict(sorted(run.versions.items())),
-        thresholds=bundle.manifest.thresholds,
-        failure=run.failure,
-        notes=(*run.notes, *_describe_drift(run)),
-        log=run.log,
-        outputs_sha256="" if run.failure is not None else _digest_outputs(run),
-    )
-
-
-def _describe_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:
+def _report_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:
     return RunReport(
         device=device.name,
         evidence=device.evidence,
@@ -285,16 +234,107 @@ def _describe_absent(bundle: Bundle, device: Device, plan: Verification, error: 
     )
 
 
+def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
+    """Returns the facts of a run; what may explain them is not looked for yet."""
+    bundle, run, latency = trial.bundle, trial.run, summarize_latency(trial.run.latency_ms)
+    classes, labels = read_classes(trial.golden), read_labels(trial.golden)
+    counts: dict[str, int] = {}
+    for node in run.placement:
+        counts[node.provider] = counts.get(node.provider, 0) + 1
+    return RunReport(
+        device=run.device,
+        evidence=run.evidence,
+        provider=bundle.manifest.provider,
+        form=trial.plan.form,
+        samples=len(trial.rows),
+        planned_samples=trial.job.samples.count,
+        findings=tuple(_list_findings(trial, asked)),
+        provider_nodes=dict(sorted(counts.items())),
+        placement_source=run.placement_source,
+        gap=find_gap(run, trial.job),
+        outputs=_compare(trial),
+        accuracy=None
+        if classes is None
+        else measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows]),
+        task=None
+        if asked.task is None or labels is None
+        else measure_task(asked.task, trial.reference, run.outputs, [labels[row] for row in trial.rows]),
+        latency_ms=latency,
+        load_ms=run.load_ms,
+        peak_rss_bytes=run.peak_rss_bytes,
+        versions=dict(sorted(run.versions.items())),
+        thresholds=bundle.manifest.thresholds,
+        failure=run.failure,
+        notes=(*run.notes, *_list_notes(trial)),
+        log=run.log,
+        outputs_sha256="" if run.failure is not None else _digest_outputs(run),
+    )
+
+
+def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
+    """Returns the comparison of the outputs, with a suspect for those that fail."""
+    outputs, manifest = compare_device_outputs(trial.reference, trial.run.outputs), trial.bundle.manifest
+    failing = _name_wrong(outputs, trial)
+    is_half = manifest.precision == "fp16"
+    suspects = find_suspects(trial.reference, trial.run.outputs, failing, is_half=is_half) if failing else {}
+    return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
+
+
+def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
+    return [output.name for output in outputs if judge_output(output, trial.bundle.manifest.thresholds)]
+
+
+def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
+    """Yields what fails a run whatever its figures: it did not do what it seems to have done."""
+    if trial.plan.form == "runtime":
+        ignored = find_ignored_optimisations(trial.run, trial.bundle.manifest.session_config)
+        yield from () if ignored is None else (ignored,)
+    if trial.run.failure is None and asked.golden is None:
+        replay = find_replay(trial.bundle, trial.rows, trial.reference, trial.run.outputs)
+        yield from () if replay is None else (replay,)
+
+
+def _list_notes(trial: _Trial) -> Iterator[str]:
+    """Yields what a reader of the figures should know; the times of an emulator mean nothing."""
+    latency = summarize_latency(trial.run.latency_ms)
+    if latency is not None and latency.drift is not None and trial.run.evidence is Evidence.DEVICE:
+        yield describe_drift(latency.drift)
+    if trial.run.failure is not None:
+        return
+    yield from find_sameness(trial.reference)
+    done, asked = len(trial.rows), trial.job.samples.count
+    if done < asked:
+        yield f"it stopped after {done} of {asked} samples: only these were compared"
+    if trial.bundle.manifest.precision != "fp16":
+        yield from find_half_values(trial.reference, trial.run.outputs)
+
+
+def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:
+    """Yields the known traps that may explain a run that does not pass."""
+    yield from list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
+    model, wrong = asked.float_model or trial.job.model, _name_wrong(outputs, trial)
+    if wrong and model.suffix == ".onnx":
+        mistake = find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
+        yield from () if mistake is None else (f"output '{wrong[0]}' {mistake}",)
+
+
+def _look_inside(
+    trial: _Trial, device: Device, outputs: Sequence[OutputReport], asked: _Asked, work: Path
+) -> Located | None:
+    """Returns the layer that the device computes otherwise, None where that was not looked for."""
+    is_asked = asked.layers or bool(_name_wrong(outputs, trial))
+    if trial.run.failure is not None or not is_asked or "onnx" not in trial.bundle.manifest.forms:
+        return None
+    traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"))
+    located = look_at_layers(device, traced, work, may_cut=asked.layers)
+    if trial.plan.form == "onnx":
+        return located
+    note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{trial.plan.form}'"
+    return msgspec.structs.replace(located, notes=(*located.notes, note))
+
+
 def _digest_outputs(run: DeviceRun) -> str:
     try:
         return digest_samples(run.outputs)
     except EdgekitError:
         return ""
-
-
-def _describe_drift(run: DeviceRun) -> tuple[str, ...]:
-    """Returns a warning where the times of a real device changed under way; those of an emulator mean nothing."""
-    latency = summarize_latency(run.latency_ms)
-    if latency is None or latency.drift is None or run.evidence is not Evidence.DEVICE:
-        return ()
-    return (describe_drift(latency.drift),)

@@ -21,9 +21,10 @@ from edgekit.target import Target, TaskLimit
 from edgekit.verify.devices.device_layers import find_device_layer
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport, compare_layers
-from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.matching.trace import adapt_sample
 from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.tasks.scores import TaskReport, judge_task
 from edgekit.verify.tasks.tasks import find_metric, measure_task
@@ -55,8 +56,7 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
         """The first layer whose own error stands out, None if none does or none was compared."""
         if self.located is not None:
             return self.located.layer
-        layer = find_first_bad(self.layers)
-        return None if layer is None else layer.name
+        return name_first_bad(self.layers)
 
     def reaches(self, min_sqnr_db: float | None) -> bool:
         """Returns True if the outputs are comparable, finite and not below this ratio; metric and layers good."""
@@ -124,7 +124,7 @@ def compare_on_device(
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = _run_model(a, samples, {})
-        outputs = compare_outputs(wanted, run.outputs)
+        outputs = compare_device_outputs(wanted, run.outputs)
         located = find_device_layer(device, job, work / "layers") if layers else None
     return ModelComparison(
         a=a.name,

@@ -11,7 +11,7 @@ from verify_models import break_layer, make_images, quantize
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.golden.golden import Golden, make_golden
 from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
@@ -20,7 +20,8 @@ from edgekit.plain import to_json
 from edgekit.report.pages.html import render_verify
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
-from edgekit.verify.causes.attribute import attribute_loss, explain_report, share_loss
+from edgekit.verify.causes.attribute import attribute_loss, share_loss
+from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import AttributionStep, Step
 from edgekit.verify.run import verify_bundle
 
@@ -31,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Step, Model]:
     return {"prepare": prepared, "quantize": quantized}
 
 
-def bundle_of(models: dict[Step, Model], quantized: Model, folder: Path) -> Bundle:
+def bundle_of(models: dict[Step, Model], quantized: Model, folder: Path, *, float_model: Model | None = None) -> Bundle:
     target = load_target("nnapi")
     contents = Contents(
         source=models["prepare"],
@@ -43,12 +44,13 @@ def bundle_of(models: dict[Step, Model], quantized: Model, folder: Path) -> Bund
         ancestry=Ancestry(source="", prepared="", quantized="", data=""),
         versions={},
     )
-    return write_bundle(contents, folder / "bundle")
+    evidence = compare_with_float(float_model or models["prepare"], quantized, contents.golden)
+    return write_bundle(msgspec.structs.replace(contents, layers=encode_evidence(evidence)), folder / "bundle")
 
 
 def test_the_loss_of_an_honest_device_is_that_of_quantization(models: dict[Step, Model], tmp_path: Path) -> None:
     bundle = bundle_of(models, models["quantize"], tmp_path)
-    explained = explain_report(bundle, verify_bundle(bundle, [InProcess()]), models)
+    explained = attribute_loss(bundle, verify_bundle(bundle, [InProcess()]), models)
     shares = {step.step: step.noise_share or 0.0 for step in explained.attribution}
     assert list(shares) == ["prepare", "quantize", "provider"]
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -77,35 +79,31 @@ def test_a_broken_layer_is_named_in_a_report_that_fails(models: dict[Step, Model
     bundle = bundle_of(models, broken, tmp_path)
     report = verify_bundle(bundle, [InProcess()])
     assert not report.passed
-    assert explain_report(bundle, report, {**models, "quantize": broken}).first_bad_layer == "conv3"
+    assert report.first_bad_layer == "conv3"
+    assert "layer 'conv3' (Conv) does not compute what the float model does" in report.failures[0]
 
 
 def test_layers_that_onnx_runtime_does_not_trace_are_not_left_out_in_silence(
     models: dict[Step, Model], tmp_path: Path
 ) -> None:
-    bundle = bundle_of(models, models["quantize"], tmp_path)
     proto = onnx.load(str(models["prepare"].path))
     proto.graph.node[0].domain = "nowhere"
     proto.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
     onnx.save(proto, str(tmp_path / "strange.onnx"))
     strange = load_model(tmp_path / "strange.onnx")
-    explained = explain_report(bundle, verify_bundle(bundle, []), {**models, "prepare": strange})
-    (note,) = explained.notes
-    assert not explained.layers
+    report = verify_bundle(bundle_of(models, models["quantize"], tmp_path, float_model=strange), [])
+    (note,) = report.notes
+    assert not report.layers
     assert note.startswith("the layers were not compared with the float model's: ONNX Runtime refuses ")
-    assert note in list_verify_remarks(explained)
-    assert note in to_json(explained)
-    assert str(escape(note)) in render_verify(explained)
+    assert note in list_verify_remarks(report)
+    assert note in to_json(report)
+    assert str(escape(note)) in render_verify(report)
 
 
-def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(
-    models: dict[Step, Model], tmp_path: Path
-) -> None:
-    bundle = bundle_of(models, models["quantize"], tmp_path)
-    manifest = msgspec.structs.replace(bundle.manifest, forms={})
-    other = msgspec.structs.replace(bundle, manifest=manifest)
-    explained = explain_report(other, verify_bundle(bundle, []), {"prepare": models["prepare"]})
-    assert explained.notes == ("the layers were not compared: the bundle holds no ONNX file",)
+def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(models: dict[Step, Model]) -> None:
+    golden = Golden(folder=Path(), samples=0, inputs=(), outputs=(), has_labels=False)
+    evidence = compare_with_float(models["prepare"], None, golden)
+    assert evidence.note == "the layers were not compared: the bundle holds no ONNX file"
 
 
 def test_without_a_run_there_is_nothing_to_attribute(models: dict[Step, Model], tmp_path: Path) -> None:

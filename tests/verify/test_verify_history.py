@@ -16,11 +16,11 @@ from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.verify.history import (
+    compare_with_baseline,
     diff_runs,
     find_changes,
     find_last_good,
     find_regressions,
-    hold_against,
     list_runs,
     read_run,
     record_report,
@@ -67,7 +67,7 @@ def test_what_became_worse_fails_and_says_what_changed(bundle: Bundle) -> None:
         runs=(msgspec.structs.replace(run, versions={"onnxruntime": "1.32.0", "driver": "2"}, thresholds=limits),),
     )
     assert worse.passed
-    held = hold_against(worse, good, "run 7")
+    held = compare_with_baseline(worse, good, "run 7")
     assert not held.passed
     assert "worse than run 7: output 'y' on emulated: SQNR fell to" in held.failures[0]
     for change in ("model aaaaaaaaaaaa -> cccccccccccc", "driver on emulated none -> 2", "threshold min_cosine"):
@@ -78,13 +78,16 @@ def test_what_became_worse_fails_and_says_what_changed(bundle: Bundle) -> None:
 
 def test_the_same_and_what_chance_explains_is_no_regression(bundle: Bundle) -> None:
     first, again = (verify_bundle(bundle, [InProcess(lie=lambda rows: shake(rows, 0.01))]) for _ in range(2))
-    assert hold_against(again, first, "run 1").passed
-    assert hold_against(first, verify_bundle(bundle, [InProcess(lie=shake)]), "run 1").passed
+    assert compare_with_baseline(again, first, "run 1").passed
+    assert compare_with_baseline(first, verify_bundle(bundle, [InProcess(lie=shake)]), "run 1").passed
 
 
 def test_fewer_nodes_on_the_provider_are_worse(bundle: Bundle) -> None:
     before, now = (verify_bundle(bundle, [InProcess(nodes=nodes)]) for nodes in (5, 3))
-    assert "NnapiExecutionProvider on emulated takes 3 nodes, before 5" in hold_against(now, before, "r").failures[0]
+    assert (
+        "NnapiExecutionProvider on emulated takes 3 nodes, before 5"
+        in compare_with_baseline(now, before, "r").failures[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_the_nodes_of_an_emulator_are_no_placement(bundle: Bundle) -> None:
 def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:
     before = verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE)])
     slow = msgspec.structs.replace(before.runs[0], latency_ms=Latency(median=1.5, p95=2.0), peak_rss_bytes=3)
-    now = hold_against(msgspec.structs.replace(before, runs=(slow,)), before, "base.json")
+    now = compare_with_baseline(msgspec.structs.replace(before, runs=(slow,)), before, "base.json")
     assert now.passed
     limits = msgspec.structs.replace(slow.thresholds, max_latency_ratio=1.2, max_memory_ratio=2.0)
     lines = recheck_report(now, limits).runs[0].failures

@@ -11,7 +11,7 @@ from verify_models import break_layer, make_images, quantize
 
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
-from edgekit.verify.layers.biases import find_unfit
+from edgekit.verify.layers.biases import find_mismatched_scales
 from edgekit.verify.layers.comparison import compare_layers
 from edgekit.verify.layers.outliers import find_first_bad, judge_layers
 from edgekit.verify.layers.weights import FAR_STEPS, Initializers, measure_weights
@@ -116,7 +116,7 @@ def _make_layer(index: int, read: str) -> list[onnx.NodeProto]:
 def test_a_scale_that_does_not_fit_its_bias_is_found(
     tmp_path: Path, changes: dict[str, float], named: str | None
 ) -> None:
-    unfit = find_unfit(Initializers(save_biased(tmp_path / "biased.onnx", changes)))
+    unfit = find_mismatched_scales(Initializers(save_biased(tmp_path / "biased.onnx", changes)))
     assert list(unfit) == ([] if named is None else [named])
 
 

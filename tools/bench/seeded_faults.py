@@ -3,11 +3,11 @@
     python tools/bench/seeded_faults.py [MODEL]... [--layers 3] [--forms int8,fp16,fp32] [--kinds all|promised]
                                         [--state FILE] [--zoo ../shared/zoo]
 
-For each model, kind of fault and some layers: does `compare_layers` name the layer; does the bundle name it alone,
-without the float model; does the gate (the target's limits, or a layer that stands out)
-say no where at least 2 % of the first classes change; and does bisection on a device that gives nothing but outputs
-name the layer in at most 2 log2(N) runs. A clean model must pass and name no layer. A fault that moves no output by
-more than -60 dB and is not named is no fault that anybody could notice: it does not count.
+For each model, kind of fault and some layers: does `compare_layers` name the layer; does the gate (the target's
+limits, or a layer that stands out) say no where at least 2 % of the first classes change; and does bisection on a
+device that gives nothing but outputs name the layer in at most 2 log2(N) runs. A clean model must pass and name no
+layer. A fault that moves no output by more than -60 dB and is not named is no fault that anybody could notice: it does
+not count.
 
 With `--state` what is done is written down, model by model and form by form, and not done again: the table at the end
 is that of the whole file. Bisection is asked for the promised kinds in integers.
@@ -48,7 +48,6 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.target import Target
-from edgekit.verify.causes.fingerprints import find_changed_layer, fingerprint_layers
 from edgekit.verify.devices.bisect import locate_on_device
 from edgekit.verify.layers.comparison import compare_layers
 from edgekit.verify.layers.outliers import find_first_bad, judge_layers
@@ -61,7 +60,7 @@ DEFAULT = (
     "ppocr_cls_mbv3", "mnist8_cntk", "silero_vad",
 )  # fmt: skip
 KINDS: Mapping[str, Mapping[str, Fault]] = {"promised": FAULTS, "all": {**FAULTS, **HELD_OUT, **OTHERS}}
-_LEAST = {"layer": 0.95, "bundle": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
+_LEAST = {"layer": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
 _UNNOTICEABLE_DB = 60.0
 
 
@@ -146,7 +145,6 @@ def measure_model(
     said = (*judge_layers(compare_layers(subject.prepared, clean, few)), *judge(reference, right, target))
     known = f"{subject.name} {form}"
     yield Answer(question="clean", kind="none", right=not said, words=f"{known}: {' / '.join(said)}")
-    built = fingerprint_layers(clean)
     for fault, proto in seed_faults(clean, faults, layers):
         words = f"{known}: {fault.kind} in {fault.layer}"
         onnx.save(proto, str(work / "broken.onnx"))
@@ -158,9 +156,6 @@ def measure_model(
         named = find_first_bad(compare_layers(subject.prepared, broken, few))
         moved = measure_move(right, got)
         if moved < _UNNOTICEABLE_DB or named is not None:
-            told = find_changed_layer(built, fingerprint_layers(broken))
-            is_told = told is not None and names_layer(told.layer, fault, proto)
-            yield Answer(question="bundle", kind=fault.kind, right=is_told, words=f"{words}: says {told}")
             is_named = named is not None and names_layer(named.name, fault, proto)
             text = f"{words}: names {named and named.name} ({moved:.0f} dB)"
             yield Answer(question="layer", kind=fault.kind, right=is_named, words=text)

@@ -16,8 +16,8 @@ from edgekit.errors import RuntimeRefusal
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Form, Precision
 
-EXPECTED, LAYERS = "expected.npz", "layers.json"
-"""What the model in the bundle gives for the chosen samples; and the fingerprints of its layers."""
+EXPECTED = "expected.npz"
+"""What the model in the bundle gives for the chosen samples."""
 CANDIDATES = 16
 """So many golden samples are looked at, spread evenly, to choose from."""
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from edgekit._files import digest_file, replacing_file
-from edgekit.bundle.golden.expected import EXPECTED, LAYERS
+from edgekit.bundle.golden.expected import EXPECTED
 from edgekit.bundle.golden.golden import INPUTS, OUTPUTS, Golden, read_outputs
 from edgekit.bundle.manifest.manifest import GoldenFacts, Manifest
 from edgekit.errors import DataError, UsageError
@@ -69,8 +69,6 @@ def adopt_expected(recorded: Recorded, models: Mapping[Form, Sequence[Path]], ou
     if not is_same or not recorded.manifest.golden.chosen:
         return None
     _copy(recorded.golden / EXPECTED, out / EXPECTED)
-    if f"golden/{LAYERS}" in known:
-        _copy(recorded.golden / LAYERS, out / LAYERS)
     return recorded.manifest.golden
 
 

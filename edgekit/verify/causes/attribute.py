@@ -8,19 +8,19 @@ import msgspec
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden.golden import read_classes, read_inputs, read_outputs
-from edgekit.data.samples import Samples, keep_small, select_samples, spread_indices
-from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.data.samples import Samples, keep_small, select_samples
+from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
-from edgekit.verify.layers.comparison import compare_layers
-from edgekit.verify.layers.outliers import find_first_bad
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, RunReport, Step, VerifyReport
 from edgekit.verify.tasks.accuracy import measure_accuracy
 
-_LOCATING_SAMPLES = 4
+_HISTORY = (
+    "the steps of the attribution that did not run now are those of the bundle's verify.json, which no digest covers"
+)
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,46 +28,6 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     reference: Samples
     labels: tuple[int, ...] | None
     output: str
-
-
-def explain_report(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
-    """Returns the report with the loss attributed, the layers measured, and the first of them that stands out.
-
-    `models` holds the models that the bundle was made from, under "prepare" and, for integer precisions, "quantize".
-    The layers are those of the bundle's own ONNX file; where they cannot be compared, a note of the report says why.
-
-    Raises:
-        RuntimeRefusal: ONNX Runtime cannot run one of the models.
-    """
-    explained = attribute_loss(bundle, report, models)
-    deployed = _find_deployed(bundle, models)
-    if "prepare" not in models:
-        return explained
-    if deployed is None:
-        return _add_note(explained, "the layers were not compared: the bundle holds no ONNX file")
-    few = select_samples(read_inputs(bundle.golden), spread_indices(bundle.manifest.golden.samples, _LOCATING_SAMPLES))
-    try:
-        layers = compare_layers(models["prepare"], deployed, few)
-    except (ModelError, RuntimeRefusal) as error:
-        reason = error.message
-        for model in (models["prepare"], deployed):
-            reason = reason.replace(f"{model.path.parent}/", "")
-        return _add_note(explained, f"the layers were not compared with the float model's: {reason}")
-    bad = find_first_bad(layers)
-    name = explained.first_bad_layer if bad is None else bad.name
-    return msgspec.structs.replace(explained, layers=layers, first_bad_layer=name)
-
-
-def _add_note(report: VerifyReport, note: str) -> VerifyReport:
-    return msgspec.structs.replace(report, notes=(*report.notes, note))
-
-
-def _find_deployed(bundle: Bundle, models: Mapping[Step, Model]) -> Model | None:
-    """Returns the ONNX model in the bundle, or the quantized one where it holds other forms only."""
-    if "onnx" not in bundle.manifest.forms:
-        return models.get("quantize")
-    libraries = models["prepare"].custom_ops if "prepare" in models else ()
-    return load_model(bundle.find_model("onnx"), custom_ops=libraries)
 
 
 def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
@@ -105,7 +65,7 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
     """Returns the report with the attribution that an earlier report of the same bundle held.
 
     A run of the report on the device that was explained renews the last step; a run on a real device adds the step
-    "device" to what an emulator showed.
+    "device" to what an emulator showed. The rest is history, which a note says, and no part of the verdict.
     """
     if known is None or not known.attribution or report.attribution:
         return report
@@ -125,9 +85,7 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
         report,
         attribution=share_loss(steps, next(iter(accuracies), None)),
         attributed_device=explained,
-        first_bad_layer=report.first_bad_layer or known.first_bad_layer,
-        layers=report.layers or known.layers,
-        notes=report.notes or known.notes,
+        notes=tuple(dict.fromkeys((*report.notes, *known.notes, _HISTORY))),
     )
 
 

@@ -10,7 +10,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, TensorSpec
-from edgekit.verify.devices.cuts import Cut, plan_cuts, save_beginning
+from edgekit.verify.devices.cuts import Cut, plan_cuts, save_prefix
 from edgekit.verify.facts import Located
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -30,22 +30,22 @@ def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float
     model = load_model(job.model)
     cuts = plan_cuts(read_proto(model, weights=False).graph)
     runs = 1
-    if not cuts or _begins_right(device, job, model, cuts[-1], work / "whole", min_sqnr_db):
+    if not cuts or _prefix_is_right(device, job, model, cuts[-1], work / "whole", min_sqnr_db):
         return Located(layer=None, runs=runs, cuts=len(cuts))
     right, wrong = -1, len(cuts) - 1
     while wrong - right > 1:
         middle = (right + wrong) // 2
         runs += 1
-        if _begins_right(device, job, model, cuts[middle], work / str(middle), min_sqnr_db):
+        if _prefix_is_right(device, job, model, cuts[middle], work / str(middle), min_sqnr_db):
             right = middle
         else:
             wrong = middle
     return Located(layer=cuts[wrong].layer, runs=runs, cuts=len(cuts))
 
 
-def _begins_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_sqnr_db: float) -> bool:
+def _prefix_is_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_sqnr_db: float) -> bool:
     work.mkdir(parents=True)
-    beginning = save_beginning(model, cut, work / "beginning.onnx")
+    beginning = save_prefix(model, cut, work / "beginning.onnx")
     reference = run_here(beginning, job.samples)
     outputs = tuple(_describe(name, value) for name, value in next(iter(reference), dict[str, Array]()).items())
     folder = work / "run"

@@ -41,7 +41,7 @@ def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def save_beginning(model: Model, cut: Cut, path: Path) -> Model:
+def save_prefix(model: Model, cut: Cut, path: Path) -> Model:
     """Saves the part of a model before a cut as a model of its own, with the same inputs.
 
     Raises:

@@ -19,7 +19,7 @@ from edgekit.verify.devices.probes import Probe, find_sources, open_layers, plan
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.matching.grids import StepErrors, add_steps, measure_steps
-from edgekit.verify.matching.trace import FED_PREFIX
+from edgekit.verify.matching.trace import ISOLATED_PREFIX
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -227,7 +227,7 @@ def _sum_up(model: Model, part: _Slice, job: Job, run: DeviceRun, sums: dict[str
             dtypes = {probe.tensor: got[probe.tensor].dtype.name for probe in part.sources}
             fed = open_layers(model, part.wanted, part.sources, dtypes)
         wanted = here.run(sample)
-        own = fed.run({**sample, **{FED_PREFIX + probe.tensor: got[probe.tensor] for probe in part.sources}})
+        own = fed.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in part.sources}})
         for probe in part.wanted:
             found, expected = _read(probe, got), _read(probe, own)
             measured = _Sums(

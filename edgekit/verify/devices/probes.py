@@ -12,14 +12,14 @@ from edgekit.model.model import Model, iterate_reads, read_proto, save_proto
 from edgekit.model.tensors import TensorSpec
 from edgekit.verify.matching.grids import Grid, read_grid
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
-from edgekit.verify.matching.trace import FED_PREFIX, open_proto
+from edgekit.verify.matching.trace import ISOLATED_PREFIX, open_proto
 
 _ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
-_ENDINGS = frozenset({
+_FUSED_AFTER = frozenset({
     "BatchNormalization", "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Tanh",
 })  # fmt: skip
 """What runtimes compute together with the node before, where nothing else reads that node."""
-_ENDINGS_WITH_CONSTANT = frozenset({"Add", "Mul"})
+_FUSED_WITH_CONSTANT = frozenset({"Add", "Mul"})
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
             starts[name] = start
             after = readers.get(name, [])
             grid = read_grid(node, tensors) if node.op_type == QUANTIZE else None
-            if len(after) == 1 and name not in given and _ends(after[0], node, dynamic - tensors.keys()):
+            if len(after) == 1 and name not in given and _is_fused_into(after[0], node, dynamic - tensors.keys()):
                 joined.add(name)
             elif grid is not None or not (node.op_type in _ROUNDING or any(_rounds(reader) for reader in after)):
                 probes.append(Probe(tensor=name, layer=start[0], op=start[1], grid=grid))
@@ -91,7 +91,7 @@ def open_layers(
 ) -> CpuSession:
     """Returns a session, with every optimisation off, of the nodes that the tensors `wanted` need, and gives those.
 
-    What `fed` names is an input `FED_PREFIX` + name, of its dtype: every node reads it there.
+    What `fed` names is an input `ISOLATED_PREFIX` + name, of its dtype: every node reads it there.
     """
     proto = read_proto(model, weights=False)
     graph = proto.graph
@@ -101,14 +101,14 @@ def open_layers(
     for node in nodes:
         for place, name in enumerate(node.input):
             if name in names:
-                node.input[place] = FED_PREFIX + name
+                node.input[place] = ISOLATED_PREFIX + name
     needed = {name for node in nodes for name in iterate_reads(node)}
     constants = {tensor.name for tensor in graph.initializer}
     inputs = [
         *(value for value in graph.input if value.name not in constants - needed),
         *(
             onnx.helper.make_tensor_value_info(
-                FED_PREFIX + name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype((dtypes or {})[name])), None
+                ISOLATED_PREFIX + name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype((dtypes or {})[name])), None
             )
             for name in sorted(names)
         ),
@@ -135,11 +135,11 @@ def _find_start(
     return (node.name or node.output[0], node.op_type) if before is None else starts[before]
 
 
-def _ends(reader: onnx.NodeProto, node: onnx.NodeProto, dynamic: Collection[str]) -> bool:
+def _is_fused_into(reader: onnx.NodeProto, node: onnx.NodeProto, dynamic: Collection[str]) -> bool:
     if node.op_type in _ROUNDING:
         return False
     others = [name for name in reader.input if name in dynamic and name not in node.output]
-    return reader.op_type in _ENDINGS or (reader.op_type in _ENDINGS_WITH_CONSTANT and not others)
+    return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)
 
 
 def _rounds(node: onnx.NodeProto) -> bool:

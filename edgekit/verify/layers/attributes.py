@@ -27,7 +27,7 @@ _ALIKE = 0.3
 _SHOWN = 60
 
 
-class _Graft(msgspec.Struct, frozen=True, kw_only=True):
+class _Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A node of model B that reads the tensors of model A, its constants, A's outputs, the difference in words."""
 
     node: onnx.NodeProto
@@ -61,21 +61,27 @@ def find_altered(
     a, b = floats.model, stored.model
     twins, opsets = {item.raw_b: item for item in matched}, (a.opsets, b.opsets)
     inputs = {spec.name for spec in a.inputs} & {spec.name for spec in b.inputs}
-    grafts: dict[str, _Graft] = {}
+    differences: dict[str, _Difference] = {}
     for item in matched:
         nodes = pair_nodes(floats, stored, item)
         if nodes is not None:
-            graft = _plan(
+            difference = _plan(
                 _Pair(nodes=nodes, floats=floats, stored=stored, opsets=opsets, twins=twins, inputs=frozenset(inputs))
             )
-            grafts |= {} if graft is None else {item.tensor: graft}
-    if not grafts:
+            differences |= {} if difference is None else {item.tensor: difference}
+    if not differences:
         return {}
     given = adapt_sample(sample, a)
-    names = {name for graft in grafts.values() for name in (*graft.node.input, *graft.wanted) if name}
-    constants = {name for graft in grafts.values() for name in graft.constants}
+    names = {
+        name for difference in differences.values() for name in (*difference.node.input, *difference.wanted) if name
+    }
+    constants = {name for difference in differences.values() for name in difference.constants}
     known = {**given, **open_traced(a, sorted(names - constants)).run(given)}
-    return {tensor: graft.words for tensor, graft in grafts.items() if _changes(graft, floats.proto, known)}
+    return {
+        tensor: difference.words
+        for tensor, difference in differences.items()
+        if _changes(difference, floats.proto, known)
+    }
 
 
 def fill_attributes(node: onnx.NodeProto, opsets: Mapping[str, int]) -> dict[str, Any]:
@@ -131,7 +137,7 @@ def is_rounded(wanted: Array, found: Array) -> bool:
     return bool((near | ~(np.abs(exact) <= _MASK)).all())
 
 
-def _plan(pair: _Pair) -> _Graft | None:
+def _plan(pair: _Pair) -> _Difference | None:
     """Returns the node of B as it would stand in A, None where nothing differs or it cannot stand there."""
     mine, theirs = pair.nodes
     if mine.domain != theirs.domain or not is_same_version(mine, *pair.opsets):
@@ -141,7 +147,7 @@ def _plan(pair: _Pair) -> _Graft | None:
         return None
     words = [describe_changed(name, first, second) for name in list_changed(first, second)]
     node = onnx.NodeProto(op_type=theirs.op_type, domain=theirs.domain, name=theirs.name, attribute=theirs.attribute)
-    node.output.extend(f"edgekit.grafted:{name}" if name else "" for name in mine.output)
+    node.output.extend(f"edgekit.tried:{name}" if name else "" for name in mine.output)
     constants: dict[str, Array] = {}
     for place in range(len(theirs.input)):
         name, value, difference = _read_input(pair, place)
@@ -152,7 +158,7 @@ def _plan(pair: _Pair) -> _Graft | None:
         words += [difference] if difference else []
     if not words or not all(_is_alike(pair, place) for place in range(len(theirs.input))):
         return None
-    return _Graft(node=node, constants=constants, wanted=tuple(mine.output), words=", ".join(words))
+    return _Difference(node=node, constants=constants, wanted=tuple(mine.output), words=", ".join(words))
 
 
 def _is_alike(pair: _Pair, place: int) -> bool:
@@ -186,7 +192,7 @@ def _read_input(pair: _Pair, place: int) -> tuple[str | None, Array | None, str]
             return None, None, ""
         value = _read_changed(pair, wanted, source) if wanted == own and source == name else None
         if value is not None:
-            return f"edgekit.grafted:{place}", value, f"its constant '{own}' is not the float model's"
+            return f"edgekit.tried:{place}", value, f"its constant '{own}' is not the float model's"
         return own, pair.floats.read(own) if wanted == own else None, ""
     twin = pair.twins.get(source)
     tensor, read = (source, source) if source in pair.inputs else (twin.tensor, twin.in_a) if twin else ("", None)
@@ -208,10 +214,10 @@ def _read_changed(pair: _Pair, wanted: str, found: str) -> Array | None:
     return held.astype(exact.dtype)
 
 
-def _changes(graft: _Graft, proto: onnx.ModelProto, known: Tensors) -> bool:
+def _changes(difference: _Difference, proto: onnx.ModelProto, known: Tensors) -> bool:
     """Returns True if B's node makes of A's tensors something else than A's node does."""
-    node = graft.node
-    dynamic = sorted({name for name in node.input if name and name not in graft.constants})
+    node = difference.node
+    dynamic = sorted({name for name in node.input if name and name not in difference.constants})
     if not dynamic:
         return False
     inputs = [
@@ -219,8 +225,8 @@ def _changes(graft: _Graft, proto: onnx.ModelProto, known: Tensors) -> bool:
         for name in dynamic
     ]
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
-    constants = [numpy_helper.from_array(value, name) for name, value in graft.constants.items()]
-    graph = helper.make_graph([node], "graft", inputs, outputs, constants)
+    constants = [numpy_helper.from_array(value, name) for name, value in difference.constants.items()]
+    graph = helper.make_graph([node], "difference", inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     try:
         session = CpuSession(model.SerializeToString(), SessionSettings(level=Level.DISABLED), subject=node.name)
@@ -228,7 +234,9 @@ def _changes(graft: _Graft, proto: onnx.ModelProto, known: Tensors) -> bool:
     except RuntimeRefusal:
         return False
     return any(
-        not _is_same(known[name], found[given]) for name, given in zip(graft.wanted, node.output, strict=True) if name
+        not _is_same(known[name], found[given])
+        for name, given in zip(difference.wanted, node.output, strict=True)
+        if name
     )
 
 

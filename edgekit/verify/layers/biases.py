@@ -28,7 +28,7 @@ class _Bias(msgspec.Struct, frozen=True, kw_only=True):
         return bool(np.all(np.abs(self.ratios - 1.0) <= _TOLERANCE))
 
 
-def find_unfit(stored: Initializers) -> dict[str, str]:
+def find_mismatched_scales(stored: Initializers) -> dict[str, str]:
     """Returns, by the tensor or else the node that is to blame, which scales of a model do not fit those behind it.
 
     The scale of a bias is that of the input times that of the weight (ONNX's quantization of QLinearConv: one product

@@ -11,10 +11,10 @@ from edgekit.model.model import Model
 from edgekit.model.scaling import read_scaling, scale_channels
 from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.layers.attributes import find_altered
-from edgekit.verify.layers.biases import find_unfit
-from edgekit.verify.layers.isolate import Feeder, open_feeder
-from edgekit.verify.layers.overflows import HALF_MAX, find_reach, find_size, settle_infinities
-from edgekit.verify.layers.subgraphs import Inner, find_inner
+from edgekit.verify.layers.biases import find_mismatched_scales
+from edgekit.verify.layers.isolate import IsolatedLayers, isolate_layers
+from edgekit.verify.layers.overflows import HALF_MAX, measure_largest, measure_rms, settle_infinities
+from edgekit.verify.layers.subgraphs import InnerNode, find_inner_differences
 from edgekit.verify.layers.weights import Initializers, WeightFacts, measure_weights
 from edgekit.verify.matching.grids import Grid, StepErrors, add_steps, find_grids, follow_moves, measure_steps
 from edgekit.verify.matching.match import MatchedTensor, match_tensors
@@ -85,18 +85,16 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
     floats, stored = Initializers(a), Initializers(b)
     graphs, scaling = (floats.graph, stored.graph), read_scaling(stored.proto)
     every = matched = match_tensors(*graphs)
-    traced_a, traced_b = (
-        open_traced(a, [tensor.in_a for tensor in matched]),
-        open_traced(b, [tensor.in_b for tensor in matched]),
-    )
-    feeder: Feeder | None = None
+    traced_a = open_traced(a, [tensor.in_a for tensor in matched])
+    traced_b = open_traced(b, [tensor.in_b for tensor in matched])
+    isolated: IsolatedLayers | None = None
     sums: dict[str, _Sums] = {}
     grids, regions, altered = find_grids(b), dict[str, Region](), dict[str, str]()
     for sample in samples:
         wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
         scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
         wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
-        if feeder is None:
+        if isolated is None:
             # A sequence or a map came back as its parts, under other names.
             every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
             matched = _keep_comparable(every, wanted, found)
@@ -104,13 +102,15 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
                 every, matched, graphs, (wanted, found)
             )
             regions = find_regions(*graphs, matched)
-            feeder = open_feeder((a, b), matched, (wanted, found), regions, (follow_moves(grids, graphs[1]), scaling))
-        reference, own = feeder.run(sample, wanted, found)
+            isolated = isolate_layers(
+                (a, b), matched, (wanted, found), regions, (follow_moves(grids, graphs[1]), scaling)
+            )
+        reference, own = isolated.run(sample, wanted, found)
         _add_results(sums, matched, regions, grids, (wanted, found, reference, own))
-    inner = find_inner(floats, stored, every)
+    inner = find_inner_differences(floats, stored, every)
     if not sums and not altered:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    weights, unfit = measure_weights(floats, stored, matched, regions), find_unfit(stored)
+    weights, unfit = measure_weights(floats, stored, matched, regions), find_mismatched_scales(stored)
     layers = (
         msgspec.structs.replace(
             _report(item, sums.get(item.tensor, _Sums()), regions.get(item.tensor, Region()), grids, weights),
@@ -123,7 +123,7 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
     return tuple(_look_inside(layer, inner.get(layer.tensor)) for layer in layers)
 
 
-def _look_inside(layer: LayerReport, inner: Inner | None) -> LayerReport:
+def _look_inside(layer: LayerReport, inner: InnerNode | None) -> LayerReport:
     """Returns the layer, or where one of its bodies holds a node that is not A's that node in its place."""
     if inner is None:
         return layer
@@ -140,13 +140,13 @@ def _add_results(
 ) -> None:
     """Adds what one sample says of every layer: the values of A, those of B, and what each makes of what it is fed."""
     wanted, found, reference, own = values
-    reaches = {item.tensor: find_reach(wanted[item.in_a]) for item in matched}
-    sizes = {item.tensor: find_size(wanted[item.in_a]) for item in matched}
+    reaches = {item.tensor: measure_largest(wanted[item.in_a]) for item in matched}
+    sizes = {item.tensor: measure_rms(wanted[item.in_a]) for item in matched}
     for item in matched:
         known = sums.setdefault(item.tensor, _Sums())
         known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
         known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
-        twins = [own[name] for name in sorted(item.twins_in_b)]
+        twins = [own[name] for name in sorted(item.copies_in_b)]
         piled = metrics.measure_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
         known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
         _add_own(known, reference[item.in_a], twins, grids.get(item.raw_b))

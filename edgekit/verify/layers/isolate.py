@@ -12,10 +12,10 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.matching.grids import Grid
 from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.regions import Region
-from edgekit.verify.matching.trace import FED_PREFIX, adapt_sample, open_fed
+from edgekit.verify.matching.trace import ISOLATED_PREFIX, adapt_sample, open_isolated
 
 
-class Feeder(msgspec.Struct, frozen=True, kw_only=True):
+class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
     """Both models with every matched tensor as an input; that of A is only opened where it is needed."""
 
     models: tuple[Model, Model]
@@ -42,9 +42,11 @@ class Feeder(msgspec.Struct, frozen=True, kw_only=True):
         if self.of_a is not None:
             values = {item.tensor: self._round(item, values[item.tensor]) for item in self.matched}
             plain = self.scale({item.in_a: values[item.tensor] for item in self.matched}, -1)
-            feed = {FED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype) for item in self.matched}
+            feed = {
+                ISOLATED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype) for item in self.matched
+            }
             reference = self.scale(self.of_a.run({**adapt_sample(sample, self.models[0]), **feed}))
-        feed = {FED_PREFIX + item.tensor: _cast(values[item.tensor], found[item.in_b]) for item in self.matched}
+        feed = {ISOLATED_PREFIX + item.tensor: _cast(values[item.tensor], found[item.in_b]) for item in self.matched}
         return reference, self.of_b.run({**adapt_sample(sample, self.models[1]), **feed})
 
     def _round(self, item: MatchedTensor, value: Array) -> Array:
@@ -52,23 +54,23 @@ class Feeder(msgspec.Struct, frozen=True, kw_only=True):
         return value if grid is None else grid.round_values(value).astype(value.dtype)
 
 
-def open_feeder(
+def isolate_layers(
     models: tuple[Model, Model],
     matched: Sequence[MatchedTensor],
     values: tuple[Tensors, Tensors],
     regions: Mapping[str, Region],
     told: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
-) -> Feeder:
-    """Returns the feeder of two models; `values` are one sample's, for their types, `told` B's grids and scaling."""
+) -> IsolatedLayers:
+    """Returns the isolated of two models; `values` are one sample's, for their types, `told` B's grids and scaling."""
     of_a = None
     if any(region.roundings for region in regions.values()):
         mirrored = [
-            msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, twins_in_b=frozenset({item.in_a}))
+            msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, copies_in_b=frozenset({item.in_a}))
             for item in matched
         ]
-        of_a = open_fed(models[0], mirrored, {item.tensor: values[0][item.in_a].dtype for item in matched})
-    of_b = open_fed(models[1], matched, {item.tensor: values[1][item.in_b].dtype for item in matched})
-    return Feeder(models=models, matched=matched, grids=told[0], scaling=told[1], of_a=of_a, of_b=of_b)
+        of_a = open_isolated(models[0], mirrored, {item.tensor: values[0][item.in_a].dtype for item in matched})
+    of_b = open_isolated(models[1], matched, {item.tensor: values[1][item.in_b].dtype for item in matched})
+    return IsolatedLayers(models=models, matched=matched, grids=told[0], scaling=told[1], of_a=of_a, of_b=of_b)
 
 
 def _cast(wanted: Array, found: Array) -> Array:

@@ -43,6 +43,12 @@ def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
     return next(iter(found), None) or next((layer for layer in layers if layer.unfit), None)
 
 
+def name_first_bad(layers: Sequence[LayerReport]) -> str | None:
+    """Returns the name of the first layer that stands out, None if none does."""
+    layer = find_first_bad(layers)
+    return None if layer is None else layer.name
+
+
 def _describe(layer: LayerReport) -> str:
     """Returns in words how a layer stands out, "" if it does not."""
     known = layer.altered or _describe_values(layer)

@@ -22,13 +22,13 @@ def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
     return np.where(meant, wanted.dtype.type(0), wanted), np.where(meant, got.dtype.type(0), got)
 
 
-def find_reach(value: Array) -> float:
+def measure_largest(value: Array) -> float:
     """Returns the largest absolute value that is finite and no mask."""
     kept = np.abs(value[np.isfinite(value) & (value > _MASK)].astype(np.float64))
     return float(kept.max(initial=0.0))
 
 
-def find_size(value: Array) -> float:
+def measure_rms(value: Array) -> float:
     """Returns the root of the mean square of what is finite and no mask."""
     kept = value[np.isfinite(value) & (value > _MASK)].astype(np.float64)
     return float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))

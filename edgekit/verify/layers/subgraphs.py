@@ -27,7 +27,7 @@ _Opsets = tuple[Mapping[str, int], Mapping[str, int]]
 _Constants = tuple[Mapping[str, onnx.TensorProto], Mapping[str, onnx.TensorProto]]
 
 
-class Inner(msgspec.Struct, frozen=True, kw_only=True):
+class InnerNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node inside a body that is not the float model's, and how."""
 
     name: str
@@ -35,14 +35,16 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
     words: str
 
 
-def find_inner(floats: Initializers, stored: Initializers, matched: Sequence[MatchedTensor]) -> dict[str, Inner]:
+def find_inner_differences(
+    floats: Initializers, stored: Initializers, matched: Sequence[MatchedTensor]
+) -> dict[str, InnerNode]:
     """Returns, by the tensor of a control-flow node, the first node in its bodies that is not model A's.
 
     Bodies are compared where they hold the same operators in the same order: attributes, with defaults filled in, and
     constants, beyond rounding to half precision.
     """
     opsets = floats.model.opsets, stored.model.opsets
-    found: dict[str, Inner] = {}
+    found: dict[str, InnerNode] = {}
     for item in matched:
         pair = pair_nodes(floats, stored, item)
         if pair is not None and any(attribute.HasField("g") for attribute in pair[0].attribute):
@@ -53,28 +55,28 @@ def find_inner(floats: Initializers, stored: Initializers, matched: Sequence[Mat
 
 def _compare_nodes(
     mine: onnx.NodeProto, theirs: onnx.NodeProto, constants: _Constants, opsets: _Opsets
-) -> Iterator[Inner]:
+) -> Iterator[InnerNode]:
     first, second = ({item.name: item.g for item in node.attribute if item.HasField("g")} for node in (mine, theirs))
     for name in sorted(first.keys() & second.keys()):
-        yield from _compare_bodies(first[name], second[name], constants, opsets)
+        yield from _compare_subgraphs(first[name], second[name], constants, opsets)
 
 
-def _compare_bodies(
+def _compare_subgraphs(
     first: onnx.GraphProto, second: onnx.GraphProto, outer: _Constants, opsets: _Opsets
-) -> Iterator[Inner]:
+) -> Iterator[InnerNode]:
     constants = ({**outer[0], **list_constants(first)}, {**outer[1], **list_constants(second)})
     nodes = [[node for node in order_nodes(graph) if node.op_type not in _PASSED] for graph in (first, second)]
     known = {node.name: node.op_type for node in first.node if node.name}
     for node in second.node:
         if known.get(node.name, node.op_type) != node.op_type:
             words = f"it is a {node.op_type}, in the float model a {known[node.name]}"
-            yield Inner(name=node.name, op=node.op_type, words=words)
+            yield InnerNode(name=node.name, op=node.op_type, words=words)
     if [node.op_type for node in nodes[0]] != [node.op_type for node in nodes[1]]:
         return
     for mine, theirs in zip(*nodes, strict=True):
         words = _describe(mine, theirs, constants, opsets)
         if words:
-            yield Inner(name=theirs.name or theirs.output[0], op=theirs.op_type, words=words)
+            yield InnerNode(name=theirs.name or theirs.output[0], op=theirs.op_type, words=words)
         yield from _compare_nodes(mine, theirs, constants, opsets)
 
 

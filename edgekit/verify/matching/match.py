@@ -19,8 +19,8 @@ class MatchedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that both models compute.
 
     `tensor` is its name in the first model and `raw_b` that in the second. `in_a` and `in_b` name what the nodes after
-    it read: the value behind Q and DQ, where there are such. `twins_in_b` are all tensors of the second model that hold
-    this value. `layer` and `op` are those of the node that computes it in the second model.
+    it read: the value behind Q and DQ, where there are such. `copies_in_b` are all tensors of the second model that
+    hold this value. `layer` and `op` are those of the node that computes it in the second model.
     """
 
     tensor: str
@@ -29,7 +29,7 @@ class MatchedTensor(msgspec.Struct, frozen=True, kw_only=True):
     in_a: str
     raw_b: str
     in_b: str
-    twins_in_b: frozenset[str]
+    copies_in_b: frozenset[str]
 
 
 def match_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> tuple[MatchedTensor, ...]:
@@ -70,7 +70,7 @@ def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[s
                 in_a=behind_a[0],
                 raw_b=raw,
                 in_b=behind_b[0],
-                twins_in_b=frozenset(behind_b),
+                copies_in_b=frozenset(behind_b),
             )
         )
     return tuple(matched)

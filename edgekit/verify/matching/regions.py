@@ -47,7 +47,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 def find_regions(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[MatchedTensor]) -> dict[str, Region]:
     """Returns the region of each matched tensor, by its name in `a`: that of `b`, in the coarser arithmetic of both."""
     ends_a = {item.tensor: (item.in_a,) for item in matched}
-    ends_b = {item.tensor: tuple(sorted(item.twins_in_b)) for item in matched}
+    ends_b = {item.tensor: tuple(sorted(item.copies_in_b)) for item in matched}
     first, second = _walk_all(a, ends_a), _walk_all(b, ends_b)
     return {
         name: msgspec.structs.replace(

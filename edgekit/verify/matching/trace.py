@@ -13,7 +13,7 @@ from edgekit.model.tensors import DTYPES, Array, Tensors
 from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.order import QUANTIZE
 
-FED_PREFIX = "edgekit.fed:"
+ISOLATED_PREFIX = "edgekit.isolated:"
 
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 _QUIET = {"session.intra_op.allow_spinning": "0"}
@@ -23,31 +23,31 @@ _QUIET = {"session.intra_op.allow_spinning": "0"}
 def open_traced(model: Model, names: Sequence[str]) -> CpuSession:
     """Returns a session, with every optimisation off, that gives the tensors `names` as outputs."""
     proto = read_proto(model, weights=False)
-    _give_out(proto, names)
+    _add_outputs(proto, names)
     return open_proto(proto, model)
 
 
-def open_fed(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str, np.dtype[Any]]) -> CpuSession:
-    """Returns a session in which every layer computes from values that it is fed, not from those of the layer before.
+def open_isolated(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str, np.dtype[Any]]) -> CpuSession:
+    """Returns a session that runs each layer in isolation, on values that are given, not on those of the layer before.
 
-    Each matched tensor becomes an input `FED_PREFIX` + name, of the type in `dtypes`, which the nodes after it read;
-    the Q and DQ nodes that round the tensor itself still belong to the layer that computes it. The outputs are the
-    matched tensors as each layer computes them, with all their twins.
+    Each matched tensor becomes an input `ISOLATED_PREFIX` + name, of the type in `dtypes`, which the nodes after it
+    read; the Q and DQ nodes that round the tensor itself still belong to the layer that computes it. The outputs are
+    the matched tensors as each layer computes them, with all their copies.
     """
     proto = read_proto(model, weights=False)
-    fed = {twin: tensor.tensor for tensor in matched for twin in tensor.twins_in_b if tensor.tensor in dtypes}
+    given = {copy: tensor.tensor for tensor in matched for copy in tensor.copies_in_b if tensor.tensor in dtypes}
     rounding = {tensor.raw_b for tensor in matched if tensor.in_b != tensor.raw_b}
     for node in proto.graph.node:
         for place, name in enumerate(node.input):
-            if name in fed and not (node.op_type == QUANTIZE and name in rounding):
-                node.input[place] = FED_PREFIX + fed[name]
-    for name in sorted(set(fed.values())):
+            if name in given and not (node.op_type == QUANTIZE and name in rounding):
+                node.input[place] = ISOLATED_PREFIX + given[name]
+    for name in sorted(set(given.values())):
         proto.graph.input.append(
             onnx.helper.make_tensor_value_info(
-                FED_PREFIX + name, onnx.helper.np_dtype_to_tensor_dtype(dtypes[name]), None
+                ISOLATED_PREFIX + name, onnx.helper.np_dtype_to_tensor_dtype(dtypes[name]), None
             )
         )
-    _give_out(proto, [twin for tensor in matched for twin in sorted(tensor.twins_in_b)])
+    _add_outputs(proto, [copy for tensor in matched for copy in sorted(tensor.copies_in_b)])
     return open_proto(proto, model)
 
 
@@ -78,7 +78,7 @@ def _both_float(value: Array, dtype: str) -> bool:
     return (value.dtype.kind == "f" and dtype.startswith("float")) or (value.dtype.kind in "UO" and dtype == "string")
 
 
-def _give_out(proto: onnx.ModelProto, names: Sequence[str]) -> None:
+def _add_outputs(proto: onnx.ModelProto, names: Sequence[str]) -> None:
     given = {value.name for value in proto.graph.output}
     for name in dict.fromkeys(names):
         if name not in given:

@@ -12,17 +12,14 @@ from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import mean_iou
-from edgekit.verify.metrics.dependence import find_deafness, find_order
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.sketch import Floats, fill_rows
+from edgekit.verify.metrics.sketch import Floats, sketch_samples
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
-_STILL = 100.0
-"""A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""
-
-
 _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
+"""Small samples are measured many at once, because a call of numpy costs more than their sums; large ones singly, so
+that memory does not grow with their number."""
 
 
 class _Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +30,8 @@ class _Pair(msgspec.Struct, frozen=True, kw_only=True):
     found: Tensors | None
 
 
-class _Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one sample: its errors, or why there are none; and what tells a liar.
+class MeasuredSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of one sample: its errors, or why there are none; and where it lies among the other samples.
 
     `shapes` are those of both sides, the second None where nothing came back. `stale_energy` is the error against the
     reference of the sample before, `reference_step` and `got_step` how far each side moved since that sample; all None
@@ -50,21 +47,35 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
     sketches: tuple[Floats, Floats] | None = None
 
 
+class MeasuredOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an output lies from its reference, over all samples and in each."""
+
+    report: OutputReport
+    samples: tuple[MeasuredSample, ...]
+
+
 def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
-    """Returns how far every output of `reference` is met by `got`, over all samples.
+    """Returns how far every output of `reference` is met by `got`, over all samples; see `measure_outputs`."""
+    return tuple(output.report for output in measure_outputs(reference, got))
+
+
+def measure_outputs(reference: Samples, got: Samples) -> tuple[MeasuredOutput, ...]:
+    """Returns how far every output of `reference` is met by `got`, over all samples and in each.
 
     What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) is told
     in `OutputReport.mismatch` and fails; it is never left out.
     """
-    measured: dict[str, list[_Measured]] = {}
+    measured: dict[str, list[MeasuredSample]] = {}
     troubles: list[str] = []
     last: _Pair | None = None
-    for block in _pile(_pair(reference, got, troubles)):
+    for block in _stack_blocks(_pair(reference, got, troubles)):
         for name in dict.fromkeys(name for pair in block for name in pair.wanted):
             measured.setdefault(name, []).extend(_measure(name, block, last))
         last = block[-1]
     trouble = troubles[0] if troubles else None
-    return tuple(_report(name, rows, trouble) for name, rows in measured.items())
+    return tuple(
+        MeasuredOutput(report=_report(name, rows, trouble), samples=tuple(rows)) for name, rows in measured.items()
+    )
 
 
 def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pair]:
@@ -80,7 +91,7 @@ def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pa
         troubles.append(f"came back for more than {reference.count} samples")
 
 
-def _pile(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
+def _stack_blocks(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
     """Yields the pairs in blocks that are measured at once; large ones come singly."""
     block: list[_Pair] = []
     size_bytes = 0
@@ -102,7 +113,7 @@ def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
         return None
 
 
-def _measure(name: str, block: Sequence[_Pair], last: _Pair | None) -> Iterator[_Measured]:
+def _measure(name: str, block: Sequence[_Pair], last: _Pair | None) -> Iterator[MeasuredSample]:
     """Yields what is found of one output in each sample of a block; `last` is the sample before it."""
     came = [pair for pair in block if name in pair.wanted and pair.found is not None]
     for form, group in itertools.groupby(came, lambda pair: _find_form(name, pair)):
@@ -120,9 +131,9 @@ def _find_form(name: str, pair: _Pair) -> tuple[tuple[int, ...], str] | str:
     return _find_mismatch(wanted, (pair.found or {}).get(name), pair.index) or (wanted.shape, wanted.dtype.str)
 
 
-def _describe_mismatch(name: str, pair: _Pair) -> _Measured:
+def _describe_mismatch(name: str, pair: _Pair) -> MeasuredSample:
     wanted, found = pair.wanted[name], (pair.found or {}).get(name)
-    return _Measured(
+    return MeasuredSample(
         errors=None,
         mismatch=_find_mismatch(wanted, found, pair.index),
         shapes=(wanted.shape, None if found is None else found.shape),
@@ -139,15 +150,15 @@ def _find_before(name: str, last: _Pair | None) -> tuple[Array, Array] | None:
     return last.wanted[name], last.found[name]
 
 
-def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | None) -> Iterator[_Measured]:
+def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | None) -> Iterator[MeasuredSample]:
     """Yields what is found of samples of one shape and type; `before` is the sample before them."""
     shape = wanted.shape[1:]
     errors = metrics.measure_samples(wanted, found)
     none: list[None] = [None] * len(errors)
     steps = zip(*_measure_steps(wanted, found, before), strict=True)
-    sketches = zip(fill_rows(wanted), fill_rows(found), strict=True) if is_numeric(wanted) else none
+    sketches = zip(sketch_samples(wanted), sketch_samples(found), strict=True) if is_numeric(wanted) else none
     for sample, (stale, reference_step, got_step), sketch in zip(errors, steps, sketches, strict=True):
-        yield _Measured(
+        yield MeasuredSample(
             errors=sample,
             mismatch=None,
             shapes=(shape, shape),
@@ -185,7 +196,7 @@ def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None
     return None
 
 
-def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> OutputReport:
+def _report(name: str, rows: Sequence[MeasuredSample], trouble: str | None) -> OutputReport:
     errors = [row.errors for row in rows if row.errors is not None]
     agreement = _agree_in_shape(rows)
     unexcused = [row for row in rows if row.mismatch and not (agreement and row.shapes[1] not in {None, row.shapes[0]})]
@@ -210,17 +221,16 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
         return _place_worst(_match_all(facts, errors), rows, worst)
     worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
-    stale = msgspec.structs.replace(facts, mismatch=mismatch or _find_staleness(rows))
-    return _place_worst(_measure_all(stale, errors), rows, worst)
+    return _place_worst(_measure_all(facts, errors), rows, worst)
 
 
-def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
+def _place_worst(facts: OutputReport, rows: Sequence[MeasuredSample], worst: int) -> OutputReport:
     """Returns the facts with the worst of the samples that could be measured."""
     index, errors = [(index, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
     return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position)
 
 
-def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
+def _agree_in_shape(rows: Sequence[MeasuredSample]) -> float | None:
     """Returns the share of samples with the shape of the reference, None where the shape does not depend on the data.
 
     It does where it changes from sample to sample on either side.
@@ -256,22 +266,3 @@ def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputR
         rank_correlation=sum(rank) / len(rank) if rank else None,
         kl_divergence=sum(kl) / len(kl) if len(kl) == len(errors) else None,
     )
-
-
-def _find_staleness(rows: Sequence[_Measured]) -> str | None:
-    """Names a device that answers with the sample before, or with the same where the reference varies."""
-    later = [(row, row.errors) for row in rows if row.errors is not None and row.stale_energy is not None]
-    error = sum(errors.error_energy for _, errors in later)
-    if later and sum(row.stale_energy or 0.0 for row, _ in later) < error / 4.0:
-        return "follows the sample before, not its own"
-    moved = sum(row.reference_step or 0.0 for row, _ in later)
-    signal = sum(errors.reference_energy for _, errors in later)
-    if moved > signal / _STILL and not any(row.got_step for row, _ in later):
-        return "is the same for every sample"
-    sketches = [row.sketches for row in rows if row.sketches is not None]
-    same_size = len({row.errors.elements for row in rows if row.errors is not None}) == 1
-    if not sketches or not same_size:
-        return None
-    reference, got = zip(*sketches, strict=True)
-    energy = sum(row.errors.reference_energy for row in rows if row.errors is not None)
-    return find_order(reference, got) or find_deafness(reference, got, energy)

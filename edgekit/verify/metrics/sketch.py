@@ -14,18 +14,13 @@ _LARGEST = 1e15
 Floats = npt.NDArray[np.float64]
 
 
-def fill_buckets(value: Array) -> Floats:
-    """Returns the sketch of a result: each value gets a sign and is added up in one of 16 buckets.
+def sketch_samples(values: Array) -> Floats:
+    """Returns the sketch of each of several results of one size, laid along a first axis.
 
-    The energy of the difference of two results of one size is that of the difference of their sketches, on average
-    (Charikar et al. 2002). What is not finite counts as zero.
+    Each value gets a sign and is added up in one of 16 buckets (count sketch, Charikar, Chen and Farach-Colton 2002):
+    the energy of the difference of two results is that of the difference of their sketches, on average. What is not
+    finite counts as zero.
     """
-    (sketch,) = fill_rows(value[np.newaxis])
-    return np.asarray(sketch)
-
-
-def fill_rows(values: Array) -> Floats:
-    """Returns the sketch of each of several results of one size, laid along a first axis, as `fill_buckets` does."""
     count, size = len(values), math.prod(values.shape[1:])
     rows = np.asarray(values, dtype=np.float64).reshape(count, size)
     with np.errstate(over="ignore", invalid="ignore"):

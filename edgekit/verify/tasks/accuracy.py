@@ -38,7 +38,7 @@ def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) ->
     )
 
 
-def refuse_impossible(golden: Golden) -> None:
+def check_class_labels(golden: Golden) -> None:
     """Returns if each label of a golden set is a class of the first output that ranks classes, or no output does.
 
     Raises:

@@ -16,7 +16,7 @@ from edgekit.devices.device import DeviceRun, Job
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.target import load_target
 from edgekit.verify.devices.bisect import is_right, locate_on_device
-from edgekit.verify.devices.cuts import plan_cuts, save_beginning
+from edgekit.verify.devices.cuts import plan_cuts, save_prefix
 from edgekit.verify.metrics.outputs import OutputReport
 
 
@@ -98,7 +98,7 @@ def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp
     sample = next(iter(make_images(1)))
     for model in models:
         for index, cut in enumerate(plan_cuts(read_proto(model).graph)):
-            part = save_beginning(model, cut, tmp_path / f"{model.name}{index}.onnx")
+            part = save_prefix(model, cut, tmp_path / f"{model.name}{index}.onnx")
             found = CpuSession(part.path, SessionSettings(level=Level.DISABLED)).run(sample)
             assert tuple(found) == cut.outputs
 
@@ -122,12 +122,12 @@ def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> N
     onnx.save(model, str(tmp_path / "m.onnx"))
     cuts = plan_cuts(graph)
     assert [(cut.layer, cut.outputs) for cut in cuts] == [("neg", ("a",)), ("if", ("a", "b")), ("add", ("y",))]
-    part = save_beginning(load_model(tmp_path / "m.onnx"), cuts[1], tmp_path / "part.onnx")
+    part = save_prefix(load_model(tmp_path / "m.onnx"), cuts[1], tmp_path / "part.onnx")
     session = CpuSession(part.path, SessionSettings())
     assert session.run({"x": np.ones((1, 4), np.float32)})["b"].tolist() == [[-2.0] * 4]
 
 
 def test_cutting_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     model = save_network(tmp_path / "network.onnx")
-    save_beginning(model, plan_cuts(read_proto(model).graph)[0], tmp_path / "part.onnx")
+    save_prefix(model, plan_cuts(read_proto(model).graph)[0], tmp_path / "part.onnx")
     assert load_model(model.path) == model

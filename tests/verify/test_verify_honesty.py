@@ -22,9 +22,13 @@ from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
-from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.dependence import find_deafness, find_order
-from edgekit.verify.metrics.sketch import fill_buckets
+from edgekit.verify.metrics.dependence import (
+    compare_device_outputs,
+    count_dimensions,
+    find_independence,
+    find_permutation,
+)
+from edgekit.verify.metrics.sketch import sketch_samples
 from edgekit.verify.report import RunReport
 from edgekit.verify.run import verify_bundle
 
@@ -108,7 +112,7 @@ def test_a_bundle_that_gives_the_float_models_bits_is_no_replay(bundle: Bundle) 
 def test_outputs_of_other_samples_are_told_though_the_figures_pass(bundle: Bundle, shuffle: Lie) -> None:
     steady: list[Tensors] = [{"y": row["y"] + np.float32(1000.0)} for row in read_outputs(bundle.golden)]
     noisy: list[Tensors] = [{"y": row["y"] + np.float32(0.001)} for row in steady]
-    (report,) = compare_outputs(listed(steady), listed(shuffle(noisy)))
+    (report,) = compare_device_outputs(listed(steady), listed(shuffle(noisy)))
     assert report.sqnr_db is not None
     assert report.sqnr_db > 40
     assert report.mismatch is not None
@@ -123,7 +127,7 @@ def test_noise_on_samples_that_are_alike_is_no_other_order() -> None:
             found = [row + rng.normal(scale=0.2 * spread + 0.001, size=size) for row in rows]
             if spread == 0.01 and size == 1:
                 found = [row + rng.normal(scale=0.002) for row in rows]
-            assert find_order([fill_buckets(row) for row in rows], [fill_buckets(row) for row in found]) is None
+            assert find_permutation(sketch_samples(np.stack(rows)), sketch_samples(np.stack(found))) is None
 
 
 def test_values_of_half_precision_are_told_of(bundle: Bundle) -> None:
@@ -164,7 +168,7 @@ def ask_outputs(bundle: Bundle) -> list[Tensors]:
 def test_two_outputs_that_are_swapped_fail() -> None:
     rng = np.random.default_rng(2)
     rows = [{"a": rng.normal(size=(1, 8)), "b": rng.normal(size=(1, 8)) + 5.0} for _ in range(6)]
-    reports = compare_outputs(listed(rows), listed([{"a": row["b"], "b": row["a"]} for row in rows]))
+    reports = compare_device_outputs(listed(rows), listed([{"a": row["b"], "b": row["a"]} for row in rows]))
     assert all(report.sqnr_db is not None and report.sqnr_db < 5.0 for report in reports)
 
 
@@ -174,7 +178,7 @@ def test_outputs_that_do_not_follow_their_inputs_are_told(size: int, level: floa
     rng = np.random.default_rng(4)
     rows, others = ([{"y": rng.normal(scale=0.2, size=(1, size)) + level} for _ in range(12)] for _ in range(2))
     noisy = [{"y": row["y"] + rng.normal(scale=0.1, size=(1, size))} for row in rows]
-    (right,), (wrong,) = (compare_outputs(listed(rows), listed(found)) for found in (noisy, others))
+    (right,), (wrong,) = (compare_device_outputs(listed(rows), listed(found)) for found in (noisy, others))
     assert right.mismatch is None
     assert wrong.sqnr_db is not None
     assert wrong.sqnr_db > 8.0
@@ -210,36 +214,53 @@ def test_samples_that_all_give_the_same_are_told() -> None:
     assert not find_sameness(rows_of([row]))
 
 
+ROWS = np.random.default_rng(3).normal(size=(12, 16))
+
+
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("places", "share", "words"),
     [
-        ([0, 10, 20, 30], None),
-        ([10, 0, 20, 30], "that of sample 0 belongs to sample 1"),
-        ([0, 10, 30, 20], "that of sample 2 belongs to sample 3"),
-        ([10, 20, 30, 0], "that of sample 0 belongs to sample 1"),
-        ([10, 20, 30, 30], None),  # all in one direction: no circle
-        ([0, 0, 0, 0], None),
-        ([5.5, 4.5, 20, 30], None),  # nearer to each other's, but not farther than half of what samples lie apart
-        ([6, 4, 20, 30], None),  # farther, but the other's is not four times nearer
-        ([7, 3, 20, 30], "that of sample 0 belongs to sample 1"),
-        ([10, 0, 20], None),
+        ([0, 1, 2, 3], 1.0, None),
+        ([1, 0, 2, 3], 1.0, "that of sample 0 belongs to sample 1"),
+        ([0, 1, 3, 2], 1.0, "that of sample 2 belongs to sample 3"),
+        ([1, 2, 3, 0], 1.0, "that of sample 0 belongs to sample 1"),
+        ([1, 2, 3, 3], 1.0, None),  # all in one direction: no cycle
+        ([0, 0, 0, 0], 1.0, None),
+        ([1, 0, 2, 3], 0.9, "that of sample 0 belongs to sample 1"),
+        ([1, 0, 2, 3], 0.69, None),  # nearer to the other's, but not so near that chance would not do it
+        ([1, 0, 2, 3], 0.66, None),  # the other's is not four times nearer
     ],
 )
-def test_only_closed_circles_of_samples_that_clearly_moved_are_another_order(
-    found: list[float], words: str | None
+def test_only_closed_cycles_of_samples_that_clearly_moved_are_another_order(
+    places: list[int], share: float, words: str | None
 ) -> None:
-    rows, others = ([np.array([value, 1.0]) for value in values] for values in ([0.0, 10.0, 20.0, 30.0], found))
-    found_words = find_order(rows, others)
-    assert found_words is None if words is None else words in str(found_words)
-    assert find_order(rows[:1], others[:1]) is None
+    found = find_permutation(ROWS, share * ROWS[[*places, *range(4, 12)]] + (1.0 - share) * ROWS)
+    assert found is None if words is None else words in str(found)
+    assert find_permutation(ROWS[:1], ROWS[:1]) is None
+    assert find_permutation(ROWS, ROWS[:5]) is None
 
 
-CENTRED, ACROSS = np.arange(6) - 2.5, np.array([1.0, -1, 0, 0, -1, 1])
-"""What varies over six samples, and what varies otherwise: their product is 0."""
+def test_few_samples_cannot_prove_a_swap() -> None:
+    assert find_permutation(ROWS[:6], ROWS[[1, 0, 2, 3, 4, 5]]) is None
+    assert find_permutation(ROWS[:6], ROWS[[1, 2, 3, 4, 5, 0]]) is not None
+
+
+def test_on_a_line_a_swap_of_two_is_chance_and_the_reverse_of_many_is_not() -> None:
+    line = np.arange(16.0)[:, None] ** 1.5 * np.ones(16)
+    assert count_dimensions(line) == pytest.approx(1.0)
+    assert find_permutation(line, line[[1, 0, *range(2, 16)]] + 0.1) is None
+    assert find_permutation(line, line[::-1] + 0.01) is not None
+
+
+COUNT_OF_LINE = 64
+CENTRED = np.arange(COUNT_OF_LINE) - (COUNT_OF_LINE - 1) / 2
+ACROSS = np.abs(CENTRED) - np.abs(CENTRED).mean()
+"""What varies over the samples, and what varies otherwise: their product is 0."""
+VARYING = float((CENTRED**2).sum())
 
 
 def correlated(by: float) -> Array:
-    return np.asarray(by * CENTRED / 17.5**0.5 + (1 - by**2) ** 0.5 * ACROSS / 2)
+    return np.asarray(by * CENTRED / VARYING**0.5 + (1 - by**2) ** 0.5 * ACROSS / (ACROSS**2).sum() ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -249,17 +270,17 @@ def correlated(by: float) -> Array:
         (-CENTRED, 100.0, "correlates by -1.00 only"),
         (correlated(0.31), 100.0, None),
         (correlated(0.29) + 7.0, 100.0, "correlates by 0.29 only"),
-        (correlated(0.29), 17.5 * 300 - 1, "correlates by 0.29 only"),
-        (correlated(0.29), 17.5 * 300 + 1, None),  # too steady to tell
-        (np.ones(6), 100.0, None),
+        (correlated(0.29), VARYING * 300 - 1, "correlates by 0.29 only"),
+        (correlated(0.29), VARYING * 300 + 1, None),  # too steady to tell
+        (np.ones(COUNT_OF_LINE), 100.0, None),
     ],
 )
 def test_what_varies_must_follow_the_inputs(found: Array, energy: float, words: str | None) -> None:
-    rows, others = ([np.array([value, 1.0]) for value in values] for values in (CENTRED + 3.0, found))
-    found_words = find_deafness(rows, others, energy)
+    rows, others = (np.stack([values, np.ones(COUNT_OF_LINE)], axis=1) for values in (CENTRED + 3.0, found))
+    found_words = find_independence(rows, others, energy)
     assert found_words is None if words is None else words in str(found_words)
-    assert find_deafness(rows[:5], others[:5], energy) is None
-    assert find_deafness(rows, others[:5], energy) is None
+    assert find_independence(rows[30:34], others[30:34], energy) is None  # four values say nothing
+    assert find_independence(rows, others[:5], energy) is None
 
 
 def halves(rows: list[np.ndarray]) -> list[np.ndarray]:

@@ -1,0 +1,76 @@
+"""Does each file of a bundle compute what the bundle was built to compute: its self-test, on this machine."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.folder import GOLDEN, Bundle, read_target
+from edgekit.bundle.golden.expected import EXPECTED
+from edgekit.bundle.golden.golden import read_inputs
+from edgekit.convert.ort_form import OrtOptions, Style, load_settings
+from edgekit.data.npz import read_rows
+from edgekit.data.samples import select_samples
+from edgekit.errors import EdgekitError, RuntimeRefusal
+from edgekit.model.tensors import Array, Tensors
+from edgekit.target import Form
+
+TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
+"""Forms of a model that this machine can run."""
+
+
+def list_broken_forms(bundle: Bundle) -> Iterator[str]:
+    """Yields, in words, each model file whose outputs for the self-test's samples lie beyond the self-test's tolerance.
+
+    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.golden.expected`):
+    twice what the model was off at the build, so that a file of float32 beside one of fp16 lies within it. A form that
+    this machine cannot open, and a bundle without a self-test, are not judged.
+    """
+    chosen = [choice.row for choice in bundle.manifest.golden.chosen]
+    forms = [form for form in TESTED_FORMS if form in bundle.manifest.forms]
+    if not chosen or not forms:
+        return
+    try:
+        expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED))
+        inputs = list(select_samples(read_inputs(bundle.golden), chosen))
+    except EdgekitError as error:
+        yield f"the self-test cannot be read: {error.message}; build again"
+        return
+    for form in forms:
+        path = bundle.find_model(form)
+        try:
+            session = CpuSession(path, _choose_settings(bundle, form, path))
+            rows = [session.run(sample) for sample in inputs]
+        except RuntimeRefusal:
+            continue
+        fault = _find_fault(bundle, expected, rows)
+        if fault:
+            yield f"'{path.name}' does not pass the bundle's self-test on this machine: {fault}; build again"
+
+
+def _choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
+    """Returns what a file of ORT format needs, and no optimisation for ONNX, as the self-test was made."""
+    styles: dict[Form, Style] = {"full": "full", "runtime": "runtime"}
+    if form not in styles or path.suffix != ".ort":
+        return SessionSettings(level=Level.DISABLED)
+    return load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
+
+
+def _find_fault(bundle: Bundle, expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:
+    """Returns which output is farther from what was expected than its tolerance, "" if none is."""
+    for name, tolerance in bundle.manifest.golden.tolerance.items():
+        for wanted, found in zip(expected, rows, strict=True):
+            if name in wanted and not _is_near(wanted[name], found.get(name), tolerance):
+                return f"output '{name}' is farther than {tolerance:g} from what the bundle expects"
+    return ""
+
+
+def _is_near(wanted: Array, found: Array | None, tolerance: float) -> bool:
+    if found is None or found.shape != wanted.shape:
+        return False
+    with np.errstate(invalid="ignore"):
+        error = np.abs(found.astype(np.float64) - wanted.astype(np.float64))
+    # A comparison with NaN is False, so that one on a single side is a fault; infinities of one sign are equal.
+    alike = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
+    return bool(((error <= tolerance) | alike).all())

@@ -1,0 +1,62 @@
+"""What the layers of a bundle's model were found to compute when it was built: measured once, digested with the rest.
+
+The float model is gone when a bundle is verified, so that its layers cannot be compared again. What was found lies
+under the manifest's digests, and a verdict that rests on it changes with the bundle alone.
+"""
+
+import msgspec
+
+from edgekit.bundle.folder import LAYERS, Bundle
+from edgekit.bundle.golden.golden import Golden, read_inputs
+from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.data.samples import select_samples, spread_indices
+from edgekit.errors import BundleError, ModelError, RuntimeRefusal
+from edgekit.model.model import Model
+from edgekit.verify.layers.comparison import LayerReport, compare_layers
+
+_SAMPLES = 4
+"""As many as tools/bench/seeded_faults.py looks at for its figures."""
+
+
+class LayerEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The layers of a bundle's model against the float model's; `note` says why they were not compared."""
+
+    layers: tuple[LayerReport, ...] = ()
+    note: str = ""
+
+
+def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) -> LayerEvidence:
+    """Returns how the layers of the model that goes into a bundle compare with those of the float model.
+
+    `deployed` is None for a bundle without an ONNX file.
+    """
+    if deployed is None:
+        return LayerEvidence(note="the layers were not compared: the bundle holds no ONNX file")
+    few = select_samples(read_inputs(golden), spread_indices(golden.samples, _SAMPLES))
+    try:
+        return LayerEvidence(layers=compare_layers(prepared, deployed, few))
+    except (ModelError, RuntimeRefusal) as error:
+        reason = error.message
+        for model in (prepared, deployed):
+            reason = reason.replace(f"{model.path.parent}/", "")
+        return LayerEvidence(note=f"the layers were not compared with the float model's: {reason}")
+
+
+def encode_evidence(evidence: LayerEvidence) -> bytes:
+    """Returns what goes into a bundle."""
+    return encode_json(evidence)
+
+
+def read_evidence(bundle: Bundle) -> LayerEvidence:
+    """Returns what was found when the bundle was built; nothing where it was not looked for.
+
+    Raises:
+        BundleError: the file is malformed.
+    """
+    path = bundle.folder / LAYERS
+    if LAYERS not in bundle.manifest.files:
+        return LayerEvidence()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LayerEvidence)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error
