@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from edgekit._files import digest_file
-from edgekit.bundle.folder import VERIFY, Bundle, read_check
+from edgekit.bundle.folder import Bundle, read_check
 from edgekit.bundle.opening import opened_bundle
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
@@ -15,7 +15,7 @@ from edgekit.inspect.inspect import inspect_model
 from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
 from edgekit.plain import to_plain
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run import read_report
+from edgekit.verify.run import read_known
 
 _OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})
 _MODEL_FACTS = ("inputs", "outputs", "opsets", "ops", "parameters", "macs", "activation_bytes", "saved_optimizations")
@@ -154,7 +154,7 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
         placement=tuple(_compare_facts(to_plain(first.placement), to_plain(second.placement))),
         nodes=tuple(_compare_nodes(read_check(old[1]), read_check(new[1]))),
         layers=tuple(_compare_layers(models[0], models[1])),
-        accuracy=tuple(_compare_accuracy(_read_evidence(old[1]), _read_evidence(new[1]))),
+        accuracy=tuple(_compare_accuracy(read_known(old[1]), read_known(new[1]))),
     )
 
 
@@ -196,11 +196,6 @@ def _compare_layers(old: Sequence[LayerSize], new: Sequence[LayerSize]) -> Itera
             old_bytes=None if before is None else before.weight_bytes,
             new_bytes=None if after is None else after.weight_bytes,
         )
-
-
-def _read_evidence(bundle: Bundle) -> VerifyReport | None:
-    path = bundle.folder / VERIFY
-    return read_report(path) if path.is_file() else None
 
 
 def _compare_accuracy(old: VerifyReport | None, new: VerifyReport | None) -> Iterator[AccuracyChange]:
