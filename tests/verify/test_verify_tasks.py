@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Tensors
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.accuracy import measure_accuracy, refuse_impossible
+from edgekit.verify.tasks.accuracy import check_class_labels, measure_accuracy
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, judge_task
 from edgekit.verify.tasks.tasks import METRICS, measure_task
 
@@ -76,7 +76,7 @@ def test_labels_must_be_classes_of_the_output(tmp_path: Path) -> None:
     for label, good in ((0, True), (4, True), (5, False), (-1, False)):
         golden = make_golden(model, make_samples(2), tmp_path / str(label), labels=(1, label))
         with contextlib.nullcontext() if good else pytest.raises(DataError, match=f"label {label} is no class .* of 5"):
-            refuse_impossible(golden)
+            check_class_labels(golden)
 
 
 def test_samples_behind_one_that_cannot_be_read_count_as_wrong() -> None:
