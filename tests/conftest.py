@@ -1,5 +1,6 @@
 """What every test shares: hypothesis profiles, and CI's rule that nothing may be skipped which can run there."""
 
+import gc
 import os
 import shutil
 import signal
@@ -24,6 +25,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TARGETS = Path(__file__).parents[1] / "targets"
 CANNOT_RUN_IN_CI = ("needs a Mac", "needs ../shared/zoo", "needs a user who is not root")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the imported modules and the collected tests to themselves: each calibration collects garbage twice."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
