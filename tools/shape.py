@@ -21,6 +21,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("check", "convert"),
         ("prepare", "recipe"),
         ("_ort", "data"),
+        ("graph",),
         ("model",),
         ("_files", "_proc", "target"),
         ("errors", "evidence", "machine", "plain", "progress"),

@@ -1,5 +1,6 @@
 """A model file and the facts read from it."""
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -269,6 +270,7 @@ def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
     return "weights" if ops & {"DequantizeLinear", "MatMulNBits"} else ""
 
 
+@functools.cache
 def tensor_dtype(elem_type: int) -> str:
     """Returns numpy's name of an ONNX element type, ONNX's own name where numpy has none, or "undefined"."""
     if elem_type not in onnx.TensorProto.DataType.values():

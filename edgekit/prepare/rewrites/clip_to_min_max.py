@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import FLOATS, Scene, Writer, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 
 FIX_ID = "clip-to-min-max"
 
@@ -17,14 +18,14 @@ def write_min_max(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"Clip"}, _expand) if opset >= 13 else ()
 
 
-def _expand(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    if scene.dtype(node.input[0]) not in FLOATS:
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    if graph.value(node.input[0]).dtype not in FLOATS:
         return None
     names = [*node.input[1:], "", ""][:2]
     steps = [(op, name) for op, name in zip(("Max", "Min"), names, strict=True) if name]
-    if not steps or any(scene.number(name) is None for _, name in steps):
+    if not steps or any(graph.number(name) is None for _, name in steps):
         return None
-    writer = Writer(scene=scene, node=node)
+    writer = Writer(graph=graph, node=node)
     value = node.input[0]
     for op, name in steps:
         value = writer.add(op, [value, name], "" if name == steps[-1][1] and op == steps[-1][0] else op.lower())

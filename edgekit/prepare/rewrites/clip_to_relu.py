@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
-from edgekit.prepare.rewrites.scene import FLOATS, Scene, Writer, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 
 FIX_ID = "clip-to-relu"
 
@@ -15,15 +16,15 @@ def write_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"Clip"}, _expand) if opset >= 11 else ()
 
 
-def _expand(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    dtype = scene.dtype(node.input[1]) if len(node.input) > 1 else 0
-    if dtype not in FLOATS:
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    dtype = graph.value(node.input[1]).dtype if node.has_input(1) else None
+    if dtype is None or dtype not in FLOATS:
         return None
-    low = scene.number(node.input[1])
-    high = scene.number(node.input[2]) if len(node.input) > 2 and node.input[2] else float("inf")
-    limit = float(np.finfo(FLOATS[dtype]).max)
+    low = graph.number(node.input[1])
+    high = graph.number(node.input[2]) if node.has_input(2) else float("inf")
+    limit = float(np.finfo(dtype).max)
     if low != 0 or high is None or high < limit:
         return None
-    writer = Writer(scene=scene, node=node)
+    writer = Writer(graph=graph, node=node)
     writer.add("Relu", node.input[:1])
     return writer.nodes

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import FLOATS, Scene, Writer, read_attribute, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 
 SPLIT_ID = "split-hard-swish"
 JOIN_ID = "join-hard-swish"
@@ -28,10 +29,10 @@ def join_hard_swishes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"Mul", "Div"}, _join) if opset >= _JOIN_SINCE else ()
 
 
-def _split(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    if scene.dtype(node.input[0]) not in FLOATS:
+def _split(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    if graph.value(node.input[0]).dtype not in FLOATS:
         return None
-    dtype, writer = FLOATS[scene.dtype(node.input[0])], Writer(scene=scene, node=node)
+    dtype, writer = str(graph.value(node.input[0]).dtype), Writer(graph=graph, node=node)
     three, low, high, sixth = (
         writer.constant(part, value, dtype) for part, value in (("three", 3), ("low", 0), ("six", 6), ("sixth", 1 / 6))
     )
@@ -42,66 +43,66 @@ def _split(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | Non
     return writer.nodes
 
 
-def _join(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    data = _find_data(scene, node)
-    if data is None or scene.dtype(data) not in FLOATS:
+def _join(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    data = _find_data(graph, node)
+    if data is None or graph.value(data).dtype not in FLOATS:
         return None
-    writer = Writer(scene=scene, node=node)
+    writer = Writer(graph=graph, node=node)
     writer.add("HardSwish", [data])
     return writer.nodes
 
 
-def _find_data(scene: Scene, node: onnx.NodeProto) -> str | None:
+def _find_data(graph: Graph, node: Node) -> str | None:
     """Returns x where the node ends x * gate(x) / 6 in any order."""
-    whole = _unscale(scene, node)
+    whole = _unscale(graph, node)
     if whole is not None:
-        product = scene.makers.get(whole)
-        return _match_product(scene, product, scaled=False) if product is not None else None
-    return _match_product(scene, node, scaled=True)
+        product = graph.producers.get(whole)
+        return _match_product(graph, product, scaled=False) if product is not None else None
+    return _match_product(graph, node, scaled=True)
 
 
-def _match_product(scene: Scene, node: onnx.NodeProto, *, scaled: bool) -> str | None:
+def _match_product(graph: Graph, node: Node, *, scaled: bool) -> str | None:
     if node.op_type != "Mul" or node.domain or len(node.input) != 2:
         return None
     for data, gate in (tuple(node.input), tuple(reversed(node.input))):
-        made = scene.makers.get(gate)
+        made = graph.producers.get(gate)
         if made is None:
             continue
         if scaled and _is_hard_sigmoid(made) and made.input[0] == data:
             return data
-        inner = _unscale(scene, made) if scaled else gate
-        if inner is not None and _gate_of(scene, inner) == data:
+        inner = _unscale(graph, made) if scaled else gate
+        if inner is not None and _gate_of(graph, inner) == data:
             return data
     return None
 
 
-def _is_hard_sigmoid(node: onnx.NodeProto) -> bool:
-    alpha, beta = (float(read_attribute(node, name, default)) for name, default in (("alpha", 0.2), ("beta", 0.5)))
+def _is_hard_sigmoid(node: Node) -> bool:
+    alpha, beta = (float(node.attributes.get(name, default)) for name, default in (("alpha", 0.2), ("beta", 0.5)))
     return node.op_type == "HardSigmoid" and not node.domain and abs(alpha - 1 / 6) < _CLOSE and beta == 0.5
 
 
-def _unscale(scene: Scene, node: onnx.NodeProto) -> str | None:
+def _unscale(graph: Graph, node: Node) -> str | None:
     """Returns what a node divides by six, or None if it does something else."""
     if node.domain or node.op_type not in {"Mul", "Div"} or len(node.input) != 2:
         return None
     factor = 1 / 6 if node.op_type == "Mul" else 6.0
     pairs = [tuple(node.input), tuple(reversed(node.input))][: 2 if node.op_type == "Mul" else 1]
     for value, constant in pairs:
-        number = scene.number(constant)
+        number = graph.number(constant)
         if number is not None and abs(number - factor) < _CLOSE:
             return value
     return None
 
 
-def _gate_of(scene: Scene, name: str) -> str | None:
+def _gate_of(graph: Graph, name: str) -> str | None:
     """Returns x where a value is Clip(x + 3, 0, 6)."""
-    clip = scene.makers.get(name)
-    if clip is None or clip.op_type != "Clip" or [scene.number(bound) for bound in clip.input[1:]] != [0, 6]:
+    clip = graph.producers.get(name)
+    if clip is None or clip.op_type != "Clip" or [graph.number(bound) for bound in clip.input[1:]] != [0, 6]:
         return None
-    add = scene.makers.get(clip.input[0])
+    add = graph.producers.get(clip.input[0])
     if add is None or add.op_type != "Add":
         return None
     for value, constant in (tuple(add.input), tuple(reversed(add.input))):
-        if scene.number(constant) == 3:
+        if graph.number(constant) == 3:
             return value
     return None

@@ -6,43 +6,33 @@ quantized group.
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.rewrite import set_nodes
 
 FIX_ID = "idle-relu"
 
 
-def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:  # noqa: ARG001 - the signature of a fix
+def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Relu that only such Q nodes read, in place, and returns the names of the nodes."""
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    outputs = {value.name for value in graph.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    dropped: list[str] = []
-    kept: list[onnx.NodeProto] = []
-    for node in graph.node:
-        quantizers = readers.get(node.output[0], []) if node.op_type == "Relu" and not node.domain else []
-        if not quantizers or node.output[0] in outputs or not all(_cuts_at_zero(q, constants) for q in quantizers):
-            kept.append(node)
+    view = view_part(graph, opset)
+    dropped: dict[str, str] = {}
+    for node in view.nodes:
+        quantizers = view.readers(node.output[0]) if node.op_type == "Relu" and not node.domain else ()
+        hidden = node.output[0] in view.outputs
+        if not quantizers or hidden or not all(_cuts_at_zero(view, quantizer) for quantizer in quantizers):
             continue
         for quantizer in quantizers:
-            quantizer.input[0] = node.input[0]
-        dropped.append(node.name)
-    del graph.node[:]
-    graph.node.extend(kept)
-    return tuple(dropped)
+            quantizer.proto.input[0] = node.input[0]
+        dropped[node.output[0]] = node.proto.name
+    set_nodes(graph, [node for node in graph.node if not node.output or node.output[0] not in dropped])
+    return tuple(dropped.values())
 
 
-def _cuts_at_zero(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:
+def _cuts_at_zero(graph: Graph, node: Node) -> bool:
     if node.op_type != "QuantizeLinear":
         return False
-    if len(node.input) < 3 or not node.input[2]:
-        return not any(attribute.name == "output_dtype" for attribute in node.attribute)
-    tensor = constants.get(node.input[2])
-    if tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL:
-        return False
-    zero = numpy_helper.to_array(tensor)
-    if zero.dtype.kind not in "iu":
-        return False
-    return bool(np.all(zero == np.iinfo(zero.dtype).min))
+    if not node.has_input(2):
+        return "output_dtype" not in node.attributes
+    zero = graph.array(node.input[2])
+    return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))

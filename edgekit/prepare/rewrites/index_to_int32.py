@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import Scene, Writer, read_attribute, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import Writer, replace_nodes
 
 FIX_ID = "index-to-int32"
 _INDEXED = {"Gather": 1, "GatherElements": 1}
@@ -19,16 +20,16 @@ def narrow_indices(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, _INDEXED, _expand) if opset >= 9 else ()
 
 
-def _expand(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
     at = _INDEXED[node.op_type]
-    if node.input[at] in scene.constants or scene.dtype(node.input[at]) != onnx.TensorProto.INT64:
+    if node.input[at] in graph.constants or graph.value(node.input[at]).dtype != "int64":
         return None
-    writer = Writer(scene=scene, node=node)
-    wide = scene.makers.get(node.input[at])
-    if wide is not None and wide.op_type == "Cast" and scene.dtype(wide.input[0]) == onnx.TensorProto.INT32:
+    writer = Writer(graph=graph, node=node)
+    wide = graph.producers.get(node.input[at])
+    if wide is not None and wide.op_type == "Cast" and graph.value(wide.input[0]).dtype == "int32":
         indices = wide.input[0]
     else:
         indices = writer.add("Cast", [node.input[at]], "indices", to=onnx.TensorProto.INT32)
     inputs = [indices if place == at else name for place, name in enumerate(node.input)]
-    writer.add(node.op_type, inputs, axis=read_attribute(node, "axis", 0))
+    writer.add(node.op_type, inputs, axis=node.attributes.get("axis", 0))
     return writer.nodes

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import FLOATS, Scene, Writer, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 
 FIX_ID = "matmul-to-2d"
 
@@ -17,13 +18,14 @@ def flatten_matmuls(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"MatMul"}, _expand) if opset >= 5 else ()
 
 
-def _expand(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    if node.input[1] not in scene.constants:
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    if node.input[1] not in graph.constants:
         return None
-    data, matrix = scene.shape(node.input[0]), scene.shape(node.input[1])
-    if data is None or matrix is None or len(data) < 3 or len(matrix) != 2 or scene.dtype(node.input[0]) not in FLOATS:
+    left, right = (graph.value(name) for name in node.input)
+    data, matrix = left.static_shape, right.static_shape
+    if data is None or matrix is None or len(data) < 3 or len(matrix) != 2 or left.dtype not in FLOATS:
         return None
-    writer = Writer(scene=scene, node=node)
+    writer = Writer(graph=graph, node=node)
     flat = writer.constant("flat", [-1, data[-1]], "int64")
     whole = writer.constant("whole", [*data[:-1], matrix[1]], "int64")
     rows = writer.add("Reshape", [node.input[0], flat], "rows")

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import Scene, Writer, read_attribute, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import Writer, replace_nodes
 
 FIX_ID = "pad-reflect"
 
@@ -17,18 +18,18 @@ def write_mirrors(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"Pad"}, _expand) if opset >= 13 else ()
 
 
-def _expand(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    if read_attribute(node, "mode", "constant") != "reflect":
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    if node.attributes.get("mode", "constant") != "reflect":
         return None
-    pads = scene.array(node.input[1])
-    if pads is None or (len(node.input) > 3 and node.input[3]) or int(pads.min(initial=0)) < 0:
+    pads = graph.array(node.input[1])
+    if pads is None or node.has_input(3) or int(pads.min(initial=0)) < 0:
         return None
     rank = pads.size // 2
     wanted = [(axis, int(pads[axis]), int(pads[axis + rank])) for axis in range(rank)]
     wanted = [(axis, before, after) for axis, before, after in wanted if before or after]
     if not wanted:
         return None
-    writer = Writer(scene=scene, node=node)
+    writer = Writer(graph=graph, node=node)
     value = node.input[0]
     for axis, before, after in wanted:
         left = [_mirror(writer, value, f"axis_{axis}/before", (before, 0, axis))] if before else []

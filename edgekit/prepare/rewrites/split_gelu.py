@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import FLOATS, Scene, Writer, read_attribute, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 
 FIX_ID = "split-gelu"
 
@@ -17,12 +18,12 @@ def split_gelus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"Gelu"}, _expand) if opset >= 9 else ()
 
 
-def _expand(scene: Scene, node: onnx.NodeProto) -> Sequence[onnx.NodeProto] | None:
-    if read_attribute(node, "approximate", "none") != "none":
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    if node.attributes.get("approximate", "none") != "none":
         return None
-    if scene.dtype(node.input[0]) not in FLOATS:
+    if graph.value(node.input[0]).dtype not in FLOATS:
         return None
-    dtype, writer = FLOATS[scene.dtype(node.input[0])], Writer(scene=scene, node=node)
+    dtype, writer = str(graph.value(node.input[0]).dtype), Writer(graph=graph, node=node)
     root, one, half = (
         writer.constant(part, value, dtype) for part, value in (("root", 0.5**0.5), ("one", 1), ("half", 0.5))
     )

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from edgekit.prepare.rewrites.scene import Scene, Writer, read_attribute, replace_nodes
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import Writer, replace_nodes
 
 FIX_ID = "split-layer-norm"
 _AXES_INPUT_SINCE = 18
@@ -15,26 +16,26 @@ def split_layer_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
     Returns the names of the nodes; the formula is that of ONNX. The last bits may differ (1e-5 relative).
     """
-    return replace_nodes(graph, opset, {"LayerNormalization"}, lambda scene, node: _expand(scene, node, opset))
+    return replace_nodes(graph, opset, {"LayerNormalization"}, lambda view, node: _expand(view, node, opset))
 
 
-def _expand(scene: Scene, node: onnx.NodeProto, opset: int) -> Sequence[onnx.NodeProto] | None:
+def _expand(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
     if any(node.output[1:]):
         return None
-    shape = scene.shape(node.input[0])
-    if shape is None or scene.dtype(node.input[0]) != onnx.TensorProto.FLOAT:
+    shape = graph.value(node.input[0]).static_shape
+    if shape is None or graph.value(node.input[0]).dtype != "float32":
         return None
-    first = read_attribute(node, "axis", -1) % len(shape)
-    writer = Writer(scene=scene, node=node)
+    first = node.attributes.get("axis", -1) % len(shape)
+    writer = Writer(graph=graph, node=node)
     axes = list(range(first, len(shape)))
     mean = _mean(writer, node.input[0], "mean", axes, opset)
     centred = writer.add("Sub", [node.input[0], mean], "centred")
     squares = writer.add("Mul", [centred, centred], "squares")
     variance = _mean(writer, squares, "variance", axes, opset)
-    epsilon = writer.constant("epsilon", read_attribute(node, "epsilon", 1e-5), "float32")
+    epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5), "float32")
     root = writer.add("Sqrt", [writer.add("Add", [variance, epsilon], "moved")], "root")
     normal = writer.add("Div", [centred, root], "normal")
-    biased = len(node.input) > 2 and bool(node.input[2])
+    biased = node.has_input(2)
     scaled = writer.add("Mul", [normal, node.input[1]], "scaled" if biased else "")
     if biased:
         writer.add("Add", [scaled, node.input[2]])

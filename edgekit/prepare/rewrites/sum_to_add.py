@@ -3,6 +3,8 @@
 import onnx
 from onnx import helper
 
+from edgekit.graph.rewrite import set_nodes
+
 FIX_ID = "sum-to-add"
 _ADD_SINCE = 7
 
@@ -19,8 +21,7 @@ def rewrite_sums(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
             continue
         nodes.extend(_chain(node))
         changed.append(node.name)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
     return tuple(changed)
 
 

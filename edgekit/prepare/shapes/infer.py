@@ -1,14 +1,13 @@
-"""Inferring the types and shapes of values with onnx, without copying the weights."""
+"""Writing into a graph the types and shapes of values that can be inferred."""
 
 import onnx
-from onnx import shape_inference
 
-from edgekit.prepare.weights.large import weights_aside
+from edgekit.graph.inference import infer_model
 
 
 def infer_types(proto: onnx.ModelProto) -> dict[str, int]:
     """Returns the element type of each tensor of the main graph, by name, as far as it can be inferred."""
-    inferred = _infer(proto).graph
+    inferred = infer_model(proto).graph
     types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     types |= {
         value.name: value.type.tensor_type.elem_type
@@ -24,7 +23,7 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
         return
     for value in unknown:
         value.type.tensor_type.ClearField("shape")
-    shapes = {value.name: value.type.tensor_type for value in _infer(proto).graph.output}
+    shapes = {value.name: value.type.tensor_type for value in infer_model(proto).graph.output}
     for value in unknown:
         if shapes[value.name].HasField("shape"):
             value.type.tensor_type.shape.CopyFrom(shapes[value.name].shape)
@@ -32,18 +31,10 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
 
 def infer_values(proto: onnx.ModelProto) -> None:
     """Gives the values of the main graph the types and shapes that can be inferred, in place."""
-    inferred = _infer(proto).graph.value_info
+    inferred = infer_model(proto).graph.value_info
     values = [value for value in inferred if value.type.HasField("tensor_type")]
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(values)
-
-
-def _infer(proto: onnx.ModelProto) -> onnx.ModelProto:
-    with weights_aside(proto):
-        try:
-            return shape_inference.infer_shapes(proto, data_prop=True)
-        except (shape_inference.InferenceError, RuntimeError, ValueError):
-            return proto
 
 
 def _is_tensor(value: onnx.ValueInfoProto) -> bool:

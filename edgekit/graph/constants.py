@@ -1,0 +1,108 @@
+"""The constants of a graph, however they are written: initializers, sparse ones, and all forms of Constant nodes."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import external_data_helper, helper, numpy_helper
+
+from edgekit._files import safe_join
+from edgekit.model.tensors import Array
+
+MAIN_DOMAINS = ("", "ai.onnx")
+_SMALL_ELEMENTS = 1 << 14
+_MOST_DENSE = 1 << 24
+"""Sparse constants of more elements are not written out."""
+
+_FORMS: Mapping[str, Callable[[onnx.AttributeProto], Any]] = {
+    "value_float": lambda attribute: np.asarray(attribute.f, np.float32),
+    "value_floats": lambda attribute: np.asarray(attribute.floats, np.float32),
+    "value_int": lambda attribute: np.asarray(attribute.i, np.int64),
+    "value_ints": lambda attribute: np.asarray(attribute.ints, np.int64),
+    "value_string": lambda attribute: np.asarray(attribute.s, object),
+    "value_strings": lambda attribute: np.asarray(list(attribute.strings), object),
+}
+"""The attributes of Constant (ONNX operator Constant 13) that are neither a tensor nor sparse."""
+
+
+def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Returns what a Constant node holds, None for any other node; its name need not be that of the node's output."""
+    if node.op_type != "Constant" or node.domain not in MAIN_DOMAINS or not node.output:
+        return None
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            return attribute.t
+        if attribute.name == "sparse_value":
+            return _write_out(attribute.sparse_tensor)
+        if attribute.name in _FORMS:
+            return numpy_helper.from_array(_FORMS[attribute.name](attribute), node.output[0])
+    return None
+
+
+def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Returns the constants of one graph by name, without those of the graphs around it."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    constants |= {tensor.values.name: _write_out(tensor) for tensor in graph.sparse_initializer}
+    made = ((node.output[0], read_constant(node)) for node in graph.node if node.op_type == "Constant" and node.output)
+    return constants | {name: tensor for name, tensor in made if tensor is not None}
+
+
+def lift_constants(graph: onnx.GraphProto) -> None:
+    """Makes initializers of the Constant nodes of one graph, in place."""
+    kept: list[onnx.NodeProto] = []
+    for node in graph.node:
+        tensor = read_constant(node)
+        if tensor is None:
+            kept.append(node)
+            continue
+        lifted = graph.initializer.add()
+        lifted.CopyFrom(tensor)
+        lifted.name = node.output[0]
+    if len(kept) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept)
+
+
+def is_small(tensor: onnx.TensorProto) -> bool:
+    """Returns True for a constant whose numbers a rule or a rewrite may look at."""
+    return math.prod(tensor.dims) <= _SMALL_ELEMENTS
+
+
+def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
+    """Returns the value of a constant; one in an external file, beside a model in `folder`, is mapped and not copied.
+
+    Raises:
+        BundleError: the external file lies outside the folder.
+        ValueError: the tensor holds no data, or not all.
+    """
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return numpy_helper.to_array(tensor)
+    dtype, count = helper.tensor_dtype_to_np_dtype(tensor.data_type), math.prod(tensor.dims)
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    if dtype.kind in "biufc" and count:
+        file, offset = safe_join(folder, where["location"]), int(where.get("offset", 0))
+        mapped: Array = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
+        return mapped.reshape(tuple(tensor.dims))
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)
+    external_data_helper.load_external_data_for_tensor(copy, str(folder))
+    return numpy_helper.to_array(copy)
+
+
+def _write_out(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    """Returns a sparse tensor with its zeros; only its type and shape where it is too large or broken."""
+    bare = onnx.TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
+    size = math.prod(sparse.dims)
+    if size > _MOST_DENSE or sparse.values.data_location == onnx.TensorProto.EXTERNAL:
+        return bare
+    try:
+        values, places = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+        dense = np.zeros(size, values.dtype)
+        flat = places if places.ndim < 2 else np.ravel_multi_index(tuple(places.T), tuple(sparse.dims))
+        dense[flat] = values
+    except (ValueError, TypeError, IndexError):
+        return bare
+    return numpy_helper.from_array(dense.reshape(tuple(sparse.dims)), sparse.values.name)

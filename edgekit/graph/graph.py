@@ -1,0 +1,301 @@
+"""A model's graph, read once: nodes, constants, types and shapes of values, and who makes and who reads each."""
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+import onnx
+
+from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
+from edgekit.graph.inference import infer_model
+from edgekit.model.model import Model, tensor_dtype
+from edgekit.model.skim import skim_model
+from edgekit.model.tensors import Array
+
+Shape = tuple[int | None, ...]
+_T = TypeVar("_T")
+
+_LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributeProto.STRINGS)
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """The element type (numpy's name) and shape of a value; None where shape inference does not know."""
+
+    dtype: str | None = None
+    shape: Shape | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """True if every dimension is known."""
+        return self.shape is not None and None not in self.shape
+
+    @property
+    def static_shape(self) -> tuple[int, ...] | None:
+        """The shape, None where a dimension is not known."""
+        return cast("tuple[int, ...]", self.shape) if self.is_static else None
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has, unknown dimensions counted as one; 0 if not even the rank is known."""
+        return int(np.prod([1 if dim is None else dim for dim in self.shape])) if self.shape is not None else 0
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A node, with the names that ONNX gives to what it has; a node equals itself alone.
+
+    `index` is its place in the graph. `since` is the opset version in which its operator took the form it has. `input`
+    and `output` have one entry at least, empty where there is none. Attributes are numbers, texts and tuples of them.
+    `bodies` are the graphs that it runs. `proto` is the node in the protobuf.
+    """
+
+    index: int
+    name: str
+    op_type: str
+    domain: str
+    since: int
+    input: tuple[str, ...]
+    output: tuple[str, ...]
+    attributes: dict[str, Any]
+    bodies: "tuple[Graph, ...]" = ()
+    proto: onnx.NodeProto
+
+    def has_input(self, position: int) -> bool:
+        """Returns True if there is an input at this position and its name is not empty."""
+        return position < len(self.input) and bool(self.input[position])
+
+    def integer(self, name: str, default: int) -> int:
+        """Returns an attribute that is a whole number; the default if it is absent or something else."""
+        value = self.attributes.get(name)
+        return value if isinstance(value, int) else default
+
+    def entries(self, name: str) -> tuple[int, ...] | None:
+        """Returns an attribute that is a list of whole numbers; None if it is absent or no list."""
+        value = self.attributes.get(name)
+        return cast("tuple[int, ...]", value) if isinstance(value, tuple) else None
+
+
+class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A graph in its order, without its Constant nodes, which are constants as ORT makes them.
+
+    `proto` is what was read, and `model` the file around it, for what is no graph: opsets, functions, metadata.
+    `values` says what is known of tensors that are fed or computed. `values` and `constants` of a body include those
+    of the graphs around it. `consumers` names a node once for each input, as an edge of ORT's, and once for each body
+    that reads the name; what bodies read is `captured`. External constants lie in `folder`.
+    """
+
+    proto: onnx.GraphProto
+    model: onnx.ModelProto
+    folder: Path
+    nodes: tuple[Node, ...]
+    values: Mapping[str, Value]
+    constants: Mapping[str, onnx.TensorProto]
+    inputs: tuple[str, ...]
+    outputs: frozenset[str]
+    producers: Mapping[str, Node]
+    consumers: Mapping[str, tuple[Node, ...]]
+    captured: frozenset[str]
+
+    @property
+    def opset(self) -> int:
+        """The version of ONNX's own operators."""
+        return _opsets(self.model).get("", 1)
+
+    def value(self, name: str) -> Value:
+        """Returns what is known of a tensor, constant or not."""
+        constant = self.constants.get(name)
+        if constant is not None:
+            return Value(dtype=tensor_dtype(constant.data_type), shape=tuple(constant.dims))
+        return self.values.get(name, Value())
+
+    def array(self, name: str) -> Array | None:
+        """Returns the value of a small constant, or None if it is no constant, is big, or lies in another file."""
+        tensor = self.constants.get(name)
+        if tensor is None or self.is_external(name) or not is_small(tensor):
+            return None
+        try:
+            return read_array(tensor, self.folder)
+        except (ValueError, TypeError):
+            return None
+
+    def number(self, name: str) -> float | None:
+        """Returns the only number of a constant, or None if it is none or has several."""
+        array = self.array(name)
+        return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "fiu" else None
+
+    def constant(self, name: str) -> Array | None:
+        """Returns the value of a constant of any size, None for what is computed or absent.
+
+        Raises:
+            ValueError: the graph was read without the data of large constants.
+        """
+        tensor = self.constants.get(name)
+        return None if tensor is None else read_array(tensor, self.folder)
+
+    def is_external(self, name: str) -> bool:
+        """Returns True if a tensor is a constant that lies in another file."""
+        return name in self.constants and self.constants[name].data_location == onnx.TensorProto.EXTERNAL
+
+    def readers(self, name: str) -> tuple[Node, ...]:
+        """Returns the nodes that read a tensor, each once, in their order; a body's reading is its node's."""
+        return tuple(dict.fromkeys(self.consumers.get(name, ())))
+
+    def is_float(self, name: str) -> bool:
+        """Returns True if a tensor that is fed or computed is known to hold float32, which alone is quantized."""
+        found = self.values.get(name)
+        return found is not None and found.dtype == "float32"
+
+    def is_float_constant(self, name: str) -> bool:
+        """Returns True if a tensor is a constant of float32."""
+        return name in self.constants and self.constants[name].data_type == onnx.TensorProto.FLOAT
+
+    def dims(self, name: str) -> Shape:
+        """Returns the shape of a tensor that is fed or computed, () where not even its rank is known."""
+        found = self.values.get(name)
+        return () if found is None or found.shape is None else found.shape
+
+    def static_shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor that is fed or computed, None where a dimension is not known."""
+        found = self.values.get(name)
+        return None if found is None else found.static_shape
+
+
+def read_graph(model: Model) -> Graph:
+    """Returns the main graph of a model without the data of large constants, with types and shapes inferred.
+
+    Raises:
+        ModelError: the model file is gone or unreadable.
+    """
+    return view_model(infer_model(skim_model(model.path)), model.path.parent)
+
+
+def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
+    """Returns the main graph of a protobuf, with the types and shapes that it holds; external data lie in `folder`."""
+    return _View(proto, folder).graph(proto.graph, None)
+
+
+def view_part(graph: onnx.GraphProto, opset: int) -> Graph:
+    """Returns a graph alone, of a model of this opset, with the types and shapes that it holds."""
+    model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])
+    return _View(model, Path()).graph(graph, None)
+
+
+def list_bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Returns the graphs that a node of control flow runs."""
+    return [
+        body
+        for attribute in node.attribute
+        for body in ((attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs)
+    ]
+
+
+class _View:
+    """Reads the graphs of one model."""
+
+    def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._opsets = _opsets(model)
+        self._since: dict[tuple[str, str], int] = {}
+
+    def graph(self, proto: onnx.GraphProto, outer: Graph | None) -> Graph:
+        constants, fed = list_constants(proto), {value.name: None for value in proto.input}
+        if self._model.ir_version >= 4:
+            # From IR version 4 on the caller may give another value for an initializer that is an input.
+            constants = {name: tensor for name, tensor in constants.items() if name not in fed}
+        values = {value.name: _value(value) for value in (*proto.value_info, *proto.input, *proto.output)}
+        shell = Graph(
+            proto=proto, model=self._model, folder=self._folder, nodes=(), inputs=tuple(fed),
+            values=_within(values, outer.values) if outer else values,
+            constants=_within(constants, outer.constants) if outer else constants,
+            outputs=frozenset(value.name for value in proto.output),
+            producers={}, consumers={}, captured=frozenset(),
+        )  # fmt: skip
+        kept = [node for node in proto.node if read_constant(node) is None]
+        nodes = tuple(self._node(node, index, shell) for index, node in enumerate(kept))
+        return index_nodes(shell, nodes)
+
+    def _node(self, proto: onnx.NodeProto, index: int, graph: Graph) -> Node:
+        domain = "" if proto.domain in MAIN_DOMAINS else proto.domain
+        return Node(
+            index=index,
+            name=proto.name or f"{proto.op_type}_{index}",
+            op_type=proto.op_type,
+            domain=domain,
+            since=self._read_since(proto.op_type, domain),
+            input=tuple(proto.input) or ("",),
+            output=tuple(proto.output) or ("",),
+            attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
+            bodies=tuple(self.graph(body, graph) for body in list_bodies(proto)),
+            proto=proto,
+        )
+
+    def _read_since(self, op: str, domain: str) -> int:
+        if (op, domain) not in self._since:
+            try:
+                schema = onnx.defs.get_schema(op, self._opsets.get(domain, 1), domain)
+                self._since[op, domain] = schema.since_version
+            except onnx.defs.SchemaError:
+                self._since[op, domain] = 1
+        return self._since[op, domain]
+
+
+def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
+    """Returns a graph with other nodes, and who makes and reads what."""
+    nodes = tuple(nodes)
+    consumers: dict[str, list[Node]] = {}
+    captured: set[str] = set()
+    for node in nodes:
+        inner = [name for body in node.bodies for name in _find_free(body)]
+        captured.update(inner)
+        for name in (*filter(None, node.input), *inner):
+            consumers.setdefault(name, []).append(node)
+    return msgspec.structs.replace(
+        graph,
+        nodes=nodes,
+        producers={name: node for node in nodes for name in node.output if name},
+        consumers={name: tuple(found) for name, found in consumers.items()},
+        captured=frozenset(captured),
+    )
+
+
+def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
+    return ChainMap(own, cast("dict[str, _T]", outer))
+
+
+def _find_free(body: Graph) -> Iterator[str]:
+    """Yields the names that a body reads from the graphs around it."""
+    own = {*body.inputs, *(tensor.name for tensor in body.proto.initializer)}
+    own.update(tensor.values.name for tensor in body.proto.sparse_initializer)
+    own.update(name for node in body.proto.node for name in node.output)
+    yield from sorted({*body.consumers, *body.outputs} - own - {""})
+
+
+def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+    return {"" if entry.domain in MAIN_DOMAINS else entry.domain: entry.version for entry in model.opset_import}
+
+
+def _attribute(attribute: onnx.AttributeProto) -> Any:
+    value: object = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if attribute.type in _LISTS:
+        entries = cast("Iterable[object]", value)
+        return tuple(entry.decode(errors="replace") if isinstance(entry, bytes) else entry for entry in entries)
+    return "tensor or graph"
+
+
+def _value(value: onnx.ValueInfoProto) -> Value:
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return Value(dtype=kind.removesuffix("_type") if kind else None)
+    tensor = value.type.tensor_type
+    shape = None
+    if tensor.HasField("shape"):
+        shape = tuple(
+            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None for dim in tensor.shape.dim
+        )
+    return Value(dtype=tensor_dtype(tensor.elem_type) if tensor.elem_type else None, shape=shape)

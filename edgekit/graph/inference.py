@@ -1,0 +1,101 @@
+"""Types and shapes of values, inferred by onnx on a copy without weights, of which it would make several."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import onnx
+from onnx import helper, shape_inference
+
+from edgekit.graph.constants import is_small
+from edgekit.model.model import iterate_graphs
+
+_MOST_BYTES = 1 << 14
+"""Inference reads shapes, axes and indices, which are smaller."""
+_CONTRIB = "com.microsoft"
+_LIKENESSES: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "QuantizeLinear": ("QuantizeLinear", (0, 1, 2)),
+    "DequantizeLinear": ("DequantizeLinear", (0, 1, 2)),
+    **dict.fromkeys(
+        ("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu"), ("Identity", (0,))
+    ),
+    **dict.fromkeys(("QLinearAdd", "QLinearMul"), ("Add", (0, 3))),
+    "QLinearAveragePool": ("AveragePool", (0,)),
+    "QLinearGlobalAveragePool": ("GlobalAveragePool", (0,)),
+    "FusedConv": ("Conv", (0, 1)),
+    "FusedGemm": ("Gemm", (0, 1)),
+}
+"""Operators of ORT that onnx cannot infer: the operator, and which inputs, that give the same shape and type."""
+
+
+def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy with the types and shapes that onnx can infer, without the data of large initializers.
+
+    Operators of ORT are inferred by their likes. A graph that contradicts itself keeps the shapes that it has.
+    """
+    large = [tensor for tensor in proto.graph.initializer if _is_aside(tensor)]
+    light = _copy_light(proto)
+    alike = _write_alike(light)
+    inferred = light
+    for data_prop in (True, False):
+        with contextlib.suppress(shape_inference.InferenceError, ValueError, RuntimeError, TypeError):
+            inferred = shape_inference.infer_shapes(light, data_prop=data_prop)
+            break
+    if alike:
+        for node, original in zip(_nodes(inferred), _nodes(proto), strict=True):
+            if original.domain == _CONTRIB:
+                node.CopyFrom(original)
+    del inferred.graph.input[len(proto.graph.input) :]
+    inferred.graph.initializer.extend(tensor if is_small(tensor) else _empty(tensor) for tensor in large)
+    return inferred
+
+
+def _is_aside(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > _MOST_BYTES
+
+
+def _empty(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Returns a tensor without its data; one in an external file has none here."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return tensor
+    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+
+
+def _copy_light(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy with inputs in place of large initializers: inference fails on an initializer without data."""
+    light = onnx.ModelProto(
+        ir_version=proto.ir_version,
+        producer_name=proto.producer_name,
+        opset_import=proto.opset_import,
+        functions=proto.functions,
+        metadata_props=proto.metadata_props,
+    )
+    graph, source = light.graph, proto.graph
+    graph.name = source.name or "graph"
+    graph.node.extend(source.node)
+    graph.input.extend(source.input)
+    graph.output.extend(source.output)
+    graph.value_info.extend(source.value_info)
+    graph.sparse_initializer.extend(source.sparse_initializer)
+    for tensor in source.initializer:
+        if not _is_aside(tensor):
+            graph.initializer.append(tensor)
+        else:
+            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return light
+
+
+def _write_alike(proto: onnx.ModelProto) -> bool:
+    """Writes operators of ORT as ONNX's that have results of the same type and shape, in place; True if there are."""
+    found = False
+    for node in _nodes(proto):
+        likeness = _LIKENESSES.get(node.op_type) if node.domain == _CONTRIB else None
+        if likeness is not None:
+            kept = [node.input[at] for at in likeness[1] if at < len(node.input)]
+            node.op_type, node.domain, node.input[:] = likeness[0], "", kept
+            found = True
+    return found
+
+
+def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for graph in iterate_graphs(proto.graph):
+        yield from graph.node

@@ -1,0 +1,164 @@
+"""The one view of a graph: constants in all forms, who makes and reads what, bodies, and inference without weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from edgekit.graph.constants import lift_constants, list_constants
+from edgekit.graph.graph import Graph, view_model, view_part
+from edgekit.graph.inference import infer_model
+from edgekit.model.tensors import Array
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
+BODIES = """(float[2] x, bool c) => (float[2] y) {
+    a = Relu(x)
+    b = Abs(x)
+    y = If (c) <
+        then_branch = t () => (float[2] u) { k = Constant<value_float=2.0>() u = Mul(a, k) },
+        else_branch = e () => (float[2] v) { v = Add(a, b) }
+    >
+}"""
+
+
+def view(text: str) -> Graph:
+    return view_model(infer_model(parser.parse_model(f"{HEAD} {text}")))
+
+
+def sparse_node() -> onnx.NodeProto:
+    values = numpy_helper.from_array(np.array([3.0, 4.0], np.float32), "v")
+    places = numpy_helper.from_array(np.array([[0, 1], [1, 0]], np.int64), "i")
+    return helper.make_node("Constant", [], ["c"], sparse_value=helper.make_sparse_tensor(values, places, [2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("form", "given"),
+    [
+        ("value", numpy_helper.from_array(np.array([1, 2], np.int8))),
+        ("value_float", 1.5),
+        ("value_floats", [1.0, 2.0]),
+        ("value_int", 7),
+        ("value_ints", [7, 8]),
+        ("value_string", "a"),
+        ("value_strings", ["a", "b"]),
+    ],
+)
+def test_every_form_of_a_constant_is_read_and_lifted(form: str, given: Any) -> None:
+    node = helper.make_node("Constant", [], ["c"], **{form: given})
+    expected = [1, 2] if form == "value" else given
+    graph = helper.make_graph([node, helper.make_node("Identity", ["c"], ["y"])], "g", [], [])
+    seen = view_part(graph, 17)
+    assert [node.op_type for node in seen.nodes] == ["Identity"]
+    lift_constants(graph)
+    for array in (seen.array("c"), view_part(graph, 17).array("c")):
+        assert array is not None
+        assert array.tolist() == expected
+    assert ([node.op_type for node in graph.node], graph.initializer[0].name) == (["Identity"], "c")
+
+
+def test_a_sparse_constant_has_its_zeros() -> None:
+    graph = helper.make_graph([sparse_node(), helper.make_node("Identity", ["c"], ["y"])], "g", [], [])
+    graph.sparse_initializer.add().CopyFrom(sparse_node().attribute[0].sparse_tensor)
+    seen = view_part(graph, 17)
+    for name in ("c", "v"):
+        array = seen.array(name)
+        assert array is not None
+        assert array.tolist() == [[0, 3], [4, 0]]
+    graph.sparse_initializer[0].dims[:] = [1 << 20, 1 << 20]
+    assert (view_part(graph, 17).array("v"), view_part(graph, 17).value("v").shape) == (None, (1 << 20, 1 << 20))
+
+
+def test_an_empty_sparse_constant_of_places_outside_is_no_array() -> None:
+    node = sparse_node()
+    node.attribute[0].sparse_tensor.dims[:] = [1, 1]
+    assert view_part(helper.make_graph([node], "g", [], []), 17).array("c") is None
+
+
+def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
+    graph = view(BODIES)
+    relu, absolute, branch = graph.nodes
+    assert graph.captured == {"a", "b"}
+    assert graph.consumers["a"] == (branch, branch)
+    assert (graph.readers("a"), graph.readers("b"), graph.readers("y")) == ((branch,), (branch,), ())
+    assert (graph.producers["a"], graph.producers["b"]) == (relu, absolute)
+    then, other = branch.bodies
+    assert (then.value("a").shape, other.value("b").dtype, then.number("k")) == ((2,), "float32", 2.0)
+    assert "k" not in graph.constants
+    assert then.producers.keys() == {"u"}
+
+
+def test_a_name_that_a_body_makes_is_not_captured() -> None:
+    text = BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")
+    assert view(text).captured == {"a", "b"}
+
+
+def test_a_node_that_reads_a_tensor_twice_has_two_edges_and_is_one_reader() -> None:
+    graph = view("(float[2] x) => (float[2] y) { y = Mul(x, x) }")
+    assert (len(graph.consumers["x"]), len(graph.readers("x"))) == (2, 1)
+
+
+def test_what_is_known_of_constants_and_of_activations_is_told_apart() -> None:
+    graph = view("(float[2,N] x) => (float[2,N] y) <float[2,1] w = {1,2}> { y = Add(x, w) }")
+    assert (graph.value("w").static_shape, graph.static_shape("w"), graph.is_float("w")) == ((2, 1), None, False)
+    assert (graph.dims("y"), graph.static_shape("y"), graph.value("y").elements) == ((2, None), None, 2)
+    assert (graph.is_float("y"), graph.is_float_constant("w"), graph.is_float_constant("y")) == (True, True, False)
+    assert (graph.opset, graph.inputs, set(graph.outputs)) == (17, ("x",), {"y"})
+
+
+def external_model(path: Path, value: Array) -> onnx.ModelProto:
+    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["w"], ["y"])],
+        "g", [], [helper.make_tensor_value_info("y", kind, None)],
+        [numpy_helper.from_array(np.ones(3, np.float32), "before"), numpy_helper.from_array(value, "w")],
+    )  # fmt: skip
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(proto, path, save_as_external_data=True, location="data", size_threshold=0)
+    return onnx.load(path, load_external_data=False)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.int64, np.bool_])
+def test_external_constants_are_mapped_not_copied(tmp_path: Path, kind: type) -> None:
+    value: Array = np.arange(6).reshape(2, 3).astype(kind)
+    graph = view_model(external_model(tmp_path / "m.onnx", value), tmp_path)
+    assert (graph.is_external("w"), graph.array("w")) == (True, None)
+    array = graph.constant("w")
+    assert array is not None
+    assert (array.tolist(), array.dtype, array.flags.owndata) == (value.tolist(), value.dtype, False)
+
+
+def test_an_external_scalar_and_an_empty_tensor_are_read(tmp_path: Path) -> None:
+    scalar, empty = np.array(3, np.float32), np.zeros((0, 2), np.float32)
+    for value in (scalar, empty):
+        array = view_model(external_model(tmp_path / "m.onnx", value), tmp_path).constant("w")
+        assert array is not None
+        assert array.tolist() == value.tolist()
+
+
+def test_inference_leaves_weights_and_what_lies_around_them_as_they_are() -> None:
+    weight = numpy_helper.from_array(np.zeros((64, 32, 8, 8), np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Gelu", ["c"], ["y"], domain="com.microsoft")],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [weight],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    before = proto.SerializeToString()
+    inferred = infer_model(proto)
+    assert proto.SerializeToString() == before
+    assert [node.domain for node in inferred.graph.node] == ["", "com.microsoft"]
+    assert ([value.name for value in inferred.graph.input], inferred.ByteSize() < 1000) == (["x"], True)
+    seen = view_model(inferred)
+    assert (seen.value("y").shape, seen.value("w").shape, seen.array("w")) == ((1, 64, 1, 1), (64, 32, 8, 8), None)
+
+
+def test_constants_of_a_graph_are_its_own() -> None:
+    proto = parser.parse_model(f"{HEAD} {BODIES}")
+    assert list_constants(proto.graph) == {}
+    assert set(list_constants(proto.graph.node[2].attribute[0].g)) == {"k"}
