@@ -52,6 +52,9 @@ def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
 def _read_zip(file: IO[bytes]) -> Iterator[Member]:
     _check_directory(file)
     archive = zipfile.ZipFile(file)  # it is only a view of `file`, which the caller closes
+    if archive.filelist and min(entry.header_offset for entry in archive.filelist):
+        # zipfile reads the last of two archives in a row, other readers the first: two truths in one file.
+        raise ValueError("something stands before its first file")
     for entry in archive.infolist():
         name = entry.orig_filename
         if entry.flag_bits & 1:
@@ -95,7 +98,7 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
         try:
             entry = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "strict")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # typeshed leaves it out
-            return
+            return _check_tail(file)
         start += tarfile.BLOCKSIZE
         if entry.size < 0 or start + entry.size > total_bytes:
             raise EOFError(f"{entry.name[:200]!r} is cut off")
@@ -110,6 +113,13 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
         else:
             raise ValueError(f"{name[:200]!r} is a link, a device or of an unknown kind")
         start += -(-entry.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+def _check_tail(file: IO[bytes]) -> None:
+    """Refuses a tar with more than zeros behind its end, which some readers (`tar --ignore-zeros`) take for files."""
+    while chunk := file.read(_CHUNK_BYTES):
+        if chunk.count(0) != len(chunk):
+            raise ValueError("something stands behind its end")
 
 
 def _read_slice(file: IO[bytes], start: int, size_bytes: int, name: str) -> Iterator[bytes]:

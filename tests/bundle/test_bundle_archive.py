@@ -171,6 +171,16 @@ def test_a_bad_archive_is_refused_whole(tmp_path: Path, name: str) -> None:
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "in", path]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_archives_in_a_row_are_refused(tmp_path: Path, kind: Kind) -> None:
+    for name in ("one", "two"):
+        write_archive({**ENTRIES, name: b""}, tmp_path / name, kind)
+    (tmp_path / "both").write_bytes((tmp_path / "one").read_bytes() + (tmp_path / "two").read_bytes())
+    with pytest.raises(BundleError, match="something stands"):
+        unpack_archive(tmp_path / "both", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_absent_archive_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot read"):
         unpack_archive(tmp_path / "a", tmp_path / "out")
