@@ -80,7 +80,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "report": (
         ("junit", "markdown", "pages"),
         ("text",),
-        ("bench_text", "changes", "checked", "quantization_text"),
+        ("bench_text", "changes", "checked", "quantization_text", "quantized"),
         ("summary", "tables"),
     ),
     "verify": (

@@ -1,7 +1,7 @@
 """A model as the user has it, quantized for one target: planned, or searched for until it is good enough."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,59 +20,22 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.cache import CacheSettings
-from edgekit.quantize.check_plan import adopt_plan, require_origin
+from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.graph.graph import refuse_huge
-from edgekit.quantize.mixed_precision.choose import plan_calibration
-from edgekit.quantize.mixed_precision.goal_search import (
-    Goal,
-    Searched,
-    State,
-    open_state,
-    plan_sparingly,
-    search_quantization,
-)
+from edgekit.quantize.mixed_precision.goal_search import Search, Searched, plan_sparingly, search_quantization
+from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
-from edgekit.quantize.ranges.methods import AUTO_METHODS, PERCENTS, PLAIN_METHODS, tail_error
-from edgekit.recipe import Data, PrecisionChoice, Recipe, choose_precision, load_targets
-from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport, TrialReport
+from edgekit.quantize.qdq.build import plan_calibration
+from edgekit.quantize.ranges.methods import AUTO_METHODS, PLAIN_METHODS
+from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
+from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.target import Precision, Target, TaskLimit
 from edgekit.verify.tasks.drop import TOP1, measure_drop
 from edgekit.verify.tasks.tasks import find_metric
 
-MAX_PLAN_BYTES = 1 << 26
-
-
-class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared for one target, and samples that were judged: all that is known before anything is measured."""
-
-    source: Model
-    prepared: Model
-    samples: Samples
-    facts: SampleFacts
-    labels: Path | None
-    limit: TaskLimit
-    max_drop: float | None
-    measure: Callable[[Model], Prediction]
-    fixes: tuple[Fix, ...]
-    target: Target
-    precision: Precision
-    work: Path
-
-
-class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a calibration must measure."""
-
-    methods: tuple[str, ...]
-    fitting: bool
-
-    @staticmethod
-    def of_method(method: str) -> "_Wanted":
-        is_open = method in {"auto", "best"}
-        return _Wanted(methods=AUTO_METHODS if is_open else (method,), fitting=is_open)
-
-    @staticmethod
-    def of_plan(plan: QuantPlan) -> "_Wanted":
-        return _Wanted(methods=PLAIN_METHODS, fitting=plan.rounding != "nearest" or bool(plan.factors))
+_OPEN_METHODS = frozenset({"auto", "best"})
+"""Methods that choose a range method by what they measure."""
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +50,22 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
     cache: Path | None = None
     layers: bool = False
+
+
+class _Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A model prepared for one target, and samples that were judged: all that is known before anything is measured."""
+
+    source: Model
+    prepared: Model
+    fixes: tuple[Fix, ...]
+    samples: Samples
+    facts: SampleFacts
+    target: Target
+    precision: Precision
+    max_drop: float | None
+    measure: Callable[[Model], Prediction]
+    work: Path
+    progress: Progress
 
 
 def quantize_for(
@@ -105,38 +84,40 @@ def quantize_for(
     Raises:
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
     """
-    start, progress, how = time.monotonic(), progress or say_nothing, options or QuantizeOptions()
+    start, how = time.monotonic(), options or QuantizeOptions()
     given = None if how.plan is None else read_plan(how.plan)
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, _with_precision(recipe, given), work)
+        job = _open_job(model, data, recipe, given, work, progress or say_nothing)
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
-        state = None if how.state is None else _open_state(job, how.state)
-        if given is not None:
-            require_origin(given, job.prepared, job.facts.sha256, job.target)
-        wanted = _Wanted.of_method(how.method) if given is None else _Wanted.of_plan(given)
-        wanted = msgspec.structs.replace(wanted, fitting=wanted.fitting or how.layers)
-        calibration = _calibrate(job, wanted, how.cache, progress)
-        searched: Searched | None = None
-        if given is not None:
-            chosen = adopt_plan(given, job.prepared, calibration, job.target)
-        elif job.max_drop is None:
-            chosen, searched = _plan(job, calibration, how.method, progress)
-        else:
-            searched = _search(job, calibration, job.max_drop / 100, state, progress)
-            chosen = searched.chosen.plan
-        with replacing_file(out) as temporary:
-            progress("quantize")
-            quantized = quantize_model(job.prepared, chosen, temporary)
-            if searched is None:
-                progress("measure")
-            predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
-            move_data(temporary, out)
-        if how.layers:
-            progress("quantize each activation alone")
-        layers = tuple(_describe_layers(job, calibration, chosen)) if how.layers else ()
-    report = _report(job, calibration, chosen, quantized, predicted, searched, out, start)
-    return msgspec.structs.replace(report, layers=layers)
+        state = None if how.state is None else _open_state(job, how.state, data.labels, recipe.metric)
+        calibration = _calibrate(job, how, given)
+        plan, searched = _choose_plan(job, calibration, how.method, given, state)
+        quantized, predicted = _write_model(job, plan, calibration, searched, out)
+        layers = _measure_layers(job, calibration, plan) if how.layers else ()
+    return QuantizeReport(
+        model=job.source.name,
+        out=out,
+        target=job.target.name,
+        precision=plan.precision,
+        samples=job.samples.count,
+        data_warnings=warn_if_few(job.facts),
+        calibration=describe_calibration(calibration),
+        fixes={fix.id: len(fix.nodes) for fix in job.fixes},
+        size_before=job.source.size_bytes,
+        size_after=quantized.size_after,
+        quantized_nodes=quantized.quantized_nodes,
+        float_nodes=quantized.float_nodes,
+        predicted=predicted,
+        steps=plan.judged,
+        trials=describe_trials(searched, goal=job.max_drop is not None),
+        max_drop=job.max_drop,
+        met=searched is None or searched.met,
+        goal_note="" if searched is None else searched.note,
+        layers=layers,
+        seconds=round(time.monotonic() - start, 2),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
 
 
 def plan_for(
@@ -153,100 +134,39 @@ def plan_for(
     Raises:
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
+    how = QuantizeOptions(method=method, cache=cache)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, work)
-        progress = progress or say_nothing
-        calibration = _calibrate(job, _Wanted.of_method(method), cache, progress)
-        plan, _ = _plan(job, calibration, method, progress)
-    return msgspec.structs.replace(plan, statistics="")
+        job = _open_job(model, data, recipe, None, work, progress or say_nothing)
+        plan, _ = _choose_plan(job, _calibrate(job, how, None), method, None, None)
+    return plan
 
 
-def _describe_calibration(calibration: Calibration) -> CalibrationReport:
-    values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
-    errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
-    return CalibrationReport(
-        samples=calibration.samples,
-        measured=calibration.measured,
-        values=values,
-        is_exact=calibration.is_exact,
-        tail_errors={name: round(error, 7) for name, error in errors.items() if name in calibration.ranges},
-        sample_error=round(calibration.sample_error, 4),
-        known=calibration.known,
-        notes=calibration.notes,
-    )
-
-
-def _describe_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> Iterator[ActivationReport]:
-    seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
-    plan = msgspec.structs.replace(plan, statistics=calibration.statistics)
-    ranked = {error.name: error for error in rank_plan(job.prepared, plan)}
-    for name in (name for name in plan.ranges if name in ranked):
-        wide = plan.wide.get(name)
-        planned = wide or plan.ranges[name]
-        yield ActivationReport(
-            tensor=name,
-            op=ranked[name].op,
-            bits=16 if wide is not None or plan.activation == "uint16" else 8,
-            low=planned.low,
-            high=planned.high,
-            seen_low=seen[name].low,
-            seen_high=seen[name].high,
-            sqnr_db=ranked[name].sqnr_db,
-        )
-
-
-def read_plan(path: Path) -> QuantPlan:
-    """Returns the plan in a file.
-
-    Raises:
-        UsageError: the file cannot be read or holds no plan.
-    """
-    try:
-        with path.open("rb") as stream:
-            return msgspec.json.decode(stream.read(MAX_PLAN_BYTES), type=QuantPlan)
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--plan takes a .json file") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no plan: {error}", hint="make one: edgekit quantize --plan-only") from error
-
-
-def _open_job(model: Path, data: Data, recipe: Recipe, work: Path) -> _Job:
+def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, work: Path, progress: Progress) -> _Job:
     target = _one_target(recipe)
-    precision = _choose_integers(target, recipe.precision)
+    precision = _choose_integers(target, recipe, plan)
     refuse_huge(model.name, measure_files(model))
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
-    prepared = fixed.model
-    every = load_samples(data.source, prepared.inputs, data.preprocess)
-    samples = limit_samples(every, recipe.samples)
-    limit = recipe.metric or TOP1
+    every = load_samples(data.source, fixed.model.inputs, data.preprocess)
+    samples, limit = limit_samples(every, recipe.samples), recipe.metric or TOP1
     labels = _read_labels(data.labels, limit, every, samples)
+    measure: Callable[[Model], Prediction] = partial(predict_drop, fixed.model, samples=samples)
+    if labels is not None:
+        measure = partial(measure_drop, fixed.model, samples=samples, labels=labels, limit=limit)
+    facts = check_samples(samples)
+    if plan is not None:
+        require_origin(plan, fixed.model, facts.sha256, target)
     return _Job(
         source=source,
-        prepared=prepared,
-        samples=samples,
-        facts=check_samples(samples),
-        labels=data.labels,
-        limit=limit,
-        max_drop=recipe.max_drop,
-        measure=partial(predict_drop, prepared, samples=samples)
-        if labels is None
-        else partial(measure_drop, prepared, samples=samples, labels=labels, limit=limit),
+        prepared=fixed.model,
         fixes=fixed.fixes,
+        samples=samples,
+        facts=facts,
         target=target,
         precision=precision,
+        max_drop=recipe.max_drop,
+        measure=measure,
         work=work,
-    )
-
-
-def _calibrate(job: _Job, wanted: _Wanted, cache: Path | None, progress: Progress) -> Calibration:
-    return calibrate_model(
-        job.prepared,
-        job.samples,
-        work=job.work / "calibration",
-        methods=wanted.methods,
-        fitting=wanted.fitting,
-        cache=None if cache is None else CacheSettings(folder=cache, digests=job.facts.digests),
         progress=progress,
     )
 
@@ -259,17 +179,18 @@ def _one_target(recipe: Recipe) -> Target:
     return targets[0]
 
 
-def _with_precision(recipe: Recipe, plan: QuantPlan | None) -> Recipe:
-    """Returns the recipe with the precision of a plan that is given.
-
-    Raises:
-        UsageError: the recipe wants another one.
-    """
+def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> Precision:
+    """Returns the integer precision to quantize with: that of a plan that is given, which the recipe may repeat."""
+    if not any(precision.startswith("int") for precision in target.precisions):
+        raise UsageError(
+            f"target '{target.name}' takes no quantized model: {target.precision_reason}",
+            hint=f"edgekit build MODEL --data DATA --target {target.name}, or edgekit convert MODEL --weights fp16",
+        )
     if plan is None:
-        return recipe
+        return choose_precision(target, recipe.precision)
     if recipe.precision not in {"auto", plan.precision}:
         raise UsageError(f"the plan is of {plan.precision}", hint="leave --precision out, or plan again")
-    return msgspec.structs.replace(recipe, precision=plan.precision)
+    return choose_precision(target, plan.precision)
 
 
 def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: Samples) -> Sequence[Label] | None:
@@ -280,74 +201,71 @@ def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: S
     return read_task_labels(path, find_metric(limit).labels, every)
 
 
-def _choose_integers(target: Target, wanted: PrecisionChoice) -> Precision:
-    """Returns the integer precision to quantize with."""
-    if not any(precision.startswith("int") for precision in target.precisions):
-        raise UsageError(
-            f"target '{target.name}' takes no quantized model: {target.precision_reason}",
-            hint=f"edgekit build MODEL --data DATA --target {target.name}, or edgekit convert MODEL --weights fp16",
-        )
-    return choose_precision(target, wanted)
-
-
-def _plan(job: _Job, calibration: Calibration, method: str, progress: Progress) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan of a method, and what was tried where that took a search."""
-    if method != "auto":
-        return plan_quantization(job.prepared, calibration, job.target, job.precision, method=method), None
-    return plan_sparingly(
-        job.prepared, calibration, job.target, job.precision, job.measure, work=job.work, progress=progress
-    )  # fmt: skip
-
-
-def _open_state(job: _Job, path: Path) -> State:
-    files = [] if job.labels is None else [job.labels, *sorted(job.labels.rglob("*"))]
+def _open_state(job: _Job, path: Path, labels: Path | None, metric: TaskLimit | None) -> State:
+    files = [] if labels is None else [labels, *sorted(labels.rglob("*"))]
     digests = "".join(digest_file(file) for file in files if file.is_file())
-    labels = f"{job.limit} of {digest_bytes(digests.encode())}" if files else "none"
-    return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, labels)
+    measured = f"{metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
+    return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, {"labels": measured})
 
 
-def _search(job: _Job, calibration: Calibration, max_drop: float, state: State | None, progress: Progress) -> Searched:
-    goal = Goal(max_drop=max_drop, measure=job.measure)
-    return search_quantization(
-        job.prepared, calibration, job.target, job.precision, goal, work=job.work, state=state, progress=progress
-    )  # fmt: skip
-
-
-def _report(
-    job: _Job, calibration: Calibration, plan: QuantPlan, quantized: QuantizedModel, predicted: Prediction,
-    searched: Searched | None, out: Path, start: float,
-) -> QuantizeReport:  # fmt: skip
-    is_plain = job.max_drop is None and searched is not None and len(searched.trials) == 1
-    trials = () if searched is None or is_plain else searched.trials
-    return QuantizeReport(
-        model=job.source.name,
-        out=out,
-        target=job.target.name,
-        precision=plan.precision,
-        samples=job.samples.count,
-        data_warnings=warn_if_few(job.facts),
-        calibration=_describe_calibration(calibration),
-        fixes={fix.id: len(fix.nodes) for fix in job.fixes},
-        size_before=job.source.size_bytes,
-        size_after=quantized.size_after,
-        quantized_nodes=quantized.quantized_nodes,
-        float_nodes=quantized.float_nodes,
-        predicted=predicted,
-        steps=plan.judged,
-        trials=tuple(
-            TrialReport(
-                step=trial.step,
-                drop_estimate=trial.prediction.drop_estimate,
-                sqnr_db=trial.prediction.sqnr_db,
-                taken_macs=trial.taken_macs,
-                integer_macs=trial.integer_macs,
-            )
-            for trial in trials
-        ),
-        max_drop=job.max_drop,
-        met=searched is None or searched.met,
-        goal_note="" if searched is None else searched.note,
-        layers=(),
-        seconds=round(time.monotonic() - start, 2),
-        peak_rss_bytes=peak_rss_bytes(),
+def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calibration:
+    """Returns a calibration that measures what a method, or a plan that is given, needs."""
+    if plan is None:
+        fitting = how.method in _OPEN_METHODS
+        methods: Sequence[str] = AUTO_METHODS if fitting else (how.method,)
+    else:
+        methods, fitting = PLAIN_METHODS, plan.rounding != "nearest" or bool(plan.factors)
+    return calibrate_model(
+        job.prepared,
+        job.samples,
+        work=job.work / "calibration",
+        methods=methods,
+        fitting=fitting or how.layers,
+        cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
+        progress=job.progress,
     )
+
+
+def _choose_plan(
+    job: _Job, calibration: Calibration, method: str, given: QuantPlan | None, state: State | None
+) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan that was given, was searched for or is that of a method, and what was tried in a search."""
+    if given is not None:
+        require_plan(given, job.prepared, calibration, job.target)
+        return given, None
+    search = Search(
+        model=job.prepared,
+        calibration=calibration,
+        target=job.target,
+        precision=job.precision,
+        measure=job.measure,
+        work=job.work,
+        progress=job.progress,
+    )
+    if job.max_drop is not None:
+        searched = search_quantization(search, job.max_drop / 100, state)
+        return searched.chosen.plan, searched
+    if method == "auto":
+        return plan_sparingly(search)
+    return plan_quantization(job.prepared, calibration, job.target, job.precision, method=method), None
+
+
+def _write_model(
+    job: _Job, plan: QuantPlan, calibration: Calibration, searched: Searched | None, out: Path
+) -> tuple[QuantizedModel, Prediction]:
+    """Returns the model, written to `out` as soon as it is whole, and what it is expected to cost."""
+    with replacing_file(out) as temporary:
+        job.progress("quantize")
+        quantized = quantize_model(job.prepared, plan, calibration, temporary)
+        if searched is None:
+            job.progress("measure")
+        predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
+        move_data(temporary, out)
+    return quantized, predicted
+
+
+def _measure_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> tuple[ActivationReport, ...]:
+    job.progress("quantize each activation alone")
+    seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
+    errors = rank_plan(job.prepared, plan, Path(calibration.statistics))
+    return tuple(describe_layers(plan, seen, errors))

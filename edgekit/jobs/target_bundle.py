@@ -24,7 +24,8 @@ from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.progress import Progress
 from edgekit.quantize import Calibration, QuantizedModel, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
-from edgekit.quantize.mixed_precision.goal_search import Goal, plan_sparingly, search_quantization
+from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import Recipe, choose_precision
 from edgekit.target import Precision, Target
@@ -41,6 +42,7 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     staging: Path
     cache: Path | None
     progress: Progress
+    memo: Memo = msgspec.field(default_factory=Memo)
 
     def wants_integers(self) -> bool:
         """Returns True if any of the targets is to be quantized."""
@@ -172,16 +174,25 @@ def _quantize(
 ) -> QuantizedModel:
     if not isinstance(inputs.calibration, Calibration):
         raise inputs.calibration or DataError("there is no calibration", hint="give --data")
-    model, known, out = inputs.prepared, inputs.calibration, job.work / target.name / "quantized.onnx"
-    measure = partial(predict_drop, model, samples=inputs.samples.calibration)
-    if job.recipe.max_drop is None:
-        plan, _ = plan_sparingly(model, known, target, precision, measure, work=out.parent, progress=job.progress)
-        return quantize_model(model, plan, out)
-    goal = Goal(max_drop=job.recipe.max_drop / 100, measure=measure)
-    searched = search_quantization(model, known, target, precision, goal, work=out.parent, progress=job.progress)
-    if not searched.met:
-        notes.append(f"no plan is expected to drop at most {job.recipe.max_drop:g} points; this is the best")
-    return quantize_model(model, searched.chosen.plan, out)
+    work, max_drop = job.work / target.name, job.recipe.max_drop
+    search = Search(
+        model=inputs.prepared,
+        calibration=inputs.calibration,
+        target=target,
+        precision=precision,
+        measure=partial(predict_drop, inputs.prepared, samples=inputs.samples.calibration),
+        work=work,
+        memo=job.memo,
+        progress=job.progress,
+    )
+    if max_drop is None:
+        plan, _ = plan_sparingly(search)
+    else:
+        searched = search_quantization(search, max_drop / 100)
+        plan = searched.chosen.plan
+        if not searched.met:
+            notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
+    return quantize_model(inputs.prepared, plan, inputs.calibration, work / "quantized.onnx")
 
 
 def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:

@@ -2,7 +2,7 @@
 
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, calibrate_model
-from edgekit.quantize.mixed_precision.choose import plan_quantization
+from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan
 
 __all__ = [

@@ -8,6 +8,7 @@ import onnx
 from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.weights.float_weights import find_float_weights
+from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
@@ -25,18 +26,22 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     size_after: int
 
 
-def quantize_model(model: Model, plan: QuantPlan, out: Path) -> QuantizedModel:
+def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: Path) -> QuantizedModel:
     """Writes the QDQ form of a prepared float model to the file `out`; same input, same bytes.
 
+    The calibration is that which the plan was made with, or another of the same samples.
+
     Raises:
-        DataError: the plan is of another model.
+        DataError: the plan is of another model, or the calibration of other samples.
         ModelError: ORT's quantizer refuses the model, or left no node or a wrong node quantized.
-        UsageError: the plan's statistics are gone.
+        UsageError: the calibration's statistics are gone.
     """
     if plan.model_sha256 != model.sha256:
         raise DataError(f"the plan is not of '{model.path.name}'", hint="plan the quantization of this model")
+    if plan.samples_sha256 != calibration.samples_sha256:
+        raise DataError("the plan was made with other samples than the calibration", hint="plan again with these")
     graph = plan_graph(model, plan)
-    quantized = build_qdq(graph, plan, model.path.name)
+    quantized = build_qdq(graph, plan, Path(calibration.statistics), model.path.name)
     units = _Units(quantized.graph)
     _refuse_float_weights(quantized.graph)
     if not units.quantized:

@@ -41,9 +41,9 @@ class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A way to quantize that was tried, and the signal-to-noise ratio it reached on held-out samples.
+    """One choice of ranges and rounding, and the signal-to-noise ratio that it reached on held-out samples.
 
-    `relieved` names the tensors that were taken out of 8 bits; `equalized`: channels of unequal size were evened out.
+    `relieved` names the tensors that were taken out of 8 bits; `equalized`: channels of unequal size were equalized.
     """
 
     method: str
@@ -61,7 +61,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
-    scale. `statistics` is the calibration's folder, which rounding other than "nearest" needs.
+    scale.
     """
 
     model_sha256: str
@@ -85,7 +85,6 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     float_nodes: tuple[FloatNode, ...]
     wide: dict[str, TensorRange]
     judged: tuple[Candidate, ...]
-    statistics: str
 
 
 def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Target, precision: Precision) -> QuantPlan:
@@ -128,7 +127,6 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         float_nodes=float_nodes,
         wide=_wide_tensors(graph, set(delicate) - {node.name for node in float_nodes}, exact) if widens else {},
         judged=(),
-        statistics=calibration.statistics,
     )
     if not quantizes_any(graph, plan):
         raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from onnx import numpy_helper
 from tiny_models import parse_model
 
 from edgekit.bundle.folder import open_bundle
@@ -38,6 +40,26 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
 def test_the_demo_passes_on_four_targets(demo: BuildReport) -> None:
     assert [bundle.target for bundle in demo.bundles if bundle.passed] == list(TARGETS)
     assert demo.passed
+
+
+def test_company_of_other_targets_changes_no_bundle(tmp_path: Path) -> None:
+    """A sigmoid has a scale of its own on one of the two: what was judged for that is of no use to the other."""
+    rng = np.random.default_rng(7)
+    path = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) { c = Conv(x, u, v)'
+        " s = Sigmoid(c)  m = Mul(c, s)  p = GlobalAveragePool(m)  f = Flatten(p)  y = Gemm<transB=1>(f, w) }",
+        tmp_path / "gated.onnx",
+    )
+    proto = onnx.load(str(path))
+    for name, shape, size in (("u", (8, 3, 3, 3), 27**-0.5), ("v", (8,), 0.1), ("w", (40, 8), 8**-0.5)):
+        proto.graph.initializer.append(numpy_helper.from_array(rng.normal(0, size, shape).astype(np.float32), name))
+    onnx.save(proto, str(path))
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(1).normal(size=(32, 1, 3, 8, 8)).astype(np.float32))
+    data, digests = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz")), set[str]()
+    for targets in (("qnn",), ("nnapi", "qnn")):
+        report = build(path, data, tmp_path / "-".join(targets), Recipe(targets=targets), verify=False)
+        digests |= {bundle.sha256 for bundle in report.bundles if bundle.target == "qnn"}
+    assert len(digests) == 1
 
 
 def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:

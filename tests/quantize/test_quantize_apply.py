@@ -34,7 +34,7 @@ def quantize(
     model: Model, calibration: Calibration, target: str, folder: Path, precision: str = "int8"
 ) -> QuantizedModel:
     plan = plan_quantization(model, calibration, load_target(target), "int16" if precision == "int16" else "int8")
-    return quantize_model(model, plan, folder / f"{target}-{precision}.onnx")
+    return quantize_model(model, plan, calibration, folder / f"{target}-{precision}.onnx")
 
 
 def sqnr_db(model: Model, other: Model) -> float:
@@ -94,14 +94,14 @@ def test_same_input_gives_same_bytes(net: Model, calibration: Calibration, tmp_p
 
 
 def test_hash_seed_does_not_change_the_bytes(net: Model, calibration: Calibration, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_bytes(
-        msgspec.json.encode(plan_quantization(net, calibration, load_target("qnn"), "int8"))
-    )
+    plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode((plan, calibration)))
     script = (
         "import sys, pathlib, msgspec; from edgekit.model.model import load_model; from edgekit.quantize import *;"
         "folder = pathlib.Path(sys.argv[1]); model = load_model(folder / 'conv_net.onnx');"
-        "plan = msgspec.json.decode((folder / 'plan.json').read_bytes(), type=QuantPlan);"
-        "print(quantize_model(model, plan, folder / 'out.onnx').model.sha256)"
+        "plan, calibration = msgspec.json.decode("
+        "(folder / 'plan.json').read_bytes(), type=tuple[QuantPlan, Calibration]);"
+        "print(quantize_model(model, plan, calibration, folder / 'out.onnx').model.sha256)"
     )
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}
     argv = [sys.executable, "-c", script, str(tmp_path)]
@@ -137,7 +137,7 @@ def test_quantized_model_is_refused(net: Model, calibration: Calibration, tmp_pa
 def test_plan_of_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
     with pytest.raises(DataError, match="the plan is not of"):
-        quantize_model(net, msgspec.structs.replace(plan, model_sha256="0" * 64), tmp_path / "out.onnx")
+        quantize_model(net, msgspec.structs.replace(plan, model_sha256="0" * 64), calibration, tmp_path / "out.onnx")
 
 
 def test_weights_in_constant_nodes_are_quantized(tmp_path: Path) -> None:

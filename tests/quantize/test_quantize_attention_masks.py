@@ -73,7 +73,7 @@ def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: 
     scores = calibration.ranges["minmax"]["m"]
     assert -40 < scores.low < scores.high < 20
     plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
-    quantized = quantize_model(model, plan, tmp_path / "q.onnx").model
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.path, SessionSettings())
     for sample in samples:
         expected, found = one.run(sample)["y"], two.run(sample)["y"]

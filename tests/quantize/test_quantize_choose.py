@@ -11,6 +11,7 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.score import judge_candidate
 from edgekit.quantize.qdq.build import build_qdq
 from edgekit.quantize.rounding.weights import Rounding
@@ -33,9 +34,29 @@ def test_auto_is_never_worse_than_minmax_on_held_out_samples(net: Model, many: C
 
 
 def test_targets_that_differ_in_sign_share_the_judgement(net: Model, many: Calibration) -> None:
-    nnapi, xnnpack = (plan_quantization(net, many, load_target(name), "int8") for name in ("nnapi", "xnnpack"))
+    memo = Memo()
+    nnapi, xnnpack = (
+        plan_quantization(net, many, load_target(name), "int8", memo=memo) for name in ("nnapi", "xnnpack")
+    )
     assert nnapi.judged == xnnpack.judged
-    assert len(list(Path(many.statistics).glob("judged-*.json"))) == 1
+    assert len(memo.judged) == 1
+
+
+GATED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) {
+  c = Conv(x, w1, b1) s = Sigmoid(c) m = Mul(c, s)
+  p = GlobalAveragePool(m) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
+
+
+def test_company_of_other_targets_changes_no_plan(tmp_path: Path) -> None:
+    model = make_model(GATED, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
+    calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
+    targets = {name: load_target(name) for name in ("nnapi", "qnn", "xnnpack", "cpu")}
+    alone = {name: plan_quantization(model, calibration, target, "int8") for name, target in targets.items()}
+    assert alone["nnapi"].judged != alone["qnn"].judged  # a sigmoid has a scale of its own on one of them
+    for order in (list(targets), list(targets)[::-1]):
+        memo = Memo()
+        for name in order:
+            assert plan_quantization(model, calibration, targets[name], "int8", memo=memo) == alone[name]
 
 
 def test_same_statistics_give_the_same_bytes(net: Model, tmp_path: Path) -> None:
@@ -44,7 +65,7 @@ def test_same_statistics_give_the_same_bytes(net: Model, tmp_path: Path) -> None
         calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / name)
         plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
         plan = msgspec.structs.replace(plan, rounding="refit")
-        digests.add(quantize_model(net, plan, tmp_path / f"{name}.onnx").model.sha256)
+        digests.add(quantize_model(net, plan, calibration, tmp_path / f"{name}.onnx").model.sha256)
     assert len(digests) == 1
 
 
@@ -70,7 +91,7 @@ def test_moments_recover_what_correlated_inputs_lose(tmp_path: Path) -> None:
     plan = plan_quantization(model, calibration, load_target("qnn"), "int16", method="minmax")
 
     def score(rounding: Rounding) -> float:
-        built = build_qdq(graph, msgspec.structs.replace(plan, rounding=rounding), "m")
+        built = build_qdq(graph, msgspec.structs.replace(plan, rounding=rounding), Path(calibration.statistics), "m")
         return judge_candidate(built, find_compared_tensors(graph), Path(calibration.statistics))
 
     assert score("gptq") > score("nearest") + 3
@@ -89,20 +110,24 @@ def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
 def test_collapsed_model_gets_16_bits_where_the_target_takes_them(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    plan = plan_quantization(*collapsing, load_target("qnn"), "int8")
+    model, calibration = collapsing
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
     assert plan.wide
     relieved = [entry for entry in plan.judged if entry.relieved]
     assert relieved[0].sqnr_db >= min(entry.sqnr_db for entry in plan.judged if not entry.relieved) + 1
-    CpuSession(quantize_model(collapsing[0], plan, tmp_path / "q.onnx").model.path, SessionSettings())
+    CpuSession(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
 
 
 def test_a_collapsed_model_keeps_nodes_float_where_the_target_has_only_8_bits(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    plain, auto = (plan_quantization(*collapsing, load_target("nnapi"), "int8", method=m) for m in ("minmax", "auto"))
+    model, calibration = collapsing
+    plain, auto = (
+        plan_quantization(model, calibration, load_target("nnapi"), "int8", method=m) for m in ("minmax", "auto")
+    )
     assert [node.op for node in plain.float_nodes] == ["Tanh"]
     assert any("8 bits do not hold" in node.reason for node in auto.float_nodes)
-    CpuSession(quantize_model(collapsing[0], auto, tmp_path / "q.onnx").model.path, SessionSettings())
+    CpuSession(quantize_model(model, auto, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ numpy.save(sys.argv[3], session.run(None, {"x": numpy.load(sys.argv[2])})[0])
 
 def quantize(model: Model, calibration: Calibration, arch: str, folder: Path) -> QuantizedModel:
     plan = plan_quantization(model, calibration, load_target("cpu", SETTINGS[arch]), "int8", method="minmax")
-    return quantize_model(model, plan, folder / f"{arch}.onnx")
+    return quantize_model(model, plan, calibration, folder / f"{arch}.onnx")
 
 
 def run(model: Model, sample: Tensors) -> Array:
@@ -86,7 +86,7 @@ def test_seven_bits_leave_room_for_two_products(
     net: Model, calibration: Calibration, method: str, tmp_path: Path
 ) -> None:
     plan = plan_quantization(net, calibration, load_target("cpu", SETTINGS["x64-7bit"]), "int8", method=method)
-    model = quantize_model(net, plan, tmp_path / "q.onnx").model
+    model = quantize_model(net, plan, calibration, tmp_path / "q.onnx").model
     weights = [dequantized_constants(model, tensor)[0].astype(int) for tensor in ("r1", "c2", "c3", "z")]
     assert max(abs(weight).max() for weight in weights) == 64
     assert 2 * 255 * 64 < 2**15

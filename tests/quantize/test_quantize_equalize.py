@@ -170,13 +170,15 @@ def test_unequal_channels_come_back(
     model, calibration = unequal
     stock = plan_quantization(model, calibration, target, "int8", method="minmax")
     plan = plan_quantization(model, calibration, target, "int8")
-    ruined = quantize_model(model, stock, tmp_path / "stock.onnx").model
-    saved = quantize_model(model, plan, tmp_path / "saved.onnx").model
+    ruined = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
+    saved = quantize_model(model, plan, calibration, tmp_path / "saved.onnx").model
     assert plan.factors
     assert not plan.wide
     assert sqnr_db(model, ruined) < least_db - 8
     assert sqnr_db(model, saved) > least_db
-    again = quantize_model(model, msgspec.json.decode(msgspec.json.encode(plan), type=type(plan)), tmp_path / "b.onnx")
+    again = quantize_model(
+        model, msgspec.json.decode(msgspec.json.encode(plan), type=type(plan)), calibration, tmp_path / "b.onnx"
+    )
     assert again.model.sha256 == saved.sha256
 
 
@@ -260,8 +262,8 @@ def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
     for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
         stock = plan_quantization(model, calibration, target, "int8", method="minmax")
         plan = plan_quantization(model, calibration, target, "int8")
-        ruined = quantize_model(model, stock, tmp_path / "stock.onnx").model
-        saved = quantize_model(model, plan, tmp_path / "saved.onnx").model
+        ruined = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
+        saved = quantize_model(model, plan, calibration, tmp_path / "saved.onnx").model
         assert scales_silu(read_graph(model), plan.factors)
         assert sqnr_db(model, ruined) < 8
         assert sqnr_db(model, saved) > 26

@@ -80,7 +80,7 @@ def test_a_family_that_collapses_comes_back(family: Family, tmp_path: Path) -> N
     ratios = {"stock": worst_db(expected, ruined, family.cut)}
     for name, settings in TARGETS:
         plan = plan_quantization(model, calibration, load_target(name, settings), "int8")
-        saved = quantize_model(model, plan, tmp_path / f"{name}.onnx").model
+        saved = quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx").model
         ratios[name] = worst_db(expected, run(saved.path, new), family.cut)
     assert ratios.pop("stock") < family.stock_below
     assert min(ratios.values()) >= family.at_least

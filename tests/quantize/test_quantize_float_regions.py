@@ -46,9 +46,8 @@ def test_front_end_reads_the_input_itself(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [{"x": (rng.normal(size=(1, 64)) * 10.0 ** rng.uniform(-3, 1)).astype(np.float32)} for _ in range(40)]
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    quantized = quantize_model(
-        model, plan_quantization(model, calibration, load_target("nnapi"), "int8"), tmp_path / "q.onnx"
-    )
+    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8")
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx")
     assert op_types(quantized.model)[0] == "MatMul"
     assert {node.op for node in quantized.float_nodes} == {"MatMul", "Mul", "Add", "Log"}
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.model.path, SessionSettings())
@@ -115,7 +114,7 @@ def test_infinity_that_a_constant_puts_in_stays_float_and_refuses_nothing(tmp_pa
         reasons = {node.op: node.reason for node in plan.float_nodes}
         assert {"Where", "Pad", "ArgMax"} <= reasons.keys()
         assert "infinity" in reasons["ArgMax"]
-        quantized = quantize_model(model, plan, tmp_path / f"{name}.onnx")
+        quantized = quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
         assert op_types(quantized.model).count("MatMul") + op_types(quantized.model).count("Gemm") == 2
         assert quantized.quantized_nodes >= 2
         for sample in samples:

@@ -1,5 +1,6 @@
 """Nets that make images: white that no sample showed, and losses that only smooth images show."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +13,11 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
-from edgekit.progress import say_nothing
 from edgekit.quantize import Calibration, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, plan_sparingly
+from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, Search, plan_sparingly
 from edgekit.target import load_target
 
 
@@ -66,21 +66,27 @@ def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
     assert add_image_headroom(read_graph(model), calibration) == calibration
 
 
+def search(
+    model: Model, calibration: Calibration, target: str, measure: Callable[[Model], Prediction], work: Path
+) -> Search:
+    return Search(
+        model=model, calibration=calibration, target=load_target(target), precision="int8", measure=measure, work=work
+    )
+
+
 @pytest.mark.parametrize(("name", "wide"), [("qnn", 3), ("nnapi", 0)])
 def test_plain_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers(
     dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str, wide: int
 ) -> None:
     model, samples, calibration = dim
-    plan, searched = plan_sparingly(
-        model, calibration, load_target(name), "int8", partial(predict_drop, model, samples=samples), work=tmp_path,
-        progress=say_nothing,
-    )  # fmt: skip
+    measure = partial(predict_drop, model, samples=samples)
+    plan, searched = plan_sparingly(search(model, calibration, name, measure, tmp_path))
     assert searched is not None
     assert not searched.trials[0].prediction.meets(PLAIN_DROP)
     assert searched.chosen.prediction.meets(PLAIN_DROP) == bool(wide)
     assert len(plan.wide) == wide
     assert {node.op for node in plan.float_nodes} <= {"DepthToSpace"}
-    made = quantize_model(model, plan, tmp_path / "q.onnx").model
+    made = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     white = smooth_images(1, 1.0)[0]
     one, two = (CpuSession(path, SessionSettings()).run({"x": white})["y"] for path in (model.path, made.path))
     assert np.abs(one - two).max() < 0.05
@@ -94,8 +100,6 @@ def test_plain_quantizing_measures_nothing_where_outputs_hardly_differ(tmp_path:
       c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 1, 1), "b1": (8,), "w2": (40, 8)})
     calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
-    plan, searched = plan_sparingly(
-        model, calibration, load_target("qnn"), "int8", refuse, work=tmp_path, progress=say_nothing
-    )
+    plan, searched = plan_sparingly(search(model, calibration, "qnn", refuse, tmp_path))
     assert searched is None
     assert plan.judged[0].sqnr_db >= 30

@@ -122,7 +122,7 @@ def test_nnapi_takes_the_convolutions_of_old_devices_with_one_scale(
     target = load_target("nnapi", {"api_level": api_level})
     plan = plan_quantization(net, calibration, target, "int8")
     assert bool(plan.axes) == (api_level == "29")
-    quantized = quantize_model(net, plan, tmp_path / "q.onnx").model
+    quantized = quantize_model(net, plan, calibration, tmp_path / "q.onnx").model
     assert [node.op for node in check_model(quantized, target).node_list if node.op == "Conv" and not node.taken] == []
 
 
@@ -135,5 +135,5 @@ def test_what_computes_in_double_precision_stays_as_it_is(tmp_path: Path) -> Non
         plan = plan_quantization(model, calibration, load_target(name), "int8")
         reasons = {node.op: node.reason for node in plan.float_nodes}
         assert reasons["Softmax"] == reasons["Mul"] == "it computes in double precision"
-        quantized = quantize_model(model, plan, tmp_path / f"{name}.onnx")
+        quantized = quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
         assert quantized.quantized_nodes == 2

@@ -83,7 +83,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     target = load_target(*CASES[request.param][:2])
     calibration = calibrate_model(net, random_samples(net), work=folder / "work")
     plan = plan_quantization(net, calibration, target, "int8", method="minmax")
-    return request.param, quantize_model(net, plan, folder / "q.onnx").model
+    return request.param, quantize_model(net, plan, calibration, folder / "q.onnx").model
 
 
 def test_the_provider_takes_every_unit_that_it_can(made: tuple[str, Model]) -> None:

@@ -36,7 +36,7 @@ def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
     assert plan.ranges["y"].low == FLOOR
     assert calibration.ranges["minmax"]["y"].low < -2000
-    quantized = quantize_model(model, plan, tmp_path / "q.onnx").model
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     for sample in samples:
         wanted, found = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, quantized))
         near = wanted > FLOOR

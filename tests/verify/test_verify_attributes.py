@@ -66,7 +66,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {
         "source": source,
         "fp32": prepared,
-        "int8": quantize_model(prepared, plan, folder / "quantized.onnx").model,
+        "int8": quantize_model(prepared, plan, calibration, folder / "quantized.onnx").model,
         "fp16": convert_to_fp16(prepared, [], folder / "half.onnx").model,
     }
 

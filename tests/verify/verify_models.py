@@ -12,7 +12,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
-from edgekit.quantize.mixed_precision.choose import plan_quantization
+from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.target import load_target
 
 LAYERS = 5
@@ -56,7 +56,7 @@ def quantize(folder: Path) -> tuple[Model, Model]:
     prepared = prepare_model(save_network(folder / "network.onnx"), folder / "prepared.onnx", {})
     calibration = calibrate_model(prepared, make_images(), work=folder / "calibration")
     plan = plan_quantization(prepared, calibration, load_target("nnapi"), "int8")
-    return prepared, quantize_model(prepared, plan, folder / "quantized.onnx").model
+    return prepared, quantize_model(prepared, plan, calibration, folder / "quantized.onnx").model
 
 
 def turn_layer(source: Path, path: Path, layer: str) -> Path:

@@ -79,7 +79,7 @@ def deploy(subject: Subject, form: str, work: Path) -> tuple[Model, Target]:
         return convert_to_fp16(subject.prepared, left, work / "half.onnx").model, target
     calibration = calibrate_model(subject.prepared, subject.learn, work=work / "calibration")
     plan = plan_quantization(subject.prepared, calibration, target, "int8")
-    return quantize_model(subject.prepared, plan, work / "quantized.onnx").model, target
+    return quantize_model(subject.prepared, plan, calibration, work / "quantized.onnx").model, target
 
 
 class Seeded(msgspec.Struct, frozen=True, kw_only=True):

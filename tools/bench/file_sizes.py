@@ -48,7 +48,7 @@ def measure(source: Path, dims: tuple[str, ...], targets: list[str]) -> str:
         seen = calibrate_model(model, random_images(model, 2), work=work, methods=("minmax",), fitting=False)
         for name in targets:
             plan = plan_quantization(model, seen, load_target(name, {}), "int8", method="minmax")
-            made = quantize_model(model, plan, work / f"{name}.onnx")
+            made = quantize_model(model, plan, seen, work / f"{name}.onnx")
             least = floor_bytes(read_proto(made.model).graph)
             shares = (100 * size / source.stat().st_size for size in (made.size_after, least))
             line += f"  {name} {next(shares):.1f} % (floor {next(shares):.1f}, float {len(made.float_nodes)})"

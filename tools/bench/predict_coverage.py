@@ -94,7 +94,7 @@ def bench_model(name: str, targets: tuple[str, ...]) -> Iterator[Case]:
             plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
             for label, bad in bad_plans(plan, calibration):
                 try:
-                    quantized = quantize_model(model, bad, work / "bad.onnx").model
+                    quantized = quantize_model(model, bad, calibration, work / "bad.onnx").model
                     yield _measure(task, model, quantized, learn, f"{target}:{label}")
                 except EdgekitError as error:
                     print(f"  {name} {target} {label}: {error}", file=sys.stderr)

@@ -1,8 +1,7 @@
-"""Where the error of a quantized model comes from: weights or activations, and which layers."""
+"""Sensitivity: what each activation does to the outputs when it alone is quantized."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -11,22 +10,16 @@ import onnx
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
-from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.equalization.equalize import equalize_calibration
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.graph import Graph, read_graph
-from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, open_graph, powers_of
-from edgekit.quantize.mixed_precision.variants import SWITCHES, strip_weights, swap_weights, switch_activations
+from edgekit.quantize.graph.graph import Graph
+from edgekit.quantize.mixed_precision.score import has_held_out, open_graph, powers_of
+from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
 
-Cause = Literal["nothing", "weights", "activations", "arithmetic"]
-
-_NEAR_DB = 3.0
-_GOOD_DB = 30.0
 _SAMPLES, _FEW_SAMPLES = 6, 2
-"""By how many held-out samples activations are ranked, and how many tell which are worth it."""
+"""By how many held-out samples activations are ranked, and how many tell which are worth it: a choice, for the time."""
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,50 +30,7 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     sqnr_db: float
 
 
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Signal-to-noise ratios of the outputs in dB on held-out samples, with only some things quantized.
-
-    `w8_db`: weights only. `a8_db`: activations only. `w8a8_db`: both, as planned. `a16w8_db`: both, activations with
-    16 bits. `tensors` lists the activations, the most harmful first.
-    """
-
-    w8_db: float
-    a8_db: float
-    w8a8_db: float
-    a16w8_db: float
-    tensors: tuple[TensorError, ...]
-
-    @property
-    def cause(self) -> Cause:
-        """What limits the accuracy; "arithmetic" means that 16-bit activations do not help either."""
-        if self.w8a8_db >= _GOOD_DB:
-            return "nothing"
-        if self.w8_db <= self.w8a8_db + _NEAR_DB:
-            return "weights"
-        return "activations" if self.a16w8_db > self.w8a8_db + _NEAR_DB else "arithmetic"
-
-
-def diagnose_quantization(model: Model, calibration: Calibration, plan: QuantPlan) -> Diagnosis:
-    """Returns what limits the accuracy of a plan, measured on the samples that its calibration held out.
-
-    Raises:
-        UsageError: the statistics are gone.
-    """
-    graph, statistics = plan_graph(model, plan), Path(plan.statistics)
-    points = find_compared_tensors(graph)
-    qdq = build_qdq(graph, plan, model.path.name)
-    ranges = equalize_calibration(read_graph(model), calibration, plan.factors).ranges["minmax"]
-    wide = msgspec.structs.replace(plan, activation="uint16", ranges=ranges, grids={}, wide={})
-    return Diagnosis(
-        w8_db=judge_candidate(swap_weights(qdq, graph), points, statistics),
-        a8_db=judge_candidate(strip_weights(qdq, graph), points, statistics, keep_float_weights=True),
-        w8a8_db=judge_candidate(qdq, points, statistics),
-        a16w8_db=judge_candidate(build_qdq(graph, wide, model.path.name), points, statistics),
-        tensors=rank_activations(graph, qdq, statistics),
-    )
-
-
-def rank_plan(model: Model, plan: QuantPlan) -> tuple[TensorError, ...]:
+def rank_plan(model: Model, plan: QuantPlan, statistics: Path) -> tuple[TensorError, ...]:
     """Returns each activation that a plan quantizes with what it alone does to the outputs, the most harmful first.
 
     None where too few samples were there to hold some out.
@@ -88,10 +38,10 @@ def rank_plan(model: Model, plan: QuantPlan) -> tuple[TensorError, ...]:
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, statistics = plan_graph(model, plan), Path(plan.statistics)
+    graph = plan_graph(model, plan)
     if not has_held_out(statistics) or not find_compared_tensors(graph):
         return ()
-    return rank_activations(graph, build_qdq(graph, plan, model.path.name), statistics)
+    return rank_activations(graph, build_qdq(graph, plan, statistics, model.path.name), statistics)
 
 
 def rank_activations(

@@ -1,30 +1,13 @@
-"""Variants of a QDQ graph that show where its error comes from."""
+"""Variants of a QDQ graph: with float weights, and with a switch for each activation."""
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.quantize.graph.graph import Graph, dequantize_constant
+from edgekit.quantize.graph.graph import Graph
 
 SWITCHES = "edgekit.switches"
 """The input that says which activations are quantized."""
-
-
-def swap_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
-    """Returns the float graph with every weight and bias that `qdq` quantizes at its quantized value."""
-    proto = _copy(graph.proto)
-    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    nodes = {node.name: node for node in qdq.graph.node}
-    makers = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
-    for node in proto.graph.node:
-        twin = nodes.get(node.name)
-        for index, name in enumerate(twin.input if twin is not None else ()):
-            maker = makers.get(name)
-            if maker is not None and maker.input[0] in stored and graph.is_float_constant(node.input[index]):
-                value = dequantize_constant(maker, stored)
-                node.input[index] = f"{node.name}.edgekit.{index}"
-                proto.graph.initializer.append(numpy_helper.from_array(value, node.input[index]))
-    return proto
 
 
 def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:

@@ -6,7 +6,8 @@ import onnx
 
 from edgekit.model.model import Model, order_nodes
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
-from edgekit.quantize.equalization.equalize import equalize_graph, scaled_layers
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
 from edgekit.quantize.graph.graph import Graph, read_graph
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
@@ -27,14 +28,23 @@ def plan_graph(model: Model, plan: QuantPlan) -> Graph:
     return equalize_graph(read_graph(model), plan.factors)
 
 
-def build_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
-    """Returns the QDQ form of a float graph as planned.
+def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
+    """Returns what the calibration of a model says of the graph that a plan quantizes.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
+
+
+def build_qdq(graph: Graph, plan: QuantPlan, statistics: Path, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph as planned, rounded with the statistics of a calibration.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
-        UsageError: the plan's statistics are gone.
+        UsageError: the statistics are gone.
     """
-    return round_weights(place_plan(graph, plan, subject), graph, plan)
+    return round_weights(place_plan(graph, plan, subject), graph, plan, statistics)
 
 
 def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
@@ -51,16 +61,16 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     return placed
 
 
-def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan) -> onnx.ModelProto:
+def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:
     """Returns a placed graph with its weights rounded as planned.
 
     Raises:
-        UsageError: the plan's statistics are gone.
+        UsageError: the statistics are gone.
     """
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
-    round_qdq_weights(qdq, graph, Path(plan.statistics), plan.rounding, scaled, _limit(plan))
+    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, _limit(plan))
     return qdq
 
 

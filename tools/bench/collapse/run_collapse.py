@@ -31,7 +31,7 @@ from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize import calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
-from edgekit.quantize.mixed_precision.goal_search import Goal, plan_sparingly, search_quantization
+from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.target import Target, load_target
 
 TARGETS = ("nnapi", "nnapi:api_level=28", "xnnpack", "qnn", "cpu")
@@ -92,24 +92,24 @@ def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) ->
 
     reference = score(prepared.path)
     print(f"{path.stem}: float {reference:.2f} {UNITS[family.task]}, {len(evaluate)} samples", flush=True)
-    goal, good = Goal(max_drop=0.005, measure=lambda model: predict_drop(prepared, model, samples)), True
+    good = True
     for name in targets:
         target = read_target(name)
         stock = [f"{score(file):6.2f}" for file in quantize_stock(prepared.path, calibrate, name, work / "stock.onnx")]
         cells = [f"stock {' / '.join(stock)}"]
         began = time.perf_counter()
-        plan, _ = plan_sparingly(
-            prepared, calibration, target, "int8", goal.measure, work=work, progress=lambda _text: None
+        search = Search(
+            model=prepared, calibration=calibration, target=target, precision="int8", work=work,
+            measure=lambda model: predict_drop(prepared, model, samples),
         )  # fmt: skip
+        plan, _ = plan_sparingly(search)
         middle = time.perf_counter()
-        searched = search_quantization(
-            prepared, calibration, target, "int8", goal, work=work, progress=lambda _text: None
-        )
+        searched = search_quantization(search, 0.005)
         ended = time.perf_counter()
         label = "max-drop" if searched.met else "NOT met"
         found_plans = (("auto", plan, middle - began), (label, searched.chosen.plan, ended - middle))
         for label, chosen, seconds in found_plans:
-            found = score(quantize_model(prepared, chosen, work / "edgekit.onnx").model.path)
+            found = score(quantize_model(prepared, chosen, calibration, work / "edgekit.onnx").model.path)
             back = found >= reference - ALLOWED.get(family.task, 1.0)
             good &= back
             how = f"{chosen.method} {chosen.rounding}{' even' if chosen.factors else ''}"

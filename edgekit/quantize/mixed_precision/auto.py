@@ -1,0 +1,166 @@
+"""Chooses how to quantize: candidates are built and judged on held-out samples, the best becomes the plan."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgekit.model.model import Model
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, scales_silu
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.graph.graph import Graph, read_graph
+from edgekit.quantize.mixed_precision.candidates import (
+    FAITHFUL_DB,
+    NOTABLE_DB,
+    Draft,
+    Memo,
+    best_quick_db,
+    choose_ranges,
+    judge_draft,
+    sort_candidates,
+)
+from edgekit.quantize.mixed_precision.relief import (
+    COLLAPSED_DB,
+    GOOD_DB,
+    adapt_ranges,
+    choose_schedule,
+    relieve_plan,
+)
+from edgekit.quantize.mixed_precision.score import has_held_out
+from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan
+from edgekit.target import Precision, Target
+
+_HOPELESS_DB = 1.0
+"""Equalized weights that are worse by this much when rounded quickly are not rounded with more care: a choice."""
+_GATE_DB = 1.0
+"""What products before sigmoids must gain, which cost some time on a device: a choice."""
+
+
+class _Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be quantized, as it was given."""
+
+    model: Model
+    graph: Graph
+    calibration: Calibration
+    target: Target
+    precision: Precision
+    method: str
+    memo: Memo
+
+
+class _Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A draft and its candidates, best first."""
+
+    draft: Draft
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best_db(self) -> float:
+        return self.candidates[0].sqnr_db
+
+
+class _Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan of a draft, its ratio, and what was tried to take tensors out of 8 bits."""
+
+    plan: QuantPlan
+    ratio_db: float
+    tried: tuple[Candidate, ...] = ()
+
+    @property
+    def exceptions(self) -> int:
+        """How many tensors and nodes do without 8 bits."""
+        return len(self.plan.wide) + len(self.plan.float_nodes)
+
+
+def plan_quantization(
+    model: Model,
+    calibration: Calibration,
+    target: Target,
+    precision: Precision,
+    *,
+    method: str = "auto",
+    memo: Memo | None = None,
+) -> QuantPlan:
+    """Returns the plan of quantizing a prepared float model for a target.
+
+    With the method "auto" several range methods and roundings are built and judged on the samples that the calibration
+    held out; what comes nearest to the float model is planned, so it is never worse there than plain minmax. "best"
+    then takes the most harmful tensors out of 8 bits, a few more at a time, as long as that helps: to 16 bits where the
+    target takes them, else to float; "auto" does so only where the model has collapsed (below 20 dB). Below 40 dB
+    channels of unequal size are equalized, if that helps.
+    Without held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named range method is taken as
+    it is. A `memo` that was given for another target saves what is the same for both.
+
+    Raises:
+        UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
+        DataError: the calibration is of another model.
+        ModelError: no node of the model can be quantized.
+    """
+    graph = read_graph(model)
+    plan = draft_plan(model, graph, calibration, target, precision)
+    if method not in {"auto", "best"}:
+        return choose_ranges(plan, calibration, method, "nearest")
+    if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
+        return choose_ranges(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
+    subject = _Subject(
+        model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
+        memo=Memo() if memo is None else memo,
+    )  # fmt: skip
+    return _plan_best(subject)
+
+
+def _plan_best(subject: _Subject) -> QuantPlan:
+    """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
+    plain = _judge(subject, {})
+    equalized = _equalize(subject, plain, gated=False, reached=plain.candidates)
+    chosen = equalized if equalized is not None and equalized.best_db > plain.best_db + NOTABLE_DB else plain
+    gated = _equalize(subject, plain, gated=True, reached=chosen.candidates)
+    judged = [candidate for each in (plain, equalized, gated) if each is not None for candidate in each.candidates]
+    if gated is not None and gated.best_db > chosen.best_db + _GATE_DB:
+        chosen, gated = gated, None
+    best = _finish(subject, chosen)
+    tried = best.tried
+    # What relief costs may be more than what the products cost: then the other draft is relieved too.
+    if gated is not None and tried:
+        other = _finish(subject, gated)
+        tried += other.tried
+        gain = min(other.ratio_db, GOOD_DB) - min(best.ratio_db, GOOD_DB)
+        if gain > _GATE_DB or (other.exceptions < best.exceptions and gain > -_GATE_DB):
+            best = other
+    return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates(judged), *tried]))
+
+
+def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db: float = -math.inf) -> _Judged:
+    """Returns the draft with channels scaled by factors, judged."""
+    graph = equalize_graph(subject.graph, factors)
+    calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
+    plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
+    plan = msgspec.structs.replace(plan, factors=dict(factors))
+    draft = Draft(graph=graph, calibration=calibration, plan=plan)
+    return _Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
+
+
+def _equalize(subject: _Subject, plain: _Judged, *, gated: bool, reached: tuple[Candidate, ...]) -> _Judged | None:
+    """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
+    plan = plain.draft.plan
+    if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if gated else FAITHFUL_DB):
+        return None
+    exact = subject.calibration.ranges["minmax"]
+    factors = choose_factors(subject.graph, plain.draft.statistics, plan.axes.keys(), exact, gated=gated)
+    if not factors or (gated and not scales_silu(subject.graph, factors)):
+        return None
+    return _judge(subject, factors, best_quick_db(reached) - _HOPELESS_DB)
+
+
+def _finish(subject: _Subject, judged: _Judged) -> _Finished:
+    lead = judged.candidates[0]
+    draft = judged.draft.choose(lead.method, lead.rounding)
+    thorough = subject.method == "best"
+    if draft.plan.precision != "int8" or (not thorough and lead.sqnr_db >= COLLAPSED_DB):
+        return _Finished(plan=draft.plan, ratio_db=lead.sqnr_db)
+    widens = "int16" in subject.target.precisions
+    schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)
+    plan, tried = relieve_plan(draft, lead, schedule, subject.memo, widens=widens)
+    return _Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=tried)

@@ -1,0 +1,206 @@
+"""Candidates: the range methods and roundings of one graph, each judged on held-out samples."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._files import digest_bytes
+from edgekit.errors import UsageError, suggest_name
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.graph.graph import Graph
+from edgekit.quantize.graph.layers import read_layers
+from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.mixed_precision.variants import strip_weights
+from edgekit.quantize.plan import Candidate, QuantPlan
+from edgekit.quantize.qdq.build import place_plan, round_weights
+from edgekit.quantize.ranges.methods import AUTO_METHODS, METHODS
+from edgekit.quantize.rounding.weights import Rounding
+
+NOTABLE_DB = 0.3
+"""What a change must gain: a choice, 7 % of the noise power."""
+FAITHFUL_DB = 40.0
+"""From this ratio on, where the error is 1 % of the signal, nothing dearer than plain rounding is tried: a choice."""
+_METHODS_16 = ("minmax",)
+"""Cutting off tails makes the other steps finer, which 16 bits have no need of."""
+_QUICK: tuple[Rounding, ...] = ("nearest", "bias")
+_SLOW: tuple[Rounding, ...] = ("gptq", "refit")
+_LEARNED: tuple[Rounding, ...] = ("bias", *_SLOW)
+
+
+class Memo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was judged and ranked before, by a digest of all that it depends on.
+
+    One memo is passed on from target to target: those that differ in nothing that shows share the work, and what was
+    built before never changes what is built.
+    """
+
+    judged: dict[str, tuple[Candidate, ...]] = {}
+    ranked: dict[str, tuple[str, ...]] = {}
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph to quantize, what calibration says of it, and a plan for it."""
+
+    graph: Graph
+    calibration: Calibration
+    plan: QuantPlan
+
+    @property
+    def statistics(self) -> Path:
+        """The folder with the moments and the held-out samples."""
+        return Path(self.calibration.statistics)
+
+    def choose(self, method: str, rounding: Rounding) -> "Draft":
+        """Returns the draft with the ranges of a method and a rounding."""
+        plan = choose_ranges(self.plan, self.calibration, method, rounding)
+        return msgspec.structs.replace(self, plan=plan)
+
+    def use_unsigned(self) -> "Draft":
+        """Returns the draft with unsigned activations, which x86 computes fast and which lose as much as signed."""
+        plan = self.plan
+        if plan.activation != "int8":
+            return self
+        grids = {
+            name: msgspec.structs.replace(grid, zero_point=grid.zero_point + 128) for name, grid in plan.grids.items()
+        }
+        return msgspec.structs.replace(self, plan=msgspec.structs.replace(plan, activation="uint8", grids=grids))
+
+
+def choose_ranges(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
+    """Returns the plan with the ranges of a method and a rounding.
+
+    Raises:
+        UsageError: the calibration has no ranges of this method.
+    """
+    if method not in calibration.ranges:
+        raise UsageError(f"the calibration has no ranges of method '{method}'", hint=suggest_name(method, METHODS))
+    return msgspec.structs.replace(plan, method=method, rounding=rounding, ranges=calibration.ranges[method])
+
+
+def sort_candidates(judged: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Returns candidates, best first."""
+    return tuple(sorted(judged, key=lambda candidate: -candidate.sqnr_db))
+
+
+def best_quick_db(judged: Sequence[Candidate]) -> float:
+    """Returns the best ratio in dB of the candidates that were rounded without second moments."""
+    return max(candidate.sqnr_db for candidate in judged if candidate.rounding in _QUICK)
+
+
+def judge_draft(draft: Draft, memo: Memo, *, floor_db: float = -math.inf) -> tuple[Candidate, ...]:
+    """Returns the candidates of a draft, best first: plain minmax, and the roundings of the best range method.
+
+    Range methods are compared while weights are float. Rounding with second moments takes its time, so it is tried
+    only where rounded weights cost something, or where it may make up for what activations cost, and not below
+    `floor_db`.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    draft = draft.use_unsigned()
+    key = _digest_draft(draft, floor_db)
+    if key not in memo.judged:
+        memo.judged[key] = sort_candidates(list(_judge_all(draft, floor_db)))
+    return memo.judged[key]
+
+
+def choose_again(draft: Draft) -> tuple[QuantPlan, Candidate]:
+    """Returns a relieved plan with the range method and the rounding that are best for it, and how it was judged.
+
+    Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
+    """
+    plan, unsigned = draft.plan, draft.use_unsigned()
+    ratios = {method: _judge_ranges(unsigned.choose(method, "nearest")) for method in AUTO_METHODS}
+    best = max(ratios, key=lambda method: ratios[method])
+    if ratios[best] <= ratios.get(plan.method, math.inf) + NOTABLE_DB:
+        best = plan.method
+    tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED)
+    lead = max(tried, key=lambda candidate: candidate.sqnr_db)
+    return choose_ranges(plan, draft.calibration, best, lead.rounding), lead
+
+
+def _digest_draft(draft: Draft, floor_db: float) -> str:
+    """Returns a digest of all that judging a draft depends on: its plan, as far as it leads to what is compared.
+
+    A Softmax behind the compared logits is left out, so that targets which only differ there share the judgement. Where
+    a float node makes what it reads it is not: then it says whether Q and DQ lie between them.
+    """
+    graph, plan = draft.graph, draft.plan
+    points = find_compared_tensors(graph)
+    leading = _find_leading(graph, [point.tensor for point in points])
+    floats = {node.name for node in plan.float_nodes}
+    for point in points:
+        maker = graph.producers.get(point.tensor)
+        if point.reader and (maker is None or maker.name in floats):
+            leading.add(point.reader)
+    nodes = [node for node in graph.proto.graph.node if node.name in leading]
+    made, ops = {name for node in nodes for name in node.output}, {node.op_type for node in nodes}
+    kept = [msgspec.structs.replace(node, reason="") for node in plan.float_nodes if node.name in leading]
+    facts = msgspec.structs.replace(
+        plan,
+        target="",
+        op_types=tuple(op for op in plan.op_types if op in ops),
+        grids={name: grid for name, grid in plan.grids.items() if name in made},
+        float_nodes=tuple(kept),
+    )
+    return digest_bytes(msgspec.json.encode((facts, repr(floor_db)), order="sorted"))
+
+
+def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
+    """Returns the names of the nodes that some tensors are computed by."""
+    found, waiting = set[str](), list(tensors)
+    while waiting:
+        maker = graph.producers.get(waiting.pop())
+        if maker is not None and maker.name not in found:
+            found.add(maker.name)
+            waiting += maker.input
+    return found
+
+
+def _judge_all(draft: Draft, floor_db: float) -> Iterator[Candidate]:
+    methods = _METHODS_16 if draft.plan.precision == "int16" else AUTO_METHODS
+    ratios = {method: _judge_ranges(draft.choose(method, "nearest")) for method in methods}
+    best = max(ratios, key=lambda method: ratios[method])
+    if best != "minmax":
+        yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",))
+    chosen = draft.choose(best, "nearest")
+    placed = _place(chosen)
+    quick = _QUICK if read_layers(draft.graph) else _QUICK[:1]
+    tried = list(_judge_roundings(chosen, quick, placed))
+    yield from tried
+    reached = max(entry.sqnr_db for entry in tried)
+    if len(quick) > 1 and floor_db <= reached and (reached < ratios[best] - NOTABLE_DB or reached < FAITHFUL_DB):
+        yield from _judge_roundings(chosen, _SLOW, placed)
+
+
+def _judge_ranges(draft: Draft) -> float:
+    # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
+    whole = msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, axes={}))
+    stripped = strip_weights(_place(whole), draft.graph)
+    return judge_candidate(stripped, find_compared_tensors(draft.graph), draft.statistics, keep_float_weights=True)
+
+
+def _judge_roundings(
+    draft: Draft, roundings: Sequence[Rounding], placed: onnx.ModelProto | None = None
+) -> Iterator[Candidate]:
+    """Yields the candidates of a draft, which `placed` holds if it was placed before: that takes half a second."""
+    placed = placed or _place(draft)
+    for rounding in roundings:
+        plan = msgspec.structs.replace(draft.plan, rounding=rounding)
+        qdq = round_weights(placed, draft.graph, plan, draft.statistics)
+        ratio = judge_candidate(qdq, find_compared_tensors(draft.graph), draft.statistics)
+        yield Candidate(
+            method=plan.method,
+            rounding=rounding,
+            relieved=(),
+            sqnr_db=round(ratio, 3),
+            equalized=bool(plan.factors),
+        )
+
+
+def _place(draft: Draft) -> onnx.ModelProto:
+    return place_plan(draft.graph, draft.plan, "the candidate")

@@ -1,0 +1,129 @@
+"""Relief: the tensors that 8 bits hurt most leave them, a few more at each step, as long as that helps."""
+
+import msgspec
+
+from edgekit._files import digest_bytes
+from edgekit.model.model import Model
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.image_headroom import add_image_headroom
+from edgekit.quantize.equalization.silu import clip_silu_tails
+from edgekit.quantize.graph.graph import Graph, range_source
+from edgekit.quantize.mixed_precision.candidates import Draft, Memo, choose_again, choose_ranges
+from edgekit.quantize.mixed_precision.sensitivity import rank_activations
+from edgekit.quantize.plan import Candidate, QuantPlan, quantizes_any, relieve_tensors
+from edgekit.quantize.qdq.build import build_qdq, plan_calibration, plan_graph
+from edgekit.quantize.ranges.methods import AUTO_METHODS
+from edgekit.target import Target
+
+COLLAPSED_DB = 20.0
+"""Below this ratio, where the error is a tenth of the signal, a model has collapsed: a choice."""
+BROKEN_DB = 10.0
+"""Below this ratio, where the error is a third of the signal, a model is of no use, wherever it runs: a choice."""
+GOOD_DB = 30.0
+"""From this ratio on, where the error is 3 % of the signal, nothing more is relieved: a choice."""
+_FEW_RELIEVED = 8
+"""More tensors out of 8 bits hardly change which range method is best for the others."""
+_MOST_RANKED = 40
+"""So many activations are ranked by all samples: the largest step of a schedule."""
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tensors leave 8 bits at each step, what a step must gain to be kept, and which ratio is enough."""
+
+    counts: tuple[int, ...]
+    least_gain_db: float
+    enough_db: float
+
+
+_THOROUGH = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=GOOD_DB)
+_MENDING = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=COLLAPSED_DB)
+_SPARING = Schedule(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
+"""For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them."""
+
+
+def choose_schedule(ratio_db: float, *, widens: bool, thorough: bool) -> Schedule:
+    """Returns how to relieve a plan with a ratio in dB; a target that `widens` has 16 bits for what leaves 8."""
+    if widens or thorough:
+        return _THOROUGH
+    return _MENDING if ratio_db < BROKEN_DB else _SPARING
+
+
+def relieve_plan(
+    draft: Draft, lead: Candidate, schedule: Schedule, memo: Memo, *, widens: bool
+) -> tuple[QuantPlan, tuple[Candidate, ...]]:
+    """Returns the plan of a draft with the worst tensors out of 8 bits, and what was tried.
+
+    More and more are taken out until the ratio is good enough, or two steps in a row gain too little; what gained too
+    little is not kept. `lead` says how the plan itself was judged.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    order = _rank_tensors(draft, memo)
+    best, reached, idle = draft.plan, lead.sqnr_db, 0
+    tried: list[Candidate] = []
+    for count in schedule.counts:
+        names = order[:count]
+        relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
+        if not quantizes_any(draft.graph, relieved):
+            break
+        relieved, found = choose_again(msgspec.structs.replace(draft, plan=relieved))
+        tried.append(msgspec.structs.replace(found, relieved=names))
+        if found.sqnr_db >= reached + schedule.least_gain_db:
+            best, reached, idle = relieved, found.sqnr_db, 0
+        else:
+            idle += count > 1  # the worst tensor alone may gain nothing where two spoil the same sum
+        if idle == 2 or reached >= schedule.enough_db or count >= len(order):
+            break
+    return best, tuple(tried)
+
+
+def relieve_step(
+    model: Model,
+    calibration: Calibration,
+    target: Target,
+    plan: QuantPlan,
+    count: int,
+    *,
+    before: QuantPlan | None,
+    memo: Memo,
+) -> QuantPlan | None:
+    """Returns a plan with its `count` most harmful tensors out of 8 bits, None where so many cannot be taken.
+
+    They get 16 bits where the target takes them, and are float otherwise. `before` is what the step before returned: of
+    many tensors it decides the range method and the rounding.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    graph = plan_graph(model, plan)
+    calibration = adapt_ranges(graph, plan_calibration(model, plan, calibration))
+    draft = Draft(graph=graph, calibration=calibration, plan=plan)
+    order = _rank_tensors(draft, memo)
+    if count > 2 * len(order):
+        return None
+    relieved = relieve_tensors(graph, plan, order[:count], calibration, widens="int16" in target.precisions)
+    if not quantizes_any(graph, relieved):
+        return None
+    if count > _FEW_RELIEVED and before is not None:
+        return choose_ranges(relieved, calibration, before.method, before.rounding)
+    if plan.precision == "int8" and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
+        relieved, _ = choose_again(msgspec.structs.replace(draft, plan=relieved))
+    return relieved
+
+
+def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
+    """Returns a calibration without what no reader notices, and with what other samples may show."""
+    return clip_silu_tails(graph, add_image_headroom(graph, calibration))
+
+
+def _rank_tensors(draft: Draft, memo: Memo) -> tuple[str, ...]:
+    """Returns the tensors whose 8 bits hurt most, worst first, remembered for the steps that follow."""
+    plan = msgspec.structs.replace(draft.plan, judged=())
+    key = digest_bytes(msgspec.json.encode(plan, order="sorted"))
+    if key not in memo.ranked:
+        unsigned = draft.use_unsigned()
+        qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
+        errors = rank_activations(draft.graph, qdq, draft.statistics, closely=_MOST_RANKED)
+        memo.ranked[key] = tuple(dict.fromkeys(range_source(draft.graph, error.name) for error in errors))
+    return memo.ranked[key]
