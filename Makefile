@@ -24,27 +24,8 @@ check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, t
 docs: .venv/docs.stamp  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: .venv/dev.stamp .venv/train.stamp  ## speed and memory on real models, as ratios against stock ONNX Runtime
-	$(BIN)/python tools/bench/check_speed.py
-	$(BIN)/python tools/bench/build_zoo.py
-	$(BIN)/python tools/bench/quantize_zoo.py
-	$(BIN)/python tools/bench/predict_coverage.py
-	$(BIN)/python tools/bench/search_time.py
-	$(BIN)/python tools/bench/collapse/run_collapse.py
-	$(BIN)/python tools/bench/calibrate_ratio.py
-	$(BIN)/python tools/bench/file_sizes.py
-	$(BIN)/python tools/bench/seeded_faults.py --layers 1 --kinds promised
-	$(BIN)/python tools/bench/verify_overhead.py
-	$(BIN)/python tools/bench/convert_speed.py
-	$(BIN)/python tools/bench/convert_large.py
-	$(BIN)/python tools/bench/convert_onnx_suite.py
-	$(BIN)/python tools/bench/link_overhead.py
-	$(BIN)/python tools/bench/convert_reproducible.py 20 edgekit/demo/digits_mobilenet.onnx
-	$(BIN)/python tools/bench/convert_arm64.py edgekit/demo/digits_mobilenet.onnx
-	$(BIN)/python tools/bench/runner_figures.py
-	$(BIN)/python tools/bench/bundle_reproducible.py 20
-	$(BIN)/python tools/bench/bundle_costs.py
-	$(BIN)/python tools/bench/compile_snippets.py
+bench: .venv/dev.stamp .venv/train.stamp  ## figures of the docs, as ratios against stock ONNX Runtime: make bench GROUP=speed
+	$(BIN)/python tools/bench/run.py $(GROUP)
 
 mutants: .venv/dev.stamp  ## does a test notice a slip in a judge, a gate or the numerics?
 	$(BIN)/python tools/bench/mutation.py --budget 3600

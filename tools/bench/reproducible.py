@@ -1,4 +1,4 @@
-"""Builds the demo's bundles many times and counts distinct ones: `python bundle_reproducible.py [RUNS] [TARGET...]`.
+"""Builds the demo's bundles many times and counts distinct ones: `python reproducible.py [RUNS] [TARGET...]`.
 
 Each run is a process with its own folder, umask, PYTHONHASHSEED, environment size, number of CPUs, and, as root, user.
 The digests are those of the joined bundles, so every file of every target but the evidence counts.

@@ -1,0 +1,69 @@
+"""Runs the benches of a group, or all: `python tools/bench/run.py [accuracy|speed|verify|bytes|packages]...`.
+
+`--list` shows what each proves. A bench that fails does not stop the others; the exit code is 1 if one did.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+
+
+class Bench(NamedTuple):
+    """A program of this folder with its arguments, and what it proves."""
+
+    group: str
+    command: str
+    proves: str
+
+
+BENCHES = (
+    Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
+    Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
+    Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
+    Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),
+    Bench("speed", "build_zoo.py", "seconds and memory of a build for four targets"),
+    Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
+    Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),
+    Bench("speed", "convert_speed.py", "both ORT styles against ONNX Runtime's converter"),
+    Bench("speed", "convert_large.py", "models of gigabytes are prepared and checked in little memory"),
+    Bench("speed", "link_overhead.py", "what adb and ssh add to a run"),
+    Bench("speed", "runner_figures.py", "the C++ runner against a plain C loop: size, start, latency, memory"),
+    Bench("speed", "file_sizes.py", "INT8 files against the floor of weights and scales"),
+    Bench("verify", "seeded_faults.py --layers 1 --kinds promised", "a seeded fault is found, and its layer named"),
+    Bench("verify", "verify_overhead.py", "what judging adds to running"),
+    Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),
+    Bench("bytes", "convert_onnx_suite.py", "every node model of onnx is converted or refused in one line"),
+    Bench("packages", "compile_snippets.py", "the Kotlin of a bundle compiles against ONNX Runtime's Java classes"),
+)
+
+
+def main() -> int:
+    """Runs the benches of the groups that were named."""
+    groups = sorted({bench.group for bench in BENCHES})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(groups))
+    parser.add_argument("--list", action="store_true", help="show what each bench proves")
+    args = parser.parse_args()
+    for group in args.groups:
+        if group not in groups:
+            parser.error(f"there is no group '{group}': {', '.join(groups)}")
+    chosen = [bench for bench in BENCHES if not args.groups or bench.group in args.groups]
+    if args.list:
+        print("\n".join(f"{bench.group:9} {bench.command:45} {bench.proves}" for bench in chosen))
+        return 0
+    return max(run_bench(bench) for bench in chosen)
+
+
+def run_bench(bench: Bench) -> int:
+    """Runs one bench and returns 1 if it failed."""
+    print(f"== {bench.command}: {bench.proves}", flush=True)
+    program, *words = bench.command.split()
+    return int(subprocess.run([sys.executable, str(HERE / program), *words], check=False).returncode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
