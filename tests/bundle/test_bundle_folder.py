@@ -124,6 +124,19 @@ def test_a_damaged_bundle_is_refused(tmp_path: Path, damage: Callable[[Bundle], 
         open_bundle(bundle.folder)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "tiny.onnx"])
+def test_a_link_to_nothing_and_a_folder_are_no_files(tmp_path: Path, name: str) -> None:
+    bundle = make_bundle(tmp_path)
+    (bundle.folder / name).unlink()
+    (bundle.folder / name).symlink_to("nothing")
+    with pytest.raises(BundleError, match="is a link or no regular file"):
+        open_bundle(bundle.folder)
+    (bundle.folder / name).unlink()
+    (bundle.folder / name).mkdir()
+    with pytest.raises(BundleError, match=r"no regular file|lacks the file"):
+        open_bundle(bundle.folder)
+
+
 def test_a_missing_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="there is no bundle"):
         open_bundle(tmp_path / "nothing")

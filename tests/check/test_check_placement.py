@@ -99,4 +99,5 @@ def test_bodies_of_control_flow_follow_the_provider() -> None:
     assert [node.op for node in nnapi] == ["If", "Relu", "Sigmoid"]
     assert not any(node.taken for node in nnapi)
     assert "in the body of" in why_not(nnapi[1:])
-    assert all(node.taken for node in qnn)
+    assert [(node.taken, node.partition, node.reasons) for node in qnn] == [(True, 0, ())] * 3
+    assert [(node.taken, node.partition) for node in nnapi[1:]] == [(False, None)] * 2

@@ -50,6 +50,8 @@ def test_the_sign_of_activations_decides(tmp_path: Path, activation: QuantType, 
     report = check_file(quantized_net(tmp_path / "q.onnx", activation), target)
     assert _taken(report, "Conv") == {taken}
     assert (report.verdict == "yes") is taken
+    assert {node.integers for node in report.node_list if node.op == "Conv"} == {taken}
+    assert not any(node.integers for node in report.node_list if node.is_quantizer)
 
 
 def test_per_channel_weights_need_api_29(tmp_path: Path) -> None:

@@ -247,6 +247,13 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     assert measure_drop(good, bad, few, masks[:20], TaskLimit(name="miou")).drop_interval is None
 
 
+def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Samples, tmp_path: Path) -> None:
+    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "0, 0, 0, nan")
+    lost = measure_drop(good, bad, samples, [0] * 100)
+    assert (lost.measure, lost.source, lost.drop_estimate, lost.drop_interval) == ("top1", "labels", 1.0, (1.0, 1.0))
+    assert not lost.meets(0.99)
+
+
 def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
     reading, record = Reading(meaning="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
     unsure, sure = np.array([[0.5, 0.4, 0.1]]), np.array([[0.9, 0.05, 0.05]])

@@ -210,6 +210,19 @@ def test_the_interval_of_pairs_is_that_of_agresti_and_min() -> None:
     assert interval_of_pairs([False] * 50, [True] * 50)[1] == 1.0
 
 
+def test_the_paired_bootstrap_draws_both_sides_alike() -> None:
+    rows = np.random.default_rng(0).uniform(1, 9, 50)
+    lower, halved = bootstrap_pairs(partial(weigh, rows), partial(weigh, rows - 0.5), 50, 100)
+    assert lower == pytest.approx((-0.5, -0.5))
+    assert halved is not None
+    assert halved[0] < 1 - 0.5 / rows.mean() < halved[1] < 1
+    assert bootstrap_pairs(partial(weigh, rows), partial(weigh, rows / 2), 50, 100)[1] == pytest.approx((0.5, 0.5))
+    assert bootstrap_pairs(partial(weigh, 0 * rows), partial(weigh, rows), 50, 100)[1] is None
+    spread = bootstrap_pairs(partial(weigh, 0 * rows + 1), partial(weigh, rows), 50, 400)[0]
+    half = 1.96 * rows.std() / 50**0.5
+    assert spread == pytest.approx((rows.mean() - 1 - half, rows.mean() - 1 + half), abs=0.2)
+
+
 def test_a_difference_is_told_in_points_with_its_interval() -> None:
     assert describe_difference(scored()) == "-2.00 (-3.00 to -1.00)"
     assert describe_difference(scored(unit="dB", interval=None, reference=30.0, got=31.5)) == "+1.50"

@@ -207,6 +207,9 @@ def test_what_is_no_history_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     record_report(tmp_path / "h.sqlite", report)
     with pytest.raises(UsageError, match="has no run 9"):
         read_run(tmp_path / "h.sqlite", 9)
+    for number in (2**63, -(2**63) - 1, 0):
+        with pytest.raises(UsageError, match=f"has no run {number}"):
+            read_run(tmp_path / "h.sqlite", number)
     connection = sqlite3.connect(tmp_path / "h.sqlite")
     connection.execute("UPDATE runs SET report = '{'")
     connection.commit()
