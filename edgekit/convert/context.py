@@ -99,6 +99,8 @@ def compile_context(
     """
     require_compiler()
     _check_options(options)
+    # QNN does not load a context of several chips on a PC, so each chip's own context is compiled and loaded in its
+    # place.
     whole = _describe_job(model, CONTEXT_FILE, target, options)
     versions = _run_child(whole, folder, timeout_s)
     singles = [_describe_job(model, f"single{at}.onnx", target, one) for at, one in enumerate(_singles(options))]
@@ -115,6 +117,7 @@ def compile_context(
 def _describe_job(model: str, out: str, target: Target, options: ContextOptions) -> dict[str, Any]:
     provider = dict(target.session.provider_options)
     if options.socs or options.archs:
+        # What the target says of its SoC must not stand beside the chips that were asked for.
         provider.pop("soc_model", None)
         wanted = {"soc_model": ",".join(options.socs), "htp_arch": ",".join(options.archs)}
         provider |= {key: value for key, value in wanted.items() if value}
@@ -164,6 +167,7 @@ def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[s
 
 def _failure(child: Finished, options: Mapping[str, str]) -> DeviceError | RuntimeRefusal:
     last = (child.stderr.strip().splitlines() or [""])[-1]
+    # Any other status is the compiler's own death, often a signal: the model was not judged.
     if child.status != _REFUSED or child.timed_out:
         return DeviceError(
             f"QNN's compiler {child.ending}: {last[:300]}", hint="edgekit check MODEL --target qnn --observe"

@@ -40,6 +40,7 @@ def trace_fates(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[OpFa
     Where both are gone, the node that gives the next tensor on the way to the outputs has taken it in.
     """
     named = {_TOKEN.sub("", node.name): node for node in nodes if node.name}
+    # Reversed, so that of two nodes that end up with one name, the first in the order of the graph stays.
     makers = {_INSERTED.sub("", name): node for node in reversed(nodes) for name in node.outputs}
     readers: dict[str, list[onnx.NodeProto]] = collections.defaultdict(list)
     for node in source.node:
@@ -68,6 +69,8 @@ def _find_maker(
             return _look_through(makers[name], makers, given)
         if name not in seen:
             seen.add(name)
+            # The tensor is gone: whoever read it was fused with its maker, so what that reader gives is looked for
+            # next.
             waiting.extend(made for reader in readers.get(name, ()) for made in reader.output if made)
     return None
 

@@ -72,6 +72,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     unfused = find_unfused(nodes, graph.outputs)
     if options.level not in _WITHOUT_FUSION:
         _refuse_floats([node for node in unfused if not node.activation], path, options)
+    # A fusion that is wrong for this model shows only when it runs.
     equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
     if equality is not None and not equality.passed:
         place = f"first in node '{shorten_name(equality.first_bad)}'" if equality.first_bad else "in its outputs only"

@@ -76,6 +76,8 @@ def refuse_size(path: Path, size_bytes: int) -> None:
 
 def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
     """Returns how to open the source so that it runs as the file will."""
+    # The blocked layout exists on x64 alone: a file for Arm that was written on x64 would hold operators that Arm
+    # lacks.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
     with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
         if find_float_weights(skim_model(source.path).graph):
@@ -91,6 +93,7 @@ def load_settings(options: OrtOptions) -> SessionSettings:
 def _load_mapped(path: Path, options: OrtOptions, model: Model) -> None:
     """Loads a file as an app would, with its weights where they lie: its graph and kernels are what can be refused."""
     settings = load_settings(options)
+    # Mapped, so that loading to see whether it loads does not hold the weights a second time.
     mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
     config = {**settings.config, **mapped}
     CpuSession(path, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
@@ -98,6 +101,7 @@ def _load_mapped(path: Path, options: OrtOptions, model: Model) -> None:
 
 def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
     settings = session_settings(options, options.level, model)
+    # The format follows from the file's ending by default, and the temporary file's ending is not `.ort`.
     config = {**settings.config, "session.save_model_format": "ORT"}
     if options.style == "runtime":
         config["optimization.minimal_build_optimizations"] = "save"
@@ -105,4 +109,6 @@ def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
 
 
 def _config(options: OrtOptions) -> dict[str, str]:
+    # Prepacked weights would be of this machine's kernels. Without the second key ONNX Runtime turns s8 activations
+    # into u8 on x64 (qdq_s8_to_u8.cc), and the file for Arm would lose its faster kernels.
     return {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}

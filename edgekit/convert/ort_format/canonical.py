@@ -34,6 +34,7 @@ def canonicalize_file(path: Path) -> None:
     """
     with open_tables(path) as file:
         _refuse_unknown(file, path)
+        # Before sorting: what is written in must take its place in the order, too.
         mend_saved(file.root)
         root = sort_tables(file.root, ROOT)
         with replacing_file(path) as temporary:
@@ -59,6 +60,7 @@ def is_canonical(path: Path) -> bool:
 def sort_tables(record: Record, kind: str) -> Record:
     """Returns a table with every list that has no order sorted by its key, all the way down."""
     fields = {field.name: field for field in SCHEMA[kind]}
+    # Node indices of x64 files come from a hash table, too, and everything that is sorted below refers to them.
     numbered = renumber_reorders(record) if kind == "Graph" else record
     return {name: _sort_value(value, fields[name], record) for name, value in numbered.items()}
 
@@ -70,6 +72,7 @@ def _sort_value(value: Value, field: Field, record: Record) -> Value:
     if field.kind != "[table]":
         return value
     items = [sort_tables(item, field.of) for item in cast("list[Record]", value)]
+    # `sorted` is stable: records whose keys are equal keep the order that ONNX Runtime gave them.
     return sorted(items, key=lambda item: _sort_key(item, field)) if field.key else items
 
 

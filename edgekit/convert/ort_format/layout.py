@@ -55,6 +55,7 @@ def write_tables(root: Record, path: Path) -> None:
     vtables = _place_vtables(blocks)
     cursor = _HEADER_BYTES + sum(map(len, vtables))
     for block in blocks:
+        # A vector's elements are aligned, not the four bytes of its length in front of them.
         cursor += -(cursor + block.lead) % block.align
         block.start = cursor
         cursor += len(block.content)
@@ -151,6 +152,7 @@ def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int,
         cursor += 4
     if eights:
         cursor = 8
+    # Largest first, so that no field needs a gap before it.
     for slot in order:
         if slot != first:
             offsets[slot] = cursor
@@ -160,6 +162,7 @@ def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int,
 
 def _make_vtable(offsets: dict[int, int], size: int) -> bytes:
     slots = [offsets.get(slot, 0) for slot in range(max(offsets, default=-1) + 1)]
+    # A vtable is its own size, the table's size, and an offset a slot; slots behind the last one present are left out.
     vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
     return vtable + bytes(-len(vtable) % 4)
 
@@ -184,6 +187,8 @@ def _place_strings(blocks: list[_Block], cursor: int) -> tuple[dict[bytes, int],
 
 
 def _blob_alignment(size: int) -> int:
+    # Weights are used where they lie (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a
+    # time.
     return 64 if size >= 64 else 16 if size >= 16 else 8
 
 
@@ -194,6 +199,7 @@ def _write_all(
     file.writelines(vtables)
     for block in blocks:
         if block.vtable:
+            # The offset to the vtable is signed and counts backwards; all others are unsigned and point ahead.
             struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
         for offset, link in block.links:
             target = _resolve(link, blocks, strings)

@@ -42,12 +42,14 @@ _TYPES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
 def mend_saved(root: Record) -> None:
     """Writes, in place, the operator into each saved action that lacks it."""
     model = table(root, "model")
+    # A model may import the main domain twice, as "" and as "ai.onnx": here the newer counts.
     opset = max((number(entry, "version") for entry in records(model, "opset_import") if _is_main(entry)), default=0)
     produced: set[str] = set()
     for graph in iterate_graphs(table(model, "graph")):
         for entry in records(table(graph, "runtime_optimizations"), "records"):
             for saved in records(entry, "runtime_optimization_records"):
                 find_op = _PRODUCED.get(text(saved, "action_id"))
+                # A later ONNX Runtime may write the operator itself: then its word stands.
                 if find_op is not None and not saved.get("produced_op_ids"):
                     op = find_op(saved, opset)
                     saved["produced_op_ids"] = [op.encode()]
@@ -77,6 +79,8 @@ _PRODUCED: Mapping[str, Callable[[Record, int], str]] = {"MatMul": _matmul, "dro
 def _add_types(root: Record, ops: set[str]) -> None:
     known = cast("list[Record]", table(root, "kernel_type_str_resolver").get("op_kernel_type_str_args", []))
     present = {text(entry, "op_id") for entry in known}
+    # A minimal build looks kernels up by these entries; an operator without one is "not found" although it is linked
+    # in.
     known.extend(_describe_types(op) for op in sorted(ops - present))
 
 

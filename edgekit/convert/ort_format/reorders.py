@@ -16,6 +16,7 @@ def renumber_reorders(graph: Record) -> Record:
     """
     nodes = records(graph, "nodes")
     reorders = [node for node in nodes if text(node, "domain") == _DOMAIN and text(node, "op_type") == _OP]
+    # One node has nothing to be exchanged with.
     if len(reorders) < 2 or "runtime_optimizations" in graph:
         return graph
     slots = sorted(((number(node, "index"), node.get("name")) for node in reorders), key=lambda slot: slot[0])
@@ -39,6 +40,7 @@ def _renumber_edges(edges: Record, moved: dict[int, int]) -> Record:
     for name in ("input_edges", "output_edges"):
         if name in edges:
             ends = _EDGE.iter_unpack(cast("memoryview", edges[name]))
+            # ONNX Runtime keeps edges in a set ordered by node index, then by both argument indices (graph.h).
             renumbered = sorted((moved.get(node, node), source, target) for node, source, target in ends)
             changed[name] = memoryview(b"".join(_EDGE.pack(*end) for end in renumbered))
     return changed
