@@ -1,5 +1,6 @@
 """`edgekit verify`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
 from edgekit.verify.on_devices import open_inputs, verify_on, verify_with
-from edgekit.verify.report import VerifyReport, recheck_report
+from edgekit.verify.report import VerifyReport, recheck_report, require_devices
 from edgekit.verify.run import read_report
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -49,6 +50,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None
     baseline: Path | None
     history: Path | None
+    require: tuple[str, ...]
 
 
 class _Places(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @click.argument("bundle", type=_FILE, required=False)
 @options.ON
 @options.ON_FILE
+@click.option("--require", multiple=True, metavar="DEVICE", help="Like --on, and a failure where it cannot run.")
 @click.option("--data", metavar="DATA", help="Verify with these samples, not the golden ones; needs --reference.")
 @options.PREPROCESS
 @click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
@@ -89,11 +92,12 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. The
     limits here count for this judgement only; --data and --recheck leave verify.json alone, and nothing is written into
     an archive. Without --on and --on-file it runs on the devices that the target names; several run at once and
-    are compared.
+    are compared. A device that is not there is skipped, unless it is named by --require; with CI=true in the
+    environment, as continuous integration sets it, every device named by --on or --on-file is.
 
     \b
     Example:
-      edgekit verify bundles/model-qnn --on qnn-htp-sim --junit verify.xml
+      edgekit verify bundles/model-qnn --require qnn-htp-sim --junit verify.xml
       edgekit verify bundles/model-xnnpack --on adb:R5CT1234 --on-file devices.toml --html lab.html
       edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx --metric top1
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
@@ -140,7 +144,8 @@ def _check_options(question: _Question, limits: Limits) -> None:
     }
     layers = question.layers or None
     if question.recheck is not None:
-        of_device = {"--on": question.names or None, "--on-file": question.on_file}
+        names, required = question.names or None, question.require or None
+        of_device = {"--on": names, "--on-file": question.on_file, "--require": required}
         of_bundle = {**of_device, "--layers": layers, "--key": question.key, "--target": question.target}
         _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
     elif question.data is None:
@@ -204,7 +209,7 @@ def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
 
 def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits, progress: Progress) -> VerifyReport:
     task = limits.find_task(bundle.manifest)
-    choice = DeviceChoice(names=question.names, file=question.on_file)
+    choice = DeviceChoice(names=tuple(dict.fromkeys((*question.names, *question.require))), file=question.on_file)
     if data is None or question.reference is None:
         return verify_on(bundle, choice, progress, task=task, layers=question.layers)
     return verify_with(
@@ -219,8 +224,16 @@ def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits,
     )
 
 
+def _list_required(report: VerifyReport, question: _Question) -> Sequence[str]:
+    """Returns the devices whose absence is a failure: in continuous integration nobody reads what was skipped."""
+    named = question.names or question.on_file is not None
+    in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
+    return (*question.require, *(skip.device for skip in report.skipped if named and in_ci))
+
+
 def _judge(report: VerifyReport, question: _Question, limits: Limits) -> VerifyReport:
     """Returns the report under the limits that were given; those that were not are as they were."""
+    report = require_devices(report, _list_required(report, question))
     if report.runs:
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
     if question.baseline is not None:

@@ -124,10 +124,15 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
 
 
 def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
-    """Returns the report with what is worse than in an earlier one, and with that as the reference of its costs."""
+    """Returns the report with what is worse than in an earlier one, and with that as the reference of its costs.
+
+    Devices that nobody asked for this time are left out of it.
+    """
     earlier = {run.device: run for run in before.runs}
     runs = tuple(_add_cost(run, earlier.get(run.device), source) for run in report.runs)
-    lines = find_regressions(before, report)
+    asked = {run.device for run in report.runs} | {skip.device for skip in report.skipped}
+    known = tuple(run for run in before.runs if run.device in asked)
+    lines = find_regressions(msgspec.structs.replace(before, runs=known), report)
     if lines:
         changes = "; ".join(find_changes(before, report)) or "nothing that edgekit knows of"
         lines = tuple(f"worse than {source}: {line} (changed since: {changes})" for line in lines)
@@ -179,6 +184,8 @@ def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]
     for run in before.runs:
         other = later.get(run.device)
         if other is None:
+            reason = next((f": {skip.reason}" for skip in now.skipped if skip.device == run.device), "")
+            lines.append(f"device {run.device} did not run{reason}")
             continue
         outputs = {output.name: output for output in other.outputs}
         for output in run.outputs:

@@ -1,6 +1,6 @@
 """What verification found: facts and thresholds, and the verdict computed from them, once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -174,7 +174,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
     one that edgekit ran on, where emulators and simulators ran too. `alterations` say what in the bundle's model is not
-    as it was built, `notes` what was left out, and why.
+    as it was built, `notes` what was left out, and why. `required` names the devices that had to run.
     """
 
     bundle: str
@@ -198,6 +198,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, str] = {}
     alterations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:
@@ -239,7 +240,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         if most is not None and self.size_bytes > most * self.source_size_bytes:
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
-        return (*found, *judge_layers(self.layers), *self.alterations, *self.regressions)
+        absent = _judge_required(self.required, self.runs, self.skipped)
+        return (*found, *absent, *judge_layers(self.layers), *self.alterations, *self.regressions)
 
     @property
     def evidence(self) -> Evidence | None:
@@ -278,6 +280,25 @@ def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport
         max_size_share=thresholds.max_size_share,
         needs_placement=thresholds.needs_placement,
     )
+
+
+def require_devices(report: VerifyReport, names: Sequence[str]) -> VerifyReport:
+    """Returns the report in which it is a failure that one of these devices did not run.
+
+    A name is that of a device, or of its kind: "qnn-htp-sim" stands for "qnn-htp-sim:v73" too.
+    """
+    return msgspec.structs.replace(report, required=tuple(dict.fromkeys((*report.required, *names))))
+
+
+def _judge_required(names: Sequence[str], runs: Sequence[RunReport], skipped: Sequence[SkippedDevice]) -> Iterator[str]:
+    for name in names:
+        if not any(_is_named(run.device, name) for run in runs):
+            reason = next((skip.reason for skip in skipped if _is_named(skip.device, name)), "nothing named it")
+            yield f"device '{name}' was asked for and did not run: {reason}"
+
+
+def _is_named(device: str, name: str) -> bool:
+    return device == name or device.startswith(f"{name}:")
 
 
 def _judge_end(run: RunReport) -> tuple[str, ...]:

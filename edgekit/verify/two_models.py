@@ -23,7 +23,7 @@ from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport, compare_layers
 from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.matching.trace import adapt_sample
-from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.compare import compare_outputs, mark_reordered
 from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.tasks.scores import TaskReport, judge_task
@@ -91,7 +91,7 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
         a=a.name,
         b=b.name,
         samples=samples.count,
-        outputs=compare_outputs(wanted, _run_model(b, both, dtypes, outputs)),
+        outputs=_compare_places(a, b, outputs, compare_outputs(wanted, _run_model(b, both, dtypes, outputs))),
         layers=compare_layers(a, b, both) if layers else (),
         renamed={**inputs, **outputs},
     )
@@ -124,7 +124,7 @@ def compare_on_device(
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = _run_model(a, samples, {})
-        outputs = compare_device_outputs(wanted, run.outputs)
+        outputs = _compare_places(a, b, {}, compare_device_outputs(wanted, run.outputs))
         located = find_device_layer(device, job, work / "layers") if layers else None
     return ModelComparison(
         a=a.name,
@@ -136,6 +136,13 @@ def compare_on_device(
         failure=run.failure,
         located=located,
     )
+
+
+def _compare_places(
+    a: Model, b: Model, renamed: Mapping[str, str], outputs: Sequence[OutputReport]
+) -> tuple[OutputReport, ...]:
+    names = [renamed.get(spec.name, spec.name) for spec in b.outputs]
+    return mark_reordered(outputs, [spec.name for spec in a.outputs], names)
 
 
 def add_task(

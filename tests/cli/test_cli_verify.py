@@ -106,6 +106,23 @@ def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_junit(
     assert sorted(path.name for path in junit.parent.iterdir()) == ["v.html", "v.xml"]
 
 
+def test_a_required_device_must_run(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In continuous integration nobody reads what was skipped: there every device that is named must run."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    named = [str(bundle), "--on", "emulated", "--on", "adb:1"]
+    assert _verify(named, capsys)["skipped"][0]["device"] == "adb:1"
+    monkeypatch.setenv("CI", "true")
+    failing = _verify(named, capsys, code=1)
+    assert "device 'adb:1' was asked for and did not run" in failing["failures"][0]
+    monkeypatch.setenv("CI", "0")
+    required = _verify([*named[:3], "--require", "adb:1"], capsys, code=1)
+    assert required["required"] == ["adb:1"]
+    assert _verify([*named[:3], "--require", "emulated"], capsys)["passed"]
+
+
 def test_limits_do_not_go_into_the_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lax = _verify([str(bundle), "--on", "emulated", "--min-sqnr", "-200", "--min-cosine", "-1"], capsys)
     assert lax["runs"][0]["thresholds"]["min_sqnr_db"] == -200

@@ -22,7 +22,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.plain import to_json
 from edgekit.target import TaskLimit
 from edgekit.verify.causes.attribute import keep_attribution, share_loss
-from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report
+from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report, require_devices
 from edgekit.verify.run import read_known, read_report, verify_bundle, write_report
 
 
@@ -314,3 +314,16 @@ def test_losses_sum_to_the_whole() -> None:
     assert sum(step.noise_share or 0.0 for step in shared) == pytest.approx(1.0)
     assert sum(step.top1_loss or 0.0 for step in shared) == pytest.approx(0.1)
     assert sum(step.accuracy_loss or 0.0 for step in shared) == pytest.approx(0.04)
+
+
+def test_a_device_that_was_asked_for_and_did_not_run_is_a_failure(bundle: Bundle) -> None:
+    away = InProcess(name="phone:v2", missing=Missing(reason="unplugged", command=None))
+    report = verify_bundle(bundle, [InProcess(), away])
+    assert report.passed
+    assert require_devices(report, ["emulated"]).passed
+    required = require_devices(report, ["phone"])
+    assert required.failures == ("device 'phone' was asked for and did not run: unplugged",)
+    assert require_devices(report, ["pho"]).failures == (
+        "device 'pho' was asked for and did not run: nothing named it",
+    )
+    assert not recheck_report(required, bundle.manifest.thresholds).passed

@@ -26,7 +26,7 @@ from edgekit.verify.history import (
     record_report,
 )
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import VerifyReport, recheck_report
+from edgekit.verify.report import SkippedDevice, VerifyReport, recheck_report
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.tasks.scores import TaskReport
 
@@ -156,7 +156,13 @@ def test_what_is_gone_or_new_is_told(bundle: Bundle) -> None:
     assert list(find_changes(report, less)) == ["samples on emulated 6 -> 3"]
     other = msgspec.structs.replace(report, runs=(msgspec.structs.replace(run, device="phone"), run))
     assert list(find_changes(report, other)) == ["device phone is new"]
-    assert find_regressions(report, other) == find_regressions(other, report) == ()
+    assert find_regressions(report, other) == ()
+    assert find_regressions(other, report) == ("device phone did not run",)
+    skipped = (SkippedDevice(device="phone", reason="unplugged", command=None),)
+    absent = msgspec.structs.replace(report, skipped=skipped)
+    assert find_regressions(other, absent) == ("device phone did not run: unplugged",)
+    assert compare_with_baseline(report, other, "run 1").passed  # nobody asked for the phone
+    assert not compare_with_baseline(absent, other, "run 1").passed
     moved = msgspec.structs.replace(report, ancestry={"model": "b" * 64})
     assert (
         next(iter(find_changes(report, moved)))

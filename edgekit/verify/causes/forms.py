@@ -44,7 +44,7 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
             rows = [session.run(sample) for sample in inputs]
         except RuntimeRefusal:
             continue
-        fault = _find_fault(bundle, expected, rows)
+        fault = _find_order(bundle, session.output_names) or _find_fault(bundle, expected, rows)
         if fault:
             yield f"'{path.name}' does not pass the bundle's self-test on this machine: {fault}; build again"
 
@@ -55,6 +55,13 @@ def _choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     if form not in styles or path.suffix != ".ort":
         return SessionSettings(level=Level.DISABLED)
     return load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
+
+
+def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
+    wanted = [tensor.name for tensor in bundle.manifest.outputs]
+    if sorted(names) != sorted(wanted) or list(names) == wanted:
+        return ""
+    return f"its outputs are in the order {', '.join(names)}, in the manifest {', '.join(wanted)}"
 
 
 def _find_fault(bundle: Bundle, expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:

@@ -78,6 +78,24 @@ def measure_outputs(reference: Samples, got: Samples) -> tuple[MeasuredOutput, .
     )
 
 
+def mark_reordered(
+    outputs: Sequence[OutputReport], wanted: Sequence[str], found: Sequence[str]
+) -> tuple[OutputReport, ...]:
+    """Returns the reports, with a mismatch for each output that stands at another place than in the reference.
+
+    Names still find it, but apps may read outputs by their place. Where not all names agree, places say nothing.
+    """
+    if sorted(wanted) != sorted(found):
+        return tuple(outputs)
+    moved = {name: (found.index(name), place) for place, name in enumerate(wanted) if found[place] != name}
+    return tuple(
+        msgspec.structs.replace(output, mismatch="is output {}, in the reference {}".format(*moved[output.name]))
+        if output.name in moved and output.mismatch is None
+        else output
+        for output in outputs
+    )
+
+
 def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pair]:
     """Yields each reference with what came back for it, up to the first that lacks one; says why in `troubles`."""
     others = iter(got)
