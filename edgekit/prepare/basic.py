@@ -16,6 +16,7 @@ from edgekit.prepare.weights.stand_in import put_stand_ins, restore_nodes
 EXTERNAL_FROM_BYTES = 1 << 30
 """A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory."""
 
+# These move or drop Q and DQ nodes, which a provider groups into units: it must see them where the quantizer put them.
 _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
 
@@ -36,6 +37,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     """
     name_nodes(proto.graph)
     nodes = onnx.GraphProto(node=proto.graph.node).node
+    # Both before the session sees the graph: it replaces what it has no kernel for while it partitions, at any level.
     guard_half(proto)
     replaced = put_stand_ins(proto.graph)
     config = _read_from(folder) | _write_to(path, model)
@@ -43,6 +45,8 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph)
     whole = restore_nodes(optimized.graph, replaced)
+    # Casts that ONNX Runtime merged with the model's own cannot be taken out again; whether that happened shows only
+    # when the stripped graph is loaded.
     if whole and (not stripped or _loads(optimized, model, path)):
         return optimized
     del proto.graph.node[:]
@@ -61,6 +65,7 @@ def _settings(proto: onnx.ModelProto, model: Model, config: dict[str, str]) -> S
     disabled = _QDQ_CHANGERS if quantized else ()
     return SessionSettings(
         level=Level.BASIC,
+        # Prepacked copies of all weights would double the memory, for a session that never runs.
         config=config | {"session.disable_prepacking": "1"},
         disabled_optimizers=disabled,
         threads=1,

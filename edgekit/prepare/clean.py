@@ -55,6 +55,8 @@ def prepare_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
+    # Weights inside a file of gigabytes are not parsed either: the graph points into the file, as if it held external
+    # data.
     is_huge_file = keeps_external(model) and not model.external_files
     proto = point_into(model.path) if is_huge_file else read_proto(model, weights=not keeps_external(model))
     _clean_interface(proto, outputs, constants or {})
@@ -65,12 +67,14 @@ def prepare_model(
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
         folder = model.path.parent
+        # Once in the old opset, too: folding removes operators that the converter has no way down for.
         if constants or chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
         if constants:
             fix_dims(proto.graph, dims)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
+        # Behind the last optimization: only names that are in the result can clash with those of a later session.
         rename_made(proto.graph, given)
         _tidy(proto, origin)
         _write(proto, temporary, out)

@@ -32,6 +32,7 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     old: Any = defs.get_schema(node.op_type, opset)
     if new.since_version == old.since_version:
         return True
+    # Versions differ, but mostly by element types that were added: the signature decides.
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
         return False
     names = [formal.name for formal in old.inputs][: len(node.input)]

@@ -48,6 +48,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     own = read_opset(proto)
     if own == opset:
         return proto
+    # The converter lifts the number and keeps the node, whose inputs then mean something else.
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
         raise ModelError(
             f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
@@ -85,6 +86,7 @@ def _uses_main_domain(proto: onnx.ModelProto) -> bool:
 
 
 def _uses_new_types(proto: onnx.ModelProto) -> bool:
+    # The newest element type of IR version 9 (onnx.proto's history of IR_VERSION).
     newest = onnx.TensorProto.FLOAT8E5M2FNUZ
     return any(kind > newest for graph in iterate_graphs(proto.graph) for kind in _element_types(graph))
 

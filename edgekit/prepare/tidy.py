@@ -42,6 +42,8 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     seen: set[str] = set()
     for node in nodes:
         if not node.name or node.name in seen:
+            # Not a running number: a node in front would rename all behind it, and reports of two versions could not be
+            # compared.
             stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
             node.name = _free_name(stem, taken)
             taken.add(node.name)

@@ -86,6 +86,7 @@ def _unscale(graph: Graph, node: Node) -> str | None:
     if node.domain or node.op_type not in {"Mul", "Div"} or len(node.input) != 2:
         return None
     factor = 1 / 6 if node.op_type == "Mul" else 6.0
+    # Of a Div only the second operand divides.
     pairs = [tuple(node.input), tuple(reversed(node.input))][: 2 if node.op_type == "Mul" else 1]
     for value, constant in pairs:
         number = graph.number(constant)

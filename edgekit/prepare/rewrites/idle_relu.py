@@ -33,6 +33,7 @@ def _cuts_at_zero(graph: Graph, node: Node) -> bool:
     if node.op_type != "QuantizeLinear":
         return False
     if not node.has_input(2):
+        # Without a zero point the type is uint8 and the zero point 0, unless opset 21's attribute says otherwise.
         return "output_dtype" not in node.attributes
     zero = graph.array(node.input[2])
     return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))

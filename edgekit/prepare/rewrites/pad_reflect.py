@@ -26,6 +26,7 @@ def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
         return None
     rank = pads.size // 2
     wanted = [(axis, int(pads[axis]), int(pads[axis + rank])) for axis in range(rank)]
+    # An axis after the other gives the corners, too, as numpy's and ONNX's reflect do.
     wanted = [(axis, before, after) for axis, before, after in wanted if before or after]
     if not wanted:
         return None
@@ -33,6 +34,7 @@ def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
     value = node.input[0]
     for axis, before, after in wanted:
         left = [_mirror(writer, value, f"axis_{axis}/before", (before, 0, axis))] if before else []
+        # From the last but one backwards: reflect does not repeat the edge itself.
         right = [_mirror(writer, value, f"axis_{axis}/after", (-2, -2 - after, axis))] if after else []
         last = axis == wanted[-1][0]
         value = writer.add("Concat", [*left, value, *right], "" if last else f"axis_{axis}", axis=axis)

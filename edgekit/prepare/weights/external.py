@@ -78,7 +78,10 @@ def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Returns the model with its large weights in the file `path`; the memory they took is free once `proto` is."""
     with path.open("wb") as out:
         for tensor in proto.graph.initializer:
+            # Small tensors stay inside: shape inference and constant folding read them, and cannot from another file.
             if len(tensor.raw_data) > _LARGE_BYTES:
+                # On a page of its own, so that ONNX Runtime can map it (onnx's external_data_helper aligns for the same
+                # reason).
                 out.write(bytes(-out.tell() % _PAGE_BYTES))
                 entries = {"location": path.name, "offset": str(out.tell()), "length": str(len(tensor.raw_data))}
                 out.write(tensor.raw_data)
@@ -86,6 +89,7 @@ def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
                 tensor.data_location = onnx.TensorProto.EXTERNAL
                 for key, value in entries.items():
                     tensor.external_data.add(key=key, value=value)
+    # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
     return onnx.ModelProto.FromString(proto.SerializeToString())
 
 

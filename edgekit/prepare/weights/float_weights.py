@@ -74,4 +74,6 @@ def _has_one_scale(node: onnx.NodeProto | None, stored: Mapping[str, onnx.Tensor
     if node is None or node.op_type != "DequantizeLinear":
         return False
     scale = stored.get(node.input[1])
+    # A scale that is computed may be one number: it is taken for one, since rounding in silence is worse than a key too
+    # many.
     return scale is None or list(scale.dims) in ([], [1])

@@ -87,6 +87,7 @@ def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...
 
 
 def _only_multiplies(node: onnx.NodeProto, name: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> bool:
+    # As the first operand, or as the bias, a rewrite may look at its numbers.
     if node.op_type not in _WEIGHTED or node.domain or list(node.input).index(name) != 1 or name in node.input[2:]:
         return False
     followers = readers.get(node.output[0], ())
@@ -101,6 +102,7 @@ def _made_constants(graph: onnx.GraphProto) -> list[tuple[str, tuple[int, tuple[
         shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
         if shape is None or shape.data_type != onnx.TensorProto.INT64:
             continue
+        # Without a value the operator gives float32 zeros; 1 is FLOAT.
         value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
         dims = numpy_helper.to_array(shape).reshape(-1).tolist()
         found.append((node.output[0], (value, tuple(int(dim) for dim in dims))))
