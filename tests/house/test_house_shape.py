@@ -6,13 +6,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "bench")]
 
+from mutation import TESTS, list_mutations  # noqa: E402
 from shape import find_breaks  # noqa: E402
 
 
 def test_the_house_stands() -> None:
     assert list(find_breaks(ROOT)) == []
+
+
+def test_the_mutation_bench_knows_its_modules_and_their_tests() -> None:
+    for module, tests in TESTS.items():
+        assert (ROOT / "edgekit" / module).is_file()
+        assert all((ROOT / "tests" / name).is_file() for name in tests.split() if not name.startswith("-"))
+
+
+def test_mutations_are_slips_and_leave_words_and_seeds_alone() -> None:
+    source = b"""def f(a: int | None, b=1):
+    if a and not b:
+        raise ValueError(f"{b + 1} is wrong")
+    return np.random.default_rng(0).draw(max(a, 2 < b <= 3), strict=True, a=a)
+"""
+    found = [(item.line, item.before, item.text) for item in list_mutations("m.py", source)]
+    assert [item for item in found if item[0] < 4] == [
+        (1, "1", "(2)"), (2, "a and not b", "(a or not b)"), (2, "a and not b", "(a)"), (2, "a and not b", "(not b)"),
+        (2, "not b", "(b)"), (3, 'raise ValueError(f"{b + 1} is wrong")', "pass"),
+    ]  # fmt: skip
+    assert {item[1:] for item in found if item[0] == 4} == {
+        ("max", "(min)"), ("2 < b <= 3", "(2 <= b <= 3)"), ("2 < b <= 3", "(2 >= b <= 3)"), ("2", "(3)"),
+        ("2 < b <= 3", "(2 < b < 3)"), ("2 < b <= 3", "(2 < b > 3)"), ("3", "(4)"), ("a", "(None)"),
+    }  # fmt: skip
 
 
 def test_circles_and_crowds_in_a_folder_are_named(tmp_path: Path) -> None:
