@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
     ],
 )
 def test_a_skip_fails_in_ci_unless_ci_cannot_mend_it(reason: str, ci: str, code: int, tmp_path: Path) -> None:
-    for name in ("conftest.py", "tiny_models.py"):
+    for name in ("conftest.py", "demo_paths.py", "tiny_models.py"):
         shutil.copy(TESTS / name, tmp_path)
     body = f"import pytest\n\ndef test_one() -> None:\n    pytest.skip({reason!r})\n"
     (tmp_path / "test_skipping.py").write_text(body)
