@@ -123,7 +123,7 @@ def _load_library() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(
-            "signatures need the package 'cryptography'", hint="pip install 'edgekit[sign]'"
+            "signatures need the package 'cryptography'", hint="pip install cryptography"
         ) from error
     return serialization, ed25519
 

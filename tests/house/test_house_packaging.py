@@ -1,5 +1,6 @@
 """What an installed edgekit holds: the code, the targets, the far-side programs, the demo; and nothing else."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -62,3 +63,9 @@ def test_every_locked_package_is_hashed() -> None:
         packages = [line for line in entries if line and not line.startswith(("#", " "))]
         assert packages
         assert all("--hash=sha256:" in line for line in packages), lock.name
+
+
+def test_no_message_installs_another_project() -> None:
+    """`edgekit` on PyPI is somebody else's: what is advised names real packages."""
+    told = [*(ROOT / "edgekit").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    assert [path for path in told if re.search(r"install\s+['\"]?edgekit", path.read_text())] == []

@@ -31,7 +31,7 @@ def require_program(name: str, package: str) -> str:
 def find_qnn() -> str:
     """The plug-in provider of the wheel onnxruntime-qnn, with Qualcomm's simulator."""
     if importlib.util.find_spec("onnxruntime_qnn") is None:
-        pytest.skip("needs onnxruntime-qnn: pip install 'edgekit[qnn]'")
+        pytest.skip("needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0")
     code = "import onnxruntime_qnn; print(onnxruntime_qnn.get_library_path())"
     return run_program([sys.executable, "-c", code])[1].strip()
 

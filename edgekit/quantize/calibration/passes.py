@@ -136,7 +136,7 @@ def _key(model: Model, task: Task, whole: InstrumentedGraph) -> str:
     layers = [(layer.node, layer.groups, layer.inputs) for layer, _ in whole.cuts]
     facts = {
         "model": model.sha256,
-        "versions": (version("edgekit"), VERSION, platform.machine()),
+        "versions": (version("edgekit-onnx"), VERSION, platform.machine()),
         "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.points),
         "settings": (task.picked, task.patch_samples, SETTLED_SAMPLES),
         "indices": task.indices,

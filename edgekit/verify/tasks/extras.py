@@ -5,6 +5,9 @@ from typing import Any
 
 from edgekit.errors import MissingExtraError
 
+_PACKAGES = {"sklearn": "scikit-learn"}
+"""Packages that are called otherwise than their module."""
+
 
 def import_extra(module: str, metric: str) -> Any:
     """Returns a module of the extra `metrics`.
@@ -16,4 +19,5 @@ def import_extra(module: str, metric: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise MissingExtraError(f"metric {metric} needs {package}", hint="pip install 'edgekit[metrics]'") from error
+        wanted = _PACKAGES.get(package, package)
+        raise MissingExtraError(f"metric {metric} needs {package}", hint=f"pip install {wanted}") from error
