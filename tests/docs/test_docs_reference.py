@@ -11,6 +11,7 @@ from doc_pages import PAGES, ROOT
 import edgekit
 from edgekit.cli.main import COMMANDS, group
 from edgekit.devices.find import list_devices
+from edgekit.evidence import Evidence
 from edgekit.prepare.fix import REWRITES
 from edgekit.verify.tasks.tasks import METRICS
 
@@ -65,6 +66,7 @@ def test_every_public_name_is_documented(name: str) -> None:
         ("docs/reference/rewrites.md", tuple(REWRITES)),
         ("docs/reference/metrics.md", tuple(METRICS)),
         ("docs/reference/devices.md", tuple(status.name for status in list_devices())),
+        ("docs/concepts/evidence.md", tuple(Evidence)),
         ("docs/concepts/gates.md", ("min_cosine", "min_sqnr_db", "max_lost_share", "max_latency_ratio")),
     ],
 )
