@@ -55,10 +55,7 @@ def prepare_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    # Weights inside a file of gigabytes are not parsed either: the graph points into the file, as if it held external
-    # data.
-    is_huge_file = keeps_external(model) and not model.external_files
-    proto = point_into(model.path) if is_huge_file else read_proto(model, weights=not keeps_external(model))
+    proto = _read_graph(model)
     _clean_interface(proto, outputs, constants or {})
     if not constants:
         fix_dims(proto.graph, dims)
@@ -127,6 +124,14 @@ def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
     with replacing_file(out) as temporary:
         _write(proto, temporary, out)
     return load_model(out)
+
+
+def _read_graph(model: Model) -> onnx.ModelProto:
+    """Returns the graph of a model, with its weights unless they are large."""
+    if keeps_external(model) and not model.external_files:
+        # Weights inside a file of gigabytes are not parsed: the graph points into the file, as at external data.
+        return point_into(model.path)
+    return read_proto(model, weights=not keeps_external(model))
 
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
