@@ -6,19 +6,18 @@ from quantize_models import make_model
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.ranges.entropy import least_divergent_cut
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import (
     TensorRange,
-    _least_divergent_cut,
     entropy_range,
-    find_nonlinearities,
     mse_range,
     percentile_range,
     quantization_error,
-    sigmoid,
     snap_range,
     tail_error,
 )
+from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, sigmoid
 
 
 def histogram_of(values: Array) -> Histogram:
@@ -178,7 +177,7 @@ def slow_divergence(counts: Array, keep: int, levels: int) -> float:
 def test_entropy_finds_the_cut_that_a_plain_loop_finds(levels: int) -> None:
     values = np.abs(np.random.default_rng(levels).laplace(size=30_000))
     counts = np.histogram(values, bins=2048)[0].astype(np.float64)
-    found = _least_divergent_cut(counts, levels)
+    found = least_divergent_cut(counts, levels)
     best = min(range(levels, 2049), key=lambda keep: slow_divergence(counts, keep, levels))
     assert slow_divergence(counts, found, levels) == pytest.approx(slow_divergence(counts, best, levels), rel=1e-9)
     assert found < 2048

@@ -9,7 +9,7 @@ import numpy as np
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
-from edgekit.quantize.ranges.methods import sigmoid
+from edgekit.quantize.ranges.nonlinearities import sigmoid
 
 Meaning = Literal["classes", "map", "labels", "image", "values"]
 

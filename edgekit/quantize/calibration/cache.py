@@ -1,4 +1,4 @@
-"""The folder where a calibration is kept while it runs, and afterwards."""
+"""The calibration cache: the folder where a calibration is kept while it runs, and afterwards."""
 
 import contextlib
 import fcntl
@@ -15,8 +15,9 @@ from edgekit.model.tensors import Array
 from edgekit.progress import Progress
 from edgekit.quantize.calibration.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 
-SHARE = 20
-"""Writing checkpoints takes at most one part in so many of the time."""
+# Writing checkpoints takes at most one part in so many of the time: what is lost when a run is killed is then 20 times
+# what one write takes, or 0.2 s. Chosen by hand; tools/bench/calibrate_ratio.py measures without a cache.
+_WRITING_SHARE = 20
 _LEAST_SECONDS = 0.2
 
 
@@ -63,7 +64,7 @@ class CalibrationCache:
             self.note(f"the calibration is not kept: {error.message}")
             self._folder = None
         ended = time.monotonic()
-        self._next = ended + max(_LEAST_SECONDS, SHARE * (ended - began))
+        self._next = ended + max(_LEAST_SECONDS, _WRITING_SHARE * (ended - began))
 
     def tell(self, text: str) -> None:
         """Says how far it is."""
@@ -76,34 +77,34 @@ class CalibrationCache:
 
 
 @contextlib.contextmanager
-def open_cache(cache: CacheSettings | None, key: str, progress: Progress) -> Generator[CalibrationCache]:
-    """Yields the store of the calibration with a key; one that another run has open is left to it.
-
-    The folder is its owner's alone, for the samples held out to judge by are in it.
+def open_cache(settings: CacheSettings | None, key: str, progress: Progress) -> Generator[CalibrationCache]:
+    """Yields the cache of the calibration with a key; one that another run has open is left to it.
 
     Raises:
         OutputError: the folder cannot be made.
     """
-    if cache is None:
+    if settings is None:
         yield CalibrationCache(None, key, progress)
         return
-    folder = cache.folder / f"calibration-{key[:32]}"
+    folder = settings.folder / f"calibration-{key[:32]}"
     try:
-        cache.folder.mkdir(parents=True, exist_ok=True)
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        # Its owner's alone: the samples held out to judge by are in it.
         folder.mkdir(mode=0o700, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise OutputError(f"cannot write '{folder}': {error.strerror}", hint="give another --cache") from error
     try:
-        store = CalibrationCache(folder, key, progress)
+        cache = CalibrationCache(folder, key, progress)
         try:
+            # The kernel drops the lock with its owner, however that ends: no stale lock is ever in the way.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            store = CalibrationCache(None, key, progress)
-            store.note(f"another run has '{folder}' open: this one keeps nothing")
+            cache = CalibrationCache(None, key, progress)
+            cache.note(f"another run has '{folder}' open: this one keeps nothing")
         else:
             for left in folder.glob(".edgekit-*"):
                 shutil.rmtree(left, ignore_errors=True)
-        yield store
+        yield cache
     finally:
         os.close(lock)

@@ -14,7 +14,7 @@ from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.calibration.held_out import save_held_out
 from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
-from edgekit.quantize.calibration.passes import Task, measure_samples
+from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import Graph, float_activations, read_graph, set_weights_aside
@@ -26,13 +26,15 @@ from edgekit.quantize.ranges.methods import (
     RANGE_METHODS,
     TensorRange,
     TensorStatistics,
-    find_nonlinearities,
-    match_nonlinearity,
     snap_range,
 )
+from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, match_nonlinearity
 
 MEASURED_SAMPLES = 64
-"""From how many samples histograms and moments come, held-out ones among them."""
+"""From how many samples histograms and moments come, held-out ones among them.
+
+Chosen by hand: tools/bench/calibrate_ratio.py shows what more would cost, `Calibration.sample_error` what fewer would.
+"""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,8 +99,8 @@ def calibrate_model(
     graph = set_weights_aside(read_graph(model), work / "float.onnx")
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    task = _make_task(model.path.name, graph, samples, methods, cache, work, fitting=fitting)
-    found = measure_samples(model, task, cache, progress or say_nothing)
+    task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)
+    found = measure_samples(task, cache, progress or say_nothing)
     if fitting:
         save_held_out(work, found.held_out)
         save_moments(work / "moments.npz", found.statistics.moments())
@@ -112,13 +114,13 @@ def calibrate_model(
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=found.notes,
-        ranges=_all_ranges(graph, found.aliases, found.statistics, methods),
+        ranges=_choose_ranges(graph, found.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
     )
 
 
 def _make_task(
-    name: str,
+    model: Model,
     graph: Graph,
     samples: Samples,
     methods: Sequence[str],
@@ -126,18 +128,19 @@ def _make_task(
     work: Path,
     *,
     fitting: bool,
-) -> Task:
-    indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or methods != PLAIN_METHODS else ()
-    points = {point.tensor for point in find_compared_tensors(graph)} if fitting else set[str]()
-    return Task(
-        name=name,
+) -> CalibrationTask:
+    with_histograms = methods != PLAIN_METHODS
+    indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
+    compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
+    return CalibrationTask(
+        model=model,
         graph=graph,
         samples=samples,
         work=work,
         indices=indices,
         others=tuple(sorted(set(range(samples.count)) - set(indices))),
-        points=tuple(sorted(points)),
-        picked=picked_values(len(indices)) if methods != PLAIN_METHODS else 0,
+        compared=tuple(sorted(compared)),
+        picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
         expected=() if cache is None else cache.digests,
     )
@@ -154,24 +157,24 @@ def _join_digests(digests: Mapping[int, bytes]) -> str:
     return hashlib.sha256(b"".join(digests[index] for index in sorted(digests))).hexdigest()
 
 
-def _all_ranges(
+def _choose_ranges(
     graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
-    exact, mean, histograms = statistics.exact_ranges(), statistics.mean_ranges(), statistics.histograms()
-    masked, empty, readers = statistics.masked(), HistogramCollector().freeze(), find_nonlinearities(graph)
-    exact |= masked
-    mean |= masked
-    histograms |= dict.fromkeys(masked, empty)
-    fitting = {name: match_nonlinearity(reader, histograms.get(name, empty)) for name, reader in readers.items()}
+    # What a mask hides before a Softmax is in the histogram too: for such scores no method looks at one.
+    masked, empty = statistics.masked(), HistogramCollector().freeze()
+    exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
+    histograms = statistics.histograms() | dict.fromkeys(masked, empty)
+    seen = {
+        name: TensorStatistics(exact=its, mean=mean[name], histogram=histograms.get(name, empty))
+        for name, its in exact.items()
+    }
+    readers = {
+        name: match_nonlinearity(reader, histograms.get(name, empty))
+        for name, reader in find_nonlinearities(graph).items()
+    }
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
-        choose = RANGE_METHODS[method]
-        chosen = {
-            name: choose(
-                TensorStatistics(exact=span, mean=mean[name], histogram=histograms.get(name, empty)), fitting.get(name)
-            )
-            for name, span in exact.items()
-        }
+        chosen = {name: RANGE_METHODS[method](its, readers.get(name)) for name, its in seen.items()}
         for name, source in reversed(list(aliases.items())):
             if source in chosen:
                 chosen[name] = chosen[source]

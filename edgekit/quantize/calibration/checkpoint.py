@@ -15,11 +15,14 @@ from edgekit._files import open_regular, replacing_file
 from edgekit.errors import DataError, OutputError
 from edgekit.model.tensors import Array
 
+# A format of our own: nothing is allocated before it is held against the size of the file, nothing is used before the
+# digest of all of it is right, and no array is copied to be written. An .npz promises none of these.
 _MAGIC = b"edgekit calibration 1\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
 _MAX_HEADER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
+# Plain numbers, little endian where that matters: no objects, no structures.
 _DTYPE = re.compile(r"\|[biu]1|<[iuf][248]")
 
 
@@ -30,7 +33,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[str, Array]
 
 
-class _ArrayNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ArrayHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +45,7 @@ class _ArrayNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: str
     seen: dict[int, bytes]
-    arrays: tuple[_ArrayNote, ...]
+    arrays: tuple[_ArrayHeader, ...]
 
 
 def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
@@ -80,11 +83,12 @@ def read_checkpoint(path: Path, key: str, most_bytes: int) -> Checkpoint | None:
 
 def _chunks(key: str, checkpoint: Checkpoint) -> Iterator[bytes]:
     arrays = {name: np.ascontiguousarray(array) for name, array in checkpoint.arrays.items()}
-    notes = tuple(
-        _ArrayNote(name=name, dtype=array.dtype.str, shape=checkpoint.arrays[name].shape)
+    # Shapes are those before `ascontiguousarray`, which makes vectors of scalars.
+    headers = tuple(
+        _ArrayHeader(name=name, dtype=array.dtype.str, shape=checkpoint.arrays[name].shape)
         for name, array in arrays.items()
     )
-    header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=notes))
+    header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=headers))
     yield _MAGIC + _LENGTH.pack(len(header)) + header
     for array in arrays.values():
         data = array.reshape(-1).view(np.uint8)
@@ -111,10 +115,10 @@ def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
     if length > min(_MAX_HEADER_BYTES, size_bytes):
         raise EOFError
     header = msgspec.msgpack.decode(take(length), type=_Header)
-    _check_notes(header, path, size_bytes - file.tell() - _DIGEST_BYTES)
+    _check_arrays(header, path, size_bytes - file.tell() - _DIGEST_BYTES)
     arrays: dict[str, Array] = {}
-    for note in header.arrays:
-        arrays[note.name] = array = np.empty(note.shape, note.dtype)
+    for its in header.arrays:
+        arrays[its.name] = array = np.empty(its.shape, its.dtype)
         flat, start = array.reshape(-1).view(np.uint8), 0
         while start < flat.size:
             part = take(min(_CHUNK_BYTES, flat.size - start))
@@ -127,11 +131,11 @@ def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
     return Checkpoint(seen=header.seen, arrays=arrays)
 
 
-def _check_notes(header: _Header, path: Path, left_bytes: int) -> None:
-    for note in header.arrays:
-        if not _DTYPE.fullmatch(note.dtype) or any(size < 0 for size in note.shape):
-            raise _refusal(path, f"it holds an array of {note.dtype[:20]!r}")
-    if sum(note.size_bytes() for note in header.arrays) != left_bytes:
+def _check_arrays(header: _Header, path: Path, left_bytes: int) -> None:
+    for its in header.arrays:
+        if not _DTYPE.fullmatch(its.dtype) or any(size < 0 for size in its.shape):
+            raise _refusal(path, f"it holds an array of {its.dtype[:20]!r}")
+    if sum(its.size_bytes() for its in header.arrays) != left_bytes:
         raise EOFError
 
 

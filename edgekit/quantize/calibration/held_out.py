@@ -1,6 +1,7 @@
 """Samples kept back from fitting, with the float model's answers: the judge of every quantized candidate."""
 
 from collections.abc import Collection, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from edgekit.data.samples import spread_indices
 from edgekit.errors import UsageError
 from edgekit.model.tensors import Array, Tensors
 
+# Samples that rounding learned from praise what is fitted to them, so some are kept from it, but of few all are needed.
+# The numbers are chosen by hand; tools/bench/quantize_zoo.py shows what is found with them.
 MOST_SAMPLES = 16
 MOST_BYTES = 64 << 20
 FEWEST_SAMPLES = 8
@@ -41,7 +44,7 @@ class HeldOut:
     def restore(self, arrays: Tensors) -> bool:
         """Goes on from arrays that were collected before; returns False if they are none."""
         for name, array in arrays.items():
-            index, side, _ = (*name.split(":", 2), "", "")[:3]
+            index, side, *_ = (*name.split(":", 2), "")
             if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
                 return False
             self.arrays[name] = array
@@ -66,10 +69,9 @@ def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Ar
     except FileNotFoundError as error:
         raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
     with archive:
-        for index in dict.fromkeys(name.split(":", 1)[0] for name in archive.files):
+        for _, names in groupby(archive.files, key=lambda name: name.split(":", 1)[0]):
             parts: dict[str, dict[str, Array]] = {"in": {}, "out": {}}
-            for name in archive.files:
-                if name.startswith(f"{index}:"):
-                    _, side, tensor = name.split(":", 2)
-                    parts[side][tensor] = archive[name]
+            for name in names:
+                _, side, tensor = name.split(":", 2)
+                parts[side][tensor] = archive[name]
             yield parts["in"], parts["out"]

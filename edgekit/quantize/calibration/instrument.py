@@ -13,34 +13,31 @@ from edgekit.quantize.calibration.moments import patches_per_sample
 from edgekit.quantize.graph.attention_masks import MASK_VALUE, AttentionScores, find_attention_scores
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph, float_activations, folded_activations, known_bounds
-from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers
+from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers, spread_positions
 
 LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
-_SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 PICKS, PATCHES = "edgekit.picks", "edgekit.vectors."
 
 PICKED_VALUES = 1 << 18
-"""About how many values of a tensor its histogram holds, over all samples."""
+"""About how many values of a tensor its histogram holds, over all samples.
 
+The share cut off at an end by percentile-99.9 is then known to 0.009 points (`tail_error`); what it costs shows
+tools/bench/calibrate_ratio.py.
+"""
+
+_SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
+# How many channels ONNX Runtime lays side by side in its blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
+# (onnxruntime/core/mlas/lib/platform.cpp, NchwcBlockSize).
 _BLOCK = 16
-"""How many channels ONNX Runtime lays side by side in its blocked layout, at most."""
+# Operators whose images are most likely in that layout (onnxruntime/core/optimizer/nchwc_transformer.cc).
 _BLOCKED_OPS = frozenset(
     {
-        "Add",
-        "AveragePool",
-        "Clip",
-        "Concat",
-        "Conv",
-        "GlobalAveragePool",
-        "LeakyRelu",
-        "MaxPool",
-        "Mul",
-        "Relu",
+        "Add", "AveragePool", "Clip", "Concat", "Conv", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Relu",
         "Sigmoid",
     }
-)
-"""Operators whose images ONNX Runtime most likely has in that layout."""
-
+)  # fmt: skip
+_BLOCKED, _PLANES, _OTHER = 0, 1, 2
+# Operators that can make NaN of finite values.
 _NAN_OPS = frozenset(
     {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
 )
@@ -53,9 +50,8 @@ class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     one a channel for images and for tensors that a layer with weights reads. `picks` names the tensors of the vector of
     picked values with the number of values of each. `bounds` holds what operators alone say. `aliases` maps a tensor
     before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which the lowest value that
-    counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
-    Runtime's minimum and maximum skip. `cuts` says how to read
-    the vectors of each layer from its own output, named PATCHES and its node.
+    counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX Runtime's minimum and
+    maximum skip. `patches` says how to read those of each layer from its own output, named PATCHES and its node.
     """
 
     proto: onnx.ModelProto
@@ -64,7 +60,7 @@ class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     sums: tuple[str, ...]
     scores: tuple[str, ...]
     picks: tuple[tuple[str, int], ...]
-    cuts: tuple[tuple[Layer, PatchIndices], ...]
+    patches: tuple[tuple[Layer, PatchIndices], ...]
     bounds: dict[str, tuple[float | None, float | None]]
     aliases: dict[str, str]
 
@@ -75,41 +71,39 @@ def instrument_graph(
     """Returns the graph with a minimum and a maximum for each float activation, and the tensors of `shown` as outputs.
 
     `picked` is how many values at fixed positions of each activation are returned besides. With `patch_samples`, whole
-    vectors of the input of each layer with weights are, as many as so many samples should give.
+    patches of the input of each layer with weights are, as many as so many samples should give.
     """
-    aliases = folded_activations(graph)
-    unsure = {*aliases, *_shaped_by_data(graph), *find_infinite_tensors(graph)}
+    aliases, unsized, layers = folded_activations(graph), _find_unsized(graph), read_layers(graph)
+    unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
     names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
+    axes = {layer.source: layer.channel_axis(graph) for layer in layers}
+    names = sorted(names, key=lambda name: _layout(graph, name, axes.get(name)))
+    lows, highs = ([name for name in names if bounds.get(name, (None, None))[end] is None] for end in (0, 1))
+    sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
+    ranks = {name: len(shape) for name, shape in graph.shapes.items()}
+    scores = [each for each in find_attention_scores(graph.proto.graph, ranks) if each.tensor in lows]
+    scores = [each for each in scores if ranks.get(each.tensor)]
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
-    channels = {layer.source: layer.channel_axis(graph) for layer in read_layers(graph)}
-    names = sorted(names, key=lambda name: _order(graph, name, channels.get(name)))
-    lows = [name for name in names if bounds.get(name, (None, None))[0] is None]
-    highs = [name for name in names if bounds.get(name, (None, None))[1] is None]
-    sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
-    builder.extremes(LOWS, "ReduceMin", {name: channels.get(name) for name in lows})
-    builder.extremes(HIGHS, "ReduceMax", {name: channels.get(name) for name in highs})
-    scores = [
-        each
-        for each in find_attention_scores(graph.proto.graph, {name: len(shape) for name, shape in graph.shapes.items()})
-        if each.tensor in lows and graph.shapes.get(each.tensor)
-    ]
+    builder.extremes(LOWS, "ReduceMin", {name: axes.get(name) for name in lows})
+    builder.extremes(HIGHS, "ReduceMax", {name: axes.get(name) for name in highs})
     builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
-    picks = tuple((name, builder.pick_count(name, picked)) for name in names)
-    picks = tuple((name, count) for name, count in picks if count)
-    builder.concat(PICKS, [builder.pick(name, count) for name, count in picks])
+    picks = {name: min(picked, _count_pickable(graph, name)) for name in names}
+    picks = {name: count for name, count in picks.items() if count}
+    builder.concat(PICKS, [builder.pick(name, count) for name, count in picks.items()])
+    read = [layer for layer in layers if graph.is_float(layer.source) and layer.source not in unsized]
     return InstrumentedGraph(
-        proto=builder.proto,
-        lows=tuple((name, _entries(graph, name, channels.get(name))) for name in lows),
-        highs=tuple((name, _entries(graph, name, channels.get(name))) for name in highs),
+        lows=tuple((name, _count_entries(graph, name, axes.get(name))) for name in lows),
+        highs=tuple((name, _count_entries(graph, name, axes.get(name))) for name in highs),
         sums=sums,
         scores=tuple(each.tensor for each in scores),
-        picks=picks,
-        cuts=tuple(builder.cut(patch_samples)) if patch_samples else (),
+        picks=tuple(picks.items()),
+        patches=tuple(builder.patches(read, patch_samples)) if patch_samples else (),
         bounds=bounds,
         aliases=aliases,
+        proto=builder.proto,
     )
 
 
@@ -118,7 +112,7 @@ def picked_values(samples: int) -> int:
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
 
 
-def _shaped_by_data(graph: Graph) -> frozenset[str]:
+def _find_unsized(graph: Graph) -> frozenset[str]:
     """Returns the tensors of unknown size behind an operator that lets data decide it: they may be empty."""
     found: set[str] = set()
     for node in graph.proto.graph.node:
@@ -127,27 +121,35 @@ def _shaped_by_data(graph: Graph) -> frozenset[str]:
     return frozenset(name for name in found if None in graph.shapes.get(name, (None,)))
 
 
-def _entries(graph: Graph, name: str, axis: int | None) -> int:
-    axis = 1 if _is_planes(graph, name, axis) else axis
+def _count_entries(graph: Graph, name: str, axis: int | None) -> int:
+    axis = 1 if _is_image(graph, name, axis) else axis
     return 1 if axis is None else graph.shapes[name][axis] or 1
 
 
-def _is_planes(graph: Graph, name: str, axis: int | None) -> bool:
+def _count_pickable(graph: Graph, name: str) -> int:
+    """Returns how many values there are to pick from: only those of the first element where the batch is not known."""
+    first, *rest = graph.shapes.get(name, ()) or (None,)
+    known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
+    return math.prod(known) if rest and len(known) == len(rest) + 1 else 0
+
+
+def _is_image(graph: Graph, name: str, axis: int | None) -> bool:
     """Returns True for one image of known channels: its extremes are taken a plane."""
     shape = graph.shapes.get(name, ())
     return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
-def _order(graph: Graph, name: str, axis: int | None) -> int:
-    """Returns 0 for images whose extremes stay in ONNX Runtime's blocked layout, 1 for other images, 2 for the rest.
+def _layout(graph: Graph, name: str, axis: int | None) -> int:
+    """Returns whether the extremes of a tensor stay in ONNX Runtime's blocked layout, or are taken a plane at least.
 
     A GlobalMaxPool and a Concat of channels work in that layout if it has no channels to fill up; a Concat only if all
     that it joins came in it.
     """
-    if not _is_planes(graph, name, axis):
-        return 2
+    if not _is_image(graph, name, axis):
+        return _OTHER
     whole = (graph.shapes[name][1] or 1) % _BLOCK == 0
-    return 0 if whole and name in graph.producers and graph.producers[name].op_type in _BLOCKED_OPS else 1
+    is_blocked = whole and name in graph.producers and graph.producers[name].op_type in _BLOCKED_OPS
+    return _BLOCKED if is_blocked else _PLANES
 
 
 class _Builder:
@@ -165,15 +167,16 @@ class _Builder:
         """Adds an output with the extremes of tensors, given with the axis whose indices are told apart.
 
         Those of images are joined before they are reshaped: every small node takes some microseconds. Their names come
-        in the order of `_order`.
+        in the order of `_layout`.
         """
-        kinds = {name: _order(self._graph, name, axis) for name, axis in axes.items()}
+        layouts = {name: _layout(self._graph, name, axis) for name, axis in axes.items()}
         parts: list[str] = []
-        for kind in (0, 1):
-            planes = [self._reduce_planes(op, name) for name, own in kinds.items() if own == kind]
+        for layout in (_BLOCKED, _PLANES):
+            planes = [self._reduce_planes(op, name) for name, own in layouts.items() if own == layout]
             joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
-            parts += [self._node("Reshape", [name, "edgekit.flat"]) for name in joined]
-        self.concat(output, parts + [self.reduce(op, name, axis) for name, axis in axes.items() if kinds[name] == 2])
+            parts += [self._flatten(name) for name in joined]
+        others = [self.reduce(op, name, axis) for name, axis in axes.items() if layouts[name] == _OTHER]
+        self.concat(output, parts + others)
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one for each index of an axis."""
@@ -181,7 +184,7 @@ class _Builder:
         source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
         others = None if axis is None else [at for at in range(rank) if at != axis]
         reduced = self._reduce_axes(op, source, others, keepdims=0)
-        return self._node("Reshape", [reduced, "edgekit.flat"]) if axis is None else reduced
+        return self._flatten(reduced) if axis is None else reduced
 
     def lowest_score(self, scores: AttentionScores) -> str:
         """Adds the lowest value that counts before a Softmax; a row that is hidden as a whole counts for nothing."""
@@ -190,23 +193,36 @@ class _Builder:
         seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
         least = self._node("Sub", [highest, self._number(scores.margin)])
         least = self._node("Where", [seen, least, self._number(0.0)])
-        return self._node(
-            "Reshape",
-            [self._node("ReduceMin", [self._node("Max", [scores.tensor, least])], keepdims=0), "edgekit.flat"],
-        )
+        return self._flatten(self._node("ReduceMin", [self._node("Max", [scores.tensor, least])], keepdims=0))
 
-    def _number(self, value: float) -> str:
-        name = f"edgekit.number.{value}"
-        if name not in self._stored:
-            self._stored.add(name)
-            self.proto.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
-        return name
+    def pick(self, name: str, count: int) -> str:
+        """Adds values of a tensor at fixed positions."""
+        size = _count_pickable(self._graph, name)
+        positions = self._constant(f"edgekit.positions.{size}.{count}", spread_positions(size, count))
+        return self._node("Gather", [self._flatten(name), positions])
+
+    def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[Layer, PatchIndices]]:
+        """Adds an output with patches of the input of each layer where sizes are known, and yields where these lie."""
+        for layer in layers:
+            where = locate_patches(self._graph, layer, patches_per_sample(layer, samples))
+            if where is None:
+                continue
+            name = layer.source
+            for axis, indices in where.gathers:
+                name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
+            self.proto.graph.node.append(helper.make_node("Identity", [name], [PATCHES + layer.node]))
+            self.proto.graph.output.append(onnx.ValueInfoProto(name=PATCHES + layer.node))
+            yield layer, where
+
+    def concat(self, name: str, parts: list[str]) -> None:
+        """Adds an output of joined vectors, if there are any."""
+        if parts:
+            self.proto.graph.node.append(helper.make_node("Concat", parts, [name], axis=0))
+            self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
 
     def _reduce_planes(self, op: str, name: str) -> str:
-        """Adds a reduction of height and width, which leaves little: a pool works in ONNX Runtime's blocked layout.
-
-        A reduction would first have all of the tensor turned back into NCHW.
-        """
+        # A pool works in ONNX Runtime's blocked layout and leaves little; a reduction would first have all of the
+        # tensor turned back into NCHW. There is no pool for minima.
         if op == "ReduceMax":
             return self._node("GlobalMaxPool", [name])
         return self._reduce_axes(op, name, [2, 3], keepdims=1)
@@ -214,49 +230,14 @@ class _Builder:
     def _reduce_axes(self, op: str, name: str, axes: list[int] | None, *, keepdims: int) -> str:
         if axes is None:
             return self._node(op, [name], keepdims=keepdims)
+        # Axes became an input of ReduceMin and ReduceMax with opset 18, of ReduceSum with 13.
         if self._graph.opset < 18 and op != "ReduceSum":
             return self._node(op, [name], keepdims=keepdims, axes=axes)
         stored = self._constant(f"edgekit.axes.{'.'.join(map(str, axes))}", np.array(axes))
         return self._node(op, [name, stored], keepdims=keepdims)
 
-    def pick_count(self, name: str, picked: int) -> int:
-        shape = self._pickable_shape(name)
-        return 0 if shape is None else min(picked, math.prod(shape))
-
-    def pick(self, name: str, count: int) -> str:
-        shape = self._pickable_shape(name) or ()
-        size = math.prod(shape)
-        jitter = np.random.default_rng(0).random(count)
-        flat = ((np.arange(count) + jitter) * (size / count)).astype(np.int64).clip(0, size - 1)
-        whole = self._node("Reshape", [name, "edgekit.flat"])
-        return self._node("Gather", [whole, self._constant(f"edgekit.positions.{size}.{count}", flat)])
-
-    def cut(self, samples: int) -> Iterator[tuple[Layer, PatchIndices]]:
-        for layer in read_layers(self._graph):
-            if not self._graph.is_float(layer.source) or layer.source in _shaped_by_data(self._graph):
-                continue
-            cut = locate_patches(self._graph, layer, patches_per_sample(layer, samples))
-            if cut is not None:
-                self._gather(layer, cut)
-                yield layer, cut
-
-    def _gather(self, layer: Layer, cut: PatchIndices) -> None:
-        name = layer.source
-        for axis, indices in cut.gathers:
-            name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
-        self.proto.graph.node.append(helper.make_node("Identity", [name], [PATCHES + layer.node]))
-        self.proto.graph.output.append(onnx.ValueInfoProto(name=PATCHES + layer.node))
-
-    def concat(self, name: str, parts: list[str]) -> None:
-        if parts:
-            self.proto.graph.node.append(helper.make_node("Concat", parts, [name], axis=0))
-            self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
-
-    def _pickable_shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape to pick from: only the first element where the batch is not known."""
-        first, *rest = self._graph.shapes.get(name, ()) or (None,)
-        known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
-        return tuple(known) if name in self._graph.shapes and len(known) == len(rest) + 1 and rest else None
+    def _flatten(self, name: str) -> str:
+        return self._node("Reshape", [name, "edgekit.flat"])
 
     def _node(self, op: str, inputs: list[str], **attributes: int | list[int]) -> str:
         self._count += 1
@@ -266,8 +247,14 @@ class _Builder:
         self.proto.graph.node.append(node)
         return output
 
+    def _number(self, value: float) -> str:
+        return self._store(f"edgekit.number.{value}", np.array(value, np.float32))
+
     def _constant(self, name: str, value: Array) -> str:
+        return self._store(name, value.astype(np.int64))
+
+    def _store(self, name: str, value: Array) -> str:
         if name not in self._stored:
             self._stored.add(name)
-            self.proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.int64), name))
+            self.proto.graph.initializer.append(numpy_helper.from_array(value, name))
         return name

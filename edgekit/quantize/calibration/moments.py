@@ -1,8 +1,12 @@
-"""First and second moments of what layers multiply, gathered inside ONNX Runtime and summed in numpy."""
+"""First and second moments of what layers multiply, gathered inside ONNX Runtime and summed in numpy.
+
+They are what rounding with second-order information needs of the data: E[xx'] is the Hessian of a layer's squared
+output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[x] what bias correction multiplies.
+"""
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,16 +17,20 @@ from edgekit.model.tensors import Array
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
+"""What all second moments may take; above it they become block diagonal. Chosen by hand: tools/bench/calibrate_ratio.py
+shows the memory of a calibration."""
+# From 128 channels x 3 x 3 down by halves: a block then holds whole kernels of channels that lie side by side.
 _BLOCK_SIZES = (1152, 576, 288, 144)
+# Patches wait until there are so many: products of a few rows are slow. Chosen by hand.
 _FLUSH_ROWS = 256
 _FIELDS = ("mean", "spread", "low", "high", "blocks")
 
 
 class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of a layer's input vectors: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
+    """The statistics of a layer's input patches: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
 
     `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
-    only over the vectors cut: an input that seldom fires shows there. `low` and `high` [channels] are these values.
+    only over the patches: an input that seldom fires shows there. `low` and `high` [channels] are these values.
     `blocks` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into as
     many parts of `size` and what one part has to do with another is left out.
     """
@@ -38,11 +46,12 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
 class MomentCollector:
     """Sums up the moments of one layer, a sample at a time."""
 
-    def __init__(self, layer: Layer, cut: PatchIndices, size: int) -> None:
-        self._layer, self._cut, self._size = layer, cut, size
-        self._pieces = layer.inputs // size
+    def __init__(self, layer: Layer, patches: PatchIndices, size: int) -> None:
+        self._layer, self._patches, self._size = layer, patches, size
+        # Sums over thousands of patches lose digits in float32, but second moments in float64 would take twice the
+        # memory: only means, which bias correction subtracts, are summed in it.
         self._sum = np.zeros((layer.groups, layer.inputs))
-        self._products = np.zeros((layer.groups * self._pieces, size, size), np.float32)
+        self._products = np.zeros((layer.groups * (layer.inputs // size), size, size), np.float32)
         self._pending: list[Array] = []
         self._count = np.zeros((), np.int64)
 
@@ -52,20 +61,19 @@ class MomentCollector:
         return {"count": self._count, "sum": self._sum, "products": self._products}
 
     def add(self, values: Array) -> None:
-        """Takes in what the cut gathers from one sample."""
-        self._pending.append(self._cut.patches(values))
+        """Takes in what was gathered from one sample."""
+        self._pending.append(self._patches.patches(values))
         if sum(map(len, self._pending)) >= _FLUSH_ROWS:
             self._flush()
 
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
         """Returns the moments of everything added, given the extremes of the source: one a channel, or one for all."""
         self._flush()
-        count = max(1, int(self._count))
-        channels = self._sum.size // math.prod(self._cut.kernel)
-        lows, highs = np.broadcast_to(lows, channels), np.broadcast_to(highs, channels)
-        padded = not all(inside.all() for inside in self._cut.inside)
+        count, taps = max(1, int(self._count)), math.prod(self._patches.kernel)
+        lows, highs = (np.broadcast_to(ends, self._sum.size // taps) for ends in (lows, highs))
+        # Padding puts zeros beside what was seen.
+        padded = not all(inside.all() for inside in self._patches.inside)
         spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
-        taps = math.prod(self._cut.kernel)
         return InputMoments(
             count=int(self._count),
             mean=(self._sum / count).astype(np.float32),
@@ -86,21 +94,21 @@ class MomentCollector:
         self._products += np.swapaxes(parts, 1, 2) @ parts
 
 
-def scale_moments(moment: InputMoments, layer: Layer, factors: Array) -> InputMoments:
+def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:
     """Returns the moments of a layer's input once its channels are multiplied by factors."""
     scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
-    pieces = scale.reshape(len(moment.blocks), -1)
+    pieces = scale.reshape(len(moments.blocks), -1)
     return msgspec.structs.replace(
-        moment,
-        mean=moment.mean * scale,
-        spread=moment.spread * scale,
-        low=moment.low * factors.astype(np.float32),
-        high=moment.high * factors.astype(np.float32),
-        blocks=moment.blocks * pieces[:, :, None] * pieces[:, None, :],
+        moments,
+        mean=moments.mean * scale,
+        spread=moments.spread * scale,
+        low=moments.low * factors.astype(np.float32),
+        high=moments.high * factors.astype(np.float32),
+        blocks=moments.blocks * pieces[:, :, None] * pieces[:, None, :],
     )
 
 
-def block_sizes(layers: tuple[Layer, ...]) -> dict[str, int]:
+def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
     """Returns for each layer (by its node) how many inputs a block of its second moment has, within the budget."""
     sizes: dict[str, int] = {}
     for limit in _BLOCK_SIZES:
@@ -111,7 +119,8 @@ def block_sizes(layers: tuple[Layer, ...]) -> dict[str, int]:
 
 
 def patches_per_sample(layer: Layer, samples: int) -> int:
-    """Returns how many vectors a sample should give: in all about four times as many as the layer has inputs."""
+    """Returns how many patches a sample should give: in all about four times as many as the layer has inputs."""
+    # Fewer than there are inputs leave E[xx'] singular; rounding shrinks it for what is missing (`shrink_moment`).
     wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
 
@@ -119,13 +128,9 @@ def patches_per_sample(layer: Layer, samples: int) -> int:
 def save_moments(path: Path, moments: Mapping[str, InputMoments]) -> None:
     """Writes moments by node to an .npz file."""
     arrays: dict[str, Array] = {}
-    for index, (node, moment) in enumerate(moments.items()):
-        arrays[f"{index}.node"] = np.array(node)
-        arrays[f"{index}.count"] = np.array(moment.count)
-        arrays[f"{index}.mean"] = moment.mean
-        arrays[f"{index}.spread"] = moment.spread
-        arrays[f"{index}.low"], arrays[f"{index}.high"] = moment.low, moment.high
-        arrays[f"{index}.blocks"] = moment.blocks
+    for index, (node, its) in enumerate(moments.items()):
+        arrays |= {f"{index}.node": np.array(node), f"{index}.count": np.array(its.count)}
+        arrays |= {f"{index}.{field}": getattr(its, field) for field in _FIELDS}
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -143,13 +148,13 @@ def open_moments(path: Path) -> Generator[Callable[[str], InputMoments | None]]:
         raise UsageError(f"the statistics of the calibration, '{path}', are gone", hint="calibrate again") from error
     with archive:
         names = [name for name in archive.files if name.endswith(".node")]
-        places = {str(archive[name]): name.removesuffix(".node") for name in names}
+        indices = {str(archive[name]): name.removesuffix(".node") for name in names}
 
         def read(node: str) -> InputMoments | None:
-            if node not in places:
+            if node not in indices:
                 return None
-            fields = {field: archive[f"{places[node]}.{field}"] for field in _FIELDS}
-            return InputMoments(count=int(archive[f"{places[node]}.count"]), **fields)
+            fields = {field: archive[f"{indices[node]}.{field}"] for field in _FIELDS}
+            return InputMoments(count=int(archive[f"{indices[node]}.count"]), **fields)
 
         yield read
 

@@ -1,11 +1,11 @@
-"""The passes over the samples of a calibration: what is known is skipped, what is taken in is kept."""
+"""The passes over the samples of a calibration: what the cache knows is skipped, what is measured goes into it."""
 
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -32,11 +32,12 @@ from edgekit.quantize.graph.graph import Graph, float_activations
 SETTLED_SAMPLES = 8
 """After so many measured samples what is pending is summed, and a checkpoint may be written."""
 _MEASURED, _EXTREMES = "measured", "extremes"
-_SLACK_BYTES = 1 << 24
-_TOLD_SECONDS = 2.0
+# What a checkpoint may have besides its arrays: names, shapes, and the digest of each sample.
+_SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
+_PROGRESS_SECONDS = 2.0
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     """What came of the passes; `known` samples were not run, and `notes` says what was wrong with the cache.
 
     `is_exact` says that every value of every tensor is in its histogram.
@@ -51,33 +52,34 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured of the model `name`: everything of samples at `indices`, extremes of the `others`.
+class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be measured: everything of the samples at `indices`, extremes of the `others`.
 
-    `expected` holds the sha256 of each sample where it is known before.
+    `compared` are the tensors that held-out samples keep. `expected` holds the sha256 of each sample where it is known
+    before.
     """
 
-    name: str
+    model: Model
     graph: Graph
     samples: Samples
     work: Path
     indices: tuple[int, ...]
     others: tuple[int, ...]
-    points: tuple[str, ...]
+    compared: tuple[str, ...]
     picked: int
     patch_samples: int
     expected: tuple[bytes, ...]
 
-    def observe(self) -> InstrumentedGraph:
+    def instrument(self) -> InstrumentedGraph:
         """Returns the graph that measures everything."""
-        return instrument_graph(self.graph, self.points, picked=self.picked, patch_samples=self.patch_samples)
+        return instrument_graph(self.graph, self.compared, picked=self.picked, patch_samples=self.patch_samples)
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured so far, of the samples in `seen` (the sha256 of each by its position)."""
 
-    task: Task
-    store: CalibrationCache
+    task: CalibrationTask
+    cache: CalibrationCache
     statistics: ActivationStatistics
     held_out: HeldOut
     seen: dict[int, bytes]
@@ -87,30 +89,31 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.statistics.extremes() | self.statistics.sums() | held
 
     def restore(self, found: Checkpoint) -> bool:
-        held = {name: array for name, array in found.arrays.items() if name.startswith("held.")}
-        others = {name: array for name, array in found.arrays.items() if name not in held}
         self.seen.clear()
         self.seen.update(found.seen)
-        held = {name.removeprefix("held."): array for name, array in held.items()}
+        held = {name[5:]: array for name, array in found.arrays.items() if name.startswith("held.")}
+        others = {name: array for name, array in found.arrays.items() if not name.startswith("held.")}
         return self.statistics.restore(others) and self.held_out.restore(held)
 
 
-def measure_samples(model: Model, task: Task, cache: CacheSettings | None, progress: Progress) -> Measured:
-    """Runs the observed model over all samples that the cache does not know.
+def measure_samples(task: CalibrationTask, settings: CacheSettings | None, progress: Progress) -> Measurements:
+    """Runs the instrumented model over all samples that the cache does not know.
 
     Raises:
         DataError: a sample makes an activation infinite or NaN, or is another one than before.
         ModelError: nothing in the model computes in float32.
         OutputError: the cache cannot be written.
     """
-    whole = _store(task.observe(), task.work / "observed.onnx")
+    whole = _write(task.instrument(), task.work / "instrumented.onnx")
     if not (whole.highs or whole.bounds):
         raise ModelError(
-            f"no node of '{model.path.name}' can be quantized: nothing in it computes in float32",
+            f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32",
             hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
         )
-    with open_cache(cache, _key(model, task, whole), progress) as store:
-        run = _go_on(task, whole, store)
+    # Histograms and patches cost several times what extremes do (tools/bench/calibrate_ratio.py): samples that are not
+    # needed for them are run without.
+    with open_cache(settings, _key(task, whole), progress) as cache:
+        run = _resume(task, whole, cache)
         known, count = len(run.seen), task.samples.count
         if known == count:
             progress(f"the calibration with {count} samples is read from the cache")
@@ -118,101 +121,104 @@ def measure_samples(model: Model, task: Task, cache: CacheSettings | None, progr
             progress(f"calibrate with {count} samples" + (f", {known} known from the cache" if known else ""))
         _measure(run)
         release_memory()
-        _bound(run)
+        _measure_extremes(run)
         release_memory()
-    return Measured(
+    return Measurements(
         statistics=run.statistics,
         held_out=run.held_out,
         aliases=whole.aliases,
         is_exact=not task.others and all(count < task.picked for _, count in whole.picks),
         seen=run.seen,
         known=known,
-        notes=tuple(store.notes),
+        notes=tuple(cache.notes),
     )
 
 
-def _key(model: Model, task: Task, whole: InstrumentedGraph) -> str:
+def _key(task: CalibrationTask, whole: InstrumentedGraph) -> str:
     """Returns a digest of what a calibration depends on, but for the samples, whose digests are in its files."""
-    layers = [(layer.node, layer.groups, layer.inputs) for layer, _ in whole.cuts]
+    layers = [(layer.node, layer.groups, layer.inputs) for layer, _ in whole.patches]
     facts = {
-        "model": model.sha256,
+        "model": task.model.sha256,
         "versions": (version("edgekit-onnx"), VERSION, platform.machine()),
-        "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.points),
+        "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.compared),
         "settings": (task.picked, task.patch_samples, SETTLED_SAMPLES),
         "indices": task.indices,
     }
     return digest_bytes(msgspec.json.encode(facts, order="sorted"))
 
 
-def _go_on(task: Task, whole: InstrumentedGraph, store: CalibrationCache) -> _Run:
-    """Returns a run that knows what the store has of its samples."""
-    fresh = partial(_begin, task, whole, store)
-    run = fresh()
+def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> _Run:
+    """Returns a run that knows what the cache has of its samples."""
+    run = _begin(task, whole, cache)
     if not task.expected:
         return run
     most_bytes = sum(array.nbytes for array in run.everything().values()) + MOST_BYTES + _SLACK_BYTES
-    most_bytes += 64 * task.samples.count
+    most_bytes += _SAMPLE_BYTES * task.samples.count
     order, digests = (*task.indices, *task.others), dict(enumerate(task.expected))
     for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):
         if not count or len(run.seen) < needed:
             continue
-        found = store.load(part, digests, most_bytes)
+        found = cache.load(part, digests, most_bytes)
         if found is None:
             continue
         if tuple(found.seen) != order[: len(found.seen)] or len(found.seen) > count or not run.restore(found):
-            store.note(f"what is kept as '{part}' is not used: it does not fit this model")
-            return fresh()
+            cache.note(f"what is kept as '{part}' is not used: it does not fit this model")
+            return _begin(task, whole, cache)
     return run
 
 
-def _begin(task: Task, whole: InstrumentedGraph, store: CalibrationCache) -> _Run:
-    held_out = HeldOut(len(task.indices), task.points)
-    return _Run(task=task, store=store, statistics=ActivationStatistics(whole), held_out=held_out, seen={})
+def _begin(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> _Run:
+    held_out = HeldOut(len(task.indices), task.compared)
+    return _Run(task=task, cache=cache, statistics=ActivationStatistics(whole), held_out=held_out, seen={})
 
 
-def _store(observation: InstrumentedGraph, path: Path) -> InstrumentedGraph:
-    """Writes an observed graph and returns the observation without it, so that its weights are not held in memory."""
-    write_proto(observation.proto, path)
-    return msgspec.structs.replace(observation, proto=onnx.ModelProto())
+def _write(instrumented: InstrumentedGraph, path: Path) -> InstrumentedGraph:
+    """Writes an instrumented graph and returns what is said of it alone: its weights are not held in memory."""
+    write_proto(instrumented.proto, path)
+    return msgspec.structs.replace(instrumented, proto=onnx.ModelProto())
 
 
 def _measure(run: _Run) -> None:
     """Takes in everything of the samples to measure, as far as they are not known."""
-    indices, store = run.task.indices, run.store
+    indices, cache = run.task.indices, run.cache
     for _ in _pass(run, indices, learning=True):
         ended = len(run.seen) == len(indices)
         if ended or not len(run.seen) % SETTLED_SAMPLES:
             run.statistics.settle()
-            store.save(_MEASURED, run.seen, run.everything, now=ended)
+            cache.save(_MEASURED, run.seen, run.everything, now=ended)
 
 
-def _bound(run: _Run) -> None:
+def _measure_extremes(run: _Run) -> None:
     """Takes in the extremes of the other samples, as far as they are not known."""
-    task, store = run.task, run.store
+    task, cache = run.task, run.cache
     if task.indices and len(run.seen) < task.samples.count:
-        _store(instrument_graph(task.graph), task.work / "observed.onnx")
+        _write(instrument_graph(task.graph), task.work / "instrumented.onnx")
     try:
         for _ in _pass(run, task.others, learning=False):
-            store.save(_EXTREMES, run.seen, run.statistics.extremes, now=len(run.seen) == task.samples.count)
+            cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=len(run.seen) == task.samples.count)
     except EdgekitError:
-        store.save(_EXTREMES, run.seen, run.statistics.extremes, now=True)
+        # Once the sample is mended, the next run goes on from here.
+        cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=True)
         raise
 
 
 def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
-    """Takes in samples one by one and yields after each: then the statistics holds exactly the samples seen."""
+    """Takes in samples one by one and yields after each: then the statistics hold exactly the samples seen."""
     task = run.task
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    session = CpuSession(task.work / "observed.onnx", SessionSettings(level=Level.ALL), subject=task.name)
+    session = CpuSession(
+        task.work / "instrumented.onnx", SessionSettings(level=Level.ALL), subject=task.model.path.name
+    )
     began = told = time.monotonic()
     for done, (index, sample) in enumerate(zip(todo, select_samples(task.samples, todo), strict=False)):
         now = time.monotonic()
-        if done and now >= told + _TOLD_SECONDS:
+        if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
-            run.store.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
+            run.cache.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         digest = digest_sample(sample)
+        # Two passes and a cache take samples by their position: a source that shuffles would mix them up.
         if task.expected and task.expected[index] != digest:
             raise DataError(
                 f"sample {index} of '{task.samples.source}' is another one than before",
@@ -235,13 +241,9 @@ def _run(session: CpuSession, sample: Tensors, index: int, source: str) -> Tenso
         ) from error
 
 
-def _load(proto: onnx.ModelProto, path: Path) -> CpuSession:
-    write_proto(proto, path)
-    return CpuSession(path, SessionSettings(level=Level.ALL))
-
-
 def _has_non_finite(values: Tensors) -> bool:
     """Returns True if a value is NaN or infinite; an empty tensor has infinity as minimum and less as maximum."""
+    # ONNX Runtime's ReduceMin and ReduceMax skip NaN: sums of what may make it are among the values to show it.
     empty = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
     return any(
         value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
@@ -249,41 +251,37 @@ def _has_non_finite(values: Tensors) -> bool:
     )
 
 
-def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) -> None:
-    for name in sample:
-        _refuse_value(sample[name], f"input '{name}'", source, index)
+def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) -> NoReturn:
+    """Finds the first input, weight or tensor that is not finite, in the order of the graph."""
+    subject, hint = f"sample {index} of '{source}' gives", "mend or drop the sample"
+    for name, value in sample.items():
+        if kind := _non_finite(value):
+            raise DataError(f"{subject} {kind} in input '{name}'", hint=hint)
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.proto)
+    infinite = find_infinite_tensors(graph)
+    computed = [name for name in float_activations(graph) if name in graph.producers and name not in infinite]
     del proto.graph.output[:]
-    boundless = find_infinite_tensors(graph)
-    computed = [name for name in float_activations(graph) if name in graph.producers and name not in boundless]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in computed)
-    for name, value in _load(proto, work / "located.onnx").run(sample).items():
-        maker = graph.producers[name]
-        if not _is_finite(value):
+    write_proto(proto, work / "located.onnx")
+    for name, value in CpuSession(work / "located.onnx", SessionSettings(level=Level.ALL)).run(sample).items():
+        if kind := _non_finite(value):
+            maker = graph.producers[name]
             _refuse_weights(graph, maker, work)
-        _refuse_value(value, f"tensor '{name}' (made by {maker.op_type})", source, index)
-    raise DataError(f"sample {index} of '{source}' gives a value that is not finite", hint="mend or drop the sample")
+            raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
+    raise DataError(f"{subject} a value that is not finite", hint=hint)
 
 
 def _refuse_weights(graph: Graph, node: onnx.NodeProto, work: Path) -> None:
     for name in (name for name in node.input if name in graph.initializers):
-        weight = numpy_helper.to_array(graph.initializers[name], str(work))
-        if not _is_finite(weight):
+        if kind := _non_finite(numpy_helper.to_array(graph.initializers[name], str(work))):
             raise ModelError(
-                f"weight '{name}' of {node.op_type} '{node.name}' holds {_kind(weight)}",
-                hint="export or train the model again",
+                f"weight '{name}' of {node.op_type} '{node.name}' holds {kind}", hint="export or train the model again"
             )
 
 
-def _refuse_value(value: Array, what: str, source: str, index: int) -> None:
-    if not _is_finite(value):
-        raise DataError(f"sample {index} of '{source}' gives {_kind(value)} in {what}", hint="mend or drop the sample")
-
-
-def _is_finite(value: Array) -> bool:
-    return value.dtype.kind != "f" or bool(np.isfinite(value).all())
-
-
-def _kind(value: Array) -> str:
+def _non_finite(value: Array) -> str:
+    """Returns what a tensor holds that is not finite, "" where nothing is."""
+    if value.dtype.kind != "f" or np.isfinite(value).all():
+        return ""
     return "NaN" if np.isnan(value).any() else "infinity"

@@ -1,4 +1,4 @@
-"""What is kept between samples while activations are measured: extremes, histograms and moments."""
+"""Statistics of activations over the samples: extremes, histograms and moments, in memory that does not grow."""
 
 from collections.abc import Sequence
 
@@ -11,21 +11,22 @@ from edgekit.quantize.graph.attention_masks import is_masked
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import TensorRange
 
+# Picked values of so many samples are counted together: numpy's cost per call is then small. Chosen by hand.
 _FLUSH_SAMPLES = 32
 
 
 class ActivationStatistics:
-    """Sums up what an observed graph returns, a sample at a time; memory does not grow with the samples."""
+    """Sums up what an instrumented graph returns, a sample at a time."""
 
-    def __init__(self, observation: InstrumentedGraph) -> None:
-        self._observation = observation
-        self._lows, self._highs = _Extremes(observation.lows, np.minimum), _Extremes(observation.highs, np.maximum)
-        self._scores = _Extremes(tuple((name, 1) for name in observation.scores), np.minimum)
-        self._growers = [HistogramCollector() for _ in observation.picks]
+    def __init__(self, instrumented: InstrumentedGraph) -> None:
+        self._instrumented = instrumented
+        self._lows, self._highs = _Extremes(instrumented.lows, np.minimum), _Extremes(instrumented.highs, np.maximum)
+        self._scores = _Extremes(tuple((name, 1) for name in instrumented.scores), np.minimum)
+        self._collectors = [HistogramCollector() for _ in instrumented.picks]
         self._pending: list[Array] = []
-        layers = tuple(layer for layer, _ in observation.cuts)
-        sizes = block_sizes(layers)
-        self._moments = [MomentCollector(layer, cut, sizes[layer.node]) for layer, cut in observation.cuts]
+        self._layers = [layer for layer, _ in instrumented.patches]
+        sizes = block_sizes(self._layers)
+        self._moments = [MomentCollector(layer, its, sizes[layer.node]) for layer, its in instrumented.patches]
 
     def add(self, values: Tensors, *, learn: bool) -> None:
         """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
@@ -36,17 +37,16 @@ class ActivationStatistics:
             self._pending.append(values[PICKS])
         if len(self._pending) == _FLUSH_SAMPLES:
             self._flush()
-        if learn:
-            for (layer, _), moment in zip(self._observation.cuts, self._moments, strict=True):
-                vectors = values.get(PATCHES + layer.node)
-                if vectors is not None:
-                    moment.add(vectors)
+        for layer, moments in zip(self._layers, self._moments, strict=True):
+            if learn and PATCHES + layer.node in values:
+                moments.add(values[PATCHES + layer.node])
 
     def settle(self) -> None:
-        """Sums what is pending. Sums of floats depend on where that is done: it must be at the same samples always."""
+        """Sums what is pending."""
+        # Sums of floats depend on where they are split: a calibration that goes on must be settled at the same samples
+        # as one that was never interrupted, to end with the same bits.
         self._flush()
-        for moment in self._moments:
-            moment.arrays()
+        self._moment_arrays()
 
     def extremes(self) -> dict[str, Array]:
         """Returns the arrays that hold the extremes."""
@@ -55,7 +55,7 @@ class ActivationStatistics:
     def sums(self) -> dict[str, Array]:
         """Returns arrays with the histograms and the moments; what was pending is summed first."""
         self._flush()
-        states = {f"histogram.{index}": grower.state() for index, grower in enumerate(self._growers)}
+        states = {f"histogram.{index}": collector.state() for index, collector in enumerate(self._collectors)}
         return states | self._moment_arrays()
 
     def restore(self, arrays: Tensors) -> bool:
@@ -63,15 +63,14 @@ class ActivationStatistics:
         own = self.extremes() | self._moment_arrays()
         for name, array in arrays.items():
             kind, _, index = name.partition(".")
-            if kind == "histogram" and index.isdecimal() and int(index) < len(self._growers):
-                fits = self._growers[int(index)].restore(array)
-            else:
-                fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
-                fits = fits and not np.isnan(array).any()
-                if fits:
-                    own[name][...] = array
-            if not fits:
+            if kind == "histogram" and index.isdecimal() and int(index) < len(self._collectors):
+                if not self._collectors[int(index)].restore(array):
+                    return False
+                continue
+            fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
+            if not fits or np.isnan(array).any():
                 return False
+            own[name][...] = array
         return True
 
     def exact_ranges(self) -> dict[str, TensorRange]:
@@ -85,17 +84,16 @@ class ActivationStatistics:
         """Returns the ranges that count of tensors that are masked before a Softmax."""
         exact = self.exact_ranges()
         lowest = {name: float(values[0]) for name, values in self._scores.entries().items() if name in exact}
-        spans = {name: (exact[name], low) for name, low in lowest.items() if np.isfinite(low)}
         return {
-            name: TensorRange(low=low, high=max(span.high, low))
-            for name, (span, low) in spans.items()
-            if is_masked(span.low, span.high, low)
+            name: TensorRange(low=low, high=max(exact[name].high, low))
+            for name, low in lowest.items()
+            if np.isfinite(low) and is_masked(exact[name].low, exact[name].high, low)
         }
 
     def mean_ranges(self) -> dict[str, TensorRange]:
         """Returns the mean over the samples of each tensor's lowest and highest value."""
         lows, highs = self._lows.means(), self._highs.means()
-        for name, (low, high) in self._observation.bounds.items():
+        for name, (low, high) in self._instrumented.bounds.items():
             lows[name] = lows[name] if low is None else low
             highs[name] = highs[name] if high is None else high
         return {name: TensorRange(low=lows[name], high=highs[name]) for name in lows}
@@ -103,7 +101,8 @@ class ActivationStatistics:
     def histograms(self) -> dict[str, Histogram]:
         """Returns the histogram of each tensor that values were picked from."""
         self._flush()
-        return {name: grower.freeze() for (name, _), grower in zip(self._observation.picks, self._growers, strict=True)}
+        named = zip(self._instrumented.picks, self._collectors, strict=True)
+        return {name: collector.freeze() for (name, _), collector in named}
 
     def sample_error(self, measured: int, samples: int) -> float:
         """Returns how far a share read from a histogram may be from that over all samples, for the worst tensor."""
@@ -112,12 +111,12 @@ class ActivationStatistics:
     def moments(self) -> dict[str, InputMoments]:
         """Returns the moments of each layer's input by the layer's node."""
         lows, highs = self._channel_extremes()
-        cuts = zip(self._observation.cuts, self._moments, strict=True)
-        return {layer.node: moment.freeze(lows[layer.source], highs[layer.source]) for (layer, _), moment in cuts}
+        named = zip(self._layers, self._moments, strict=True)
+        return {layer.node: moments.freeze(lows[layer.source], highs[layer.source]) for layer, moments in named}
 
     def _channel_extremes(self) -> tuple[dict[str, Array], dict[str, Array]]:
         lows, highs = self._lows.entries(), self._highs.entries()
-        for name, (low, high) in self._observation.bounds.items():
+        for name, (low, high) in self._instrumented.bounds.items():
             if low is not None:
                 lows[name] = np.array([low])
             if high is not None:
@@ -132,8 +131,8 @@ class ActivationStatistics:
     def _moment_arrays(self) -> dict[str, Array]:
         return {
             f"moment.{index}.{name}": array
-            for index, moment in enumerate(self._moments)
-            for name, array in moment.arrays().items()
+            for index, moments in enumerate(self._moments)
+            for name, array in moments.arrays().items()
         }
 
     def _flush(self) -> None:
@@ -141,9 +140,9 @@ class ActivationStatistics:
             return
         block = np.stack(self._pending)
         self._pending = []
-        ends = np.cumsum([count for _, count in self._observation.picks])
-        for grower, part in zip(self._growers, np.split(block, ends[:-1], axis=1), strict=True):
-            grower.add(part)
+        ends = np.cumsum([count for _, count in self._instrumented.picks])
+        for collector, part in zip(self._collectors, np.split(block, ends[:-1], axis=1), strict=True):
+            collector.add(part)
 
 
 class _Extremes:

@@ -15,7 +15,8 @@ from edgekit.model.scaling import SUFFIX
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.graph import Graph
-from edgekit.quantize.ranges.methods import TensorRange, sigmoid, snap_range
+from edgekit.quantize.ranges.methods import TensorRange, snap_range
+from edgekit.quantize.ranges.nonlinearities import sigmoid
 
 RESTORED = ".edgekit.back"
 """What a tensor that is scaled back has behind its name."""

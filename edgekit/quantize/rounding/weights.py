@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,16 +30,18 @@ from edgekit.quantize.rounding.gptq import (
 Rounding = Literal["nearest", "bias", "gptq", "refit"]
 """How weights are rounded.
 
-nearest: each by itself. bias: the same, and the mean of the error is taken out of the bias. gptq: so that the layer's
-output errs least, then bias. refit: first refitted to inputs that carry the noise of their own quantization, then gptq.
+nearest: each by itself. bias: the same, and the mean of the error is taken out of the bias (bias correction, M. Nagel
+et al., arXiv:1906.04721, section 4.2). gptq: so that the layer's output errs least, then bias. refit: first refitted by
+least squares to inputs that carry the noise of their own quantization, then gptq.
 """
 
-ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-
+# A bias is int32 and its step that of the input times that of the weight: a weight's scale must be so large that the
+# bias fits. ONNX Runtime's quantizer does the same (_adjust_weight_scale_for_int32_bias in qdq_quantizer.py), but only
+# for the weights and biases that it was given. The margin is for float32's rounding.
 _INT32_MARGIN = 1.001 / (2**31 - 1)
 
 
-class _Seat(msgspec.Struct, frozen=True, kw_only=True):
+class _QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
     """Where a layer's parameters are in a QDQ graph: names of initializers, and the step of the quantized input.
 
     `limit` is the largest magnitude of its integers.
@@ -73,48 +76,56 @@ def round_qdq_weights(
     if rounding == "nearest":
         return
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    seats = _find_seats(qdq.graph, initializers, limit)
-    layers = [layer for layer in read_layers(graph) if layer.node in seats]
-    layers = [layer for layer in layers if (layer.bias is None) == (seats[layer.node].bias is None)]
+    places = _find_layers(qdq.graph, initializers, limit)
     with open_moments(statistics / "moments.npz") as stored:
 
         def read(layer: Layer) -> InputMoments | None:
-            moment = stored(layer.node)
-            scaled = moment is not None and layer.node in factors
-            return scale_moments(moment, layer, np.asarray(factors[layer.node])) if moment and scaled else moment
+            moments = stored(layer.node)
+            if moments is None or layer.node not in factors:
+                return moments
+            return scale_moments(moments, layer, np.asarray(factors[layer.node]))
 
-        for layer in layers:
-            corrected = _correct_layer(graph, layer, seats[layer.node], read, statistics, rounding)
+        for layer in read_layers(graph):
+            place = places.get(layer.node)
+            if place is None or (layer.bias is None) != (place.bias is None):
+                continue
+            corrected = _correct_layer(graph, layer, place, read, statistics, rounding)
             if corrected is not None:
-                _write(initializers, seats[layer.node], **corrected)
+                _write(initializers, place, **corrected)
 
 
 def _correct_layer(
     graph: Graph,
     layer: Layer,
-    seat: _Seat,
+    place: _QdqLayer,
     read: Callable[[Layer], InputMoments | None],
     statistics: Path,
     rounding: Rounding,
 ) -> dict[str, Array] | None:
     """Returns integers, scale [channels] and corrected bias of a layer, remembered; None where it has no moments."""
     weight = numpy_helper.to_array(graph.initializers[layer.weight])
-    matrix, bias = layer.to_matrix(weight), _read_bias(graph, layer)
-    floor = np.abs(bias).reshape(layer.groups, layer.outputs, 1) * _INT32_MARGIN / seat.step
-    plain = weight_scale(matrix, per_channel=seat.per_channel, floor=floor, limit=seat.limit)
-    step = seat.step.hex() if rounding == "refit" else ""
-    key = hashlib.sha256(f"{layer.node}:{rounding}:{seat.per_channel}:{step};".encode())
-    for part in (plain, np.ascontiguousarray(weight), bias):
+    stored = None if layer.bias is None else graph.constant(layer.bias)
+    bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
+    matrix, least = layer.to_matrix(weight), np.abs(bias) * _INT32_MARGIN / place.step
+    floor = least.reshape(layer.groups, layer.outputs, 1)
+    find_scale = partial(weight_scale, per_channel=place.per_channel, floor=floor, limit=place.limit)
+    step = place.step.hex() if rounding == "refit" else ""
+    key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{step};".encode())
+    for part in (find_scale(matrix), np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
     memory = statistics / "rounded" / f"{key.hexdigest()[:24]}.npz"
     if memory.is_file():
         with np.load(memory, allow_pickle=False) as fields:
             return {name: fields[name] for name in fields.files}
-    moment = read(layer)
-    if moment is None:
+    moments = read(layer)
+    if moments is None:
         return None
-    rounded = _round_layer(layer, matrix, moment, seat, floor, rounding)
-    mean_error = ((matrix.astype(np.float64) - rounded.values) * moment.mean[:, None]).sum(axis=2)
+    if rounding == "bias":
+        rounded = round_nearest(matrix, find_scale(matrix), place.limit)
+    else:
+        rounded = _round_with_moments(layer, matrix, moments, place, find_scale, refit=rounding == "refit")
+    # E[W x] - E[Wq x]: the error that every output of the channel has.
+    mean_error = ((matrix.astype(np.float64) - rounded.values) * moments.mean[:, None]).sum(axis=2)
     corrected = {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
         "scale": rounded.scale.reshape(-1),
@@ -125,27 +136,30 @@ def _correct_layer(
     return corrected
 
 
-def _round_layer(
-    layer: Layer, matrix: Array, moment: InputMoments, seat: _Seat, floor: Array, rounding: Rounding
+def _round_with_moments(
+    layer: Layer,
+    matrix: Array,
+    moments: InputMoments,
+    place: _QdqLayer,
+    find_scale: Callable[[Array], Array],
+    *,
+    refit: bool,
 ) -> Rounded:
-    if rounding == "bias":
-        scale = weight_scale(matrix, per_channel=seat.per_channel, floor=floor, limit=seat.limit)
-        return round_nearest(matrix, scale, seat.limit)
-    blocks = moment.blocks.astype(np.float64)
+    blocks = moments.blocks.astype(np.float64)
     size = blocks.shape[-1]
     if layer.bias is not None:
-        mean = moment.mean.reshape(-1, size, 1)
+        # The bias takes the mean error, so only what varies is left to err: the covariance counts.
+        mean = moments.mean.reshape(-1, size, 1)
         blocks = blocks - mean * np.swapaxes(mean, 1, 2)
-    blocks = add_spread(shrink_moment(blocks, moment.count), moment.spread.reshape(-1, size), moment.count)
+    blocks = add_spread(shrink_moment(blocks, moments.count), moments.spread.reshape(-1, size), moments.count)
     pieces = layer.inputs // size
-    split = (
-        matrix.reshape(layer.groups, layer.outputs, pieces, size).transpose(0, 2, 1, 3).reshape(-1, layer.outputs, size)
-    )
-    noise = seat.step**2 / 12 if rounding == "refit" else 0.0
-    if rounding == "refit":
+    cut = matrix.reshape(layer.groups, layer.outputs, pieces, size)
+    split = cut.transpose(0, 2, 1, 3).reshape(-1, layer.outputs, size)
+    noise = place.step**2 / 12 if refit else 0.0
+    if refit:
         split = refit_weights(split, blocks, noise)
-    scale = weight_scale(_join(split, layer), per_channel=seat.per_channel, floor=floor, limit=seat.limit)
-    found = round_gptq(split, blocks, np.repeat(scale, pieces, axis=0), noise, seat.limit)
+    scale = find_scale(_join(split, layer))
+    found = round_gptq(split, blocks, np.repeat(scale, pieces, axis=0), noise, place.limit)
     return Rounded(integers=_join(found.integers, layer), scale=scale)
 
 
@@ -154,53 +168,43 @@ def _join(split: Array, layer: Layer) -> Array:
     return pieces.transpose(0, 2, 1, 3).reshape(layer.groups, layer.outputs, layer.inputs)
 
 
-def _find_seats(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto], limit: int) -> dict[str, _Seat]:
+def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto], limit: int) -> dict[str, _QdqLayer]:
+    """Returns the layers whose input, weight and bias if any come from DQ nodes, with a symmetric int8 weight."""
     dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
-    seats: dict[str, _Seat] = {}
-    for node in graph.node:
-        sources = [dequantized.get(name) for name in node.input[:3]]
-        if (
-            node.op_type not in {"Conv", "Gemm", "MatMul"}
-            or len(sources) < 2
-            or sources[0] is None
-            or sources[1] is None
-        ):
+    found: dict[str, _QdqLayer] = {}
+    for node in (node for node in graph.node if node.op_type in {"Conv", "Gemm", "MatMul"}):
+        source, weight, bias, *_ = (*(dequantized.get(name) for name in node.input), None)
+        if source is None or weight is None:
             continue
-        weight, bias = sources[1], sources[2] if len(sources) == 3 else None
-        zero = initializers.get(weight.input[2])
-        stored = initializers.get(weight.input[0])
+        stored, zero = initializers.get(weight.input[0]), initializers.get(weight.input[2])
         if stored is None or zero is None or stored.data_type != onnx.TensorProto.INT8:
             continue
         scale = numpy_helper.to_array(initializers[weight.input[1]])
         if numpy_helper.to_array(zero).any() or scale.dtype != np.float32:
             continue
-        seats[node.name] = _Seat(
+        found[node.name] = _QdqLayer(
             weight=weight.input[0],
             weight_scale=weight.input[1],
             bias=bias.input[0] if bias is not None else None,
             bias_scale=bias.input[1] if bias is not None else None,
-            step=float(numpy_helper.to_array(initializers[sources[0].input[1]])),
+            step=float(numpy_helper.to_array(initializers[source.input[1]])),
             per_channel=scale.ndim > 0,
             limit=limit,
         )
-    return seats
+    return found
 
 
 def _write(
-    initializers: dict[str, onnx.TensorProto], seat: _Seat, *, integers: Array, scale: Array, bias: Array
+    initializers: dict[str, onnx.TensorProto], place: _QdqLayer, *, integers: Array, scale: Array, bias: Array
 ) -> None:
-    stored = scale if seat.per_channel else scale[0]
-    initializers[seat.weight].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(integers), seat.weight))
-    initializers[seat.weight_scale].CopyFrom(numpy_helper.from_array(np.asarray(stored), seat.weight_scale))
-    if seat.bias is None or seat.bias_scale is None:
-        return
-    step = (np.float32(seat.step) * scale).astype(np.float32)
-    counts = np.clip(np.rint(bias / step.astype(np.float64)), -(2**31), 2**31 - 1).astype(np.int32)
-    initializers[seat.bias].CopyFrom(numpy_helper.from_array(counts, seat.bias))
-    stored_step = step if seat.per_channel else step[:1]
-    initializers[seat.bias_scale].CopyFrom(numpy_helper.from_array(stored_step, seat.bias_scale))
+    def store(name: str, value: Array) -> None:
+        initializers[name].CopyFrom(numpy_helper.from_array(value, name))
 
-
-def _read_bias(graph: Graph, layer: Layer) -> Array:
-    stored = None if layer.bias is None else graph.constant(layer.bias)
-    return np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
+    store(place.weight, np.ascontiguousarray(integers))
+    store(place.weight_scale, np.asarray(scale if place.per_channel else scale[0]))
+    if place.bias is not None and place.bias_scale is not None:
+        # Integer kernels take no scale of the bias (ONNX operator QLinearConv): it is the product of the other two.
+        step = (np.float32(place.step) * scale).astype(np.float32)
+        counts = np.clip(np.rint(bias / step.astype(np.float64)), -(2**31), 2**31 - 1).astype(np.int32)
+        store(place.bias, counts)
+        store(place.bias_scale, step if place.per_channel else step[:1])
