@@ -1,3 +1,4 @@
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, read_target, write_bundle
+from edgekit.bundle.manifest.checks import check_files
+from edgekit.bundle.manifest.manifest import BundledFile
 from edgekit.errors import BundleError, OutputError
 from edgekit.target import load_target
 
@@ -135,6 +138,24 @@ def test_a_link_to_nothing_and_a_folder_are_no_files(tmp_path: Path, name: str) 
     (bundle.folder / name).mkdir()
     with pytest.raises(BundleError, match=r"no regular file|lacks the file"):
         open_bundle(bundle.folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.txt", "b/c.txt"], ""),
+        (["aux.txt"], "'aux.txt' .* is the name of a device on Windows"),
+        (["a.txt", "A.txt"], "are one file on some systems"),
+    ],
+)
+def test_names_that_not_every_system_takes_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    (tmp_path / "b").mkdir()
+    files = {}
+    for name in names:
+        (tmp_path / name).write_text("text")
+        files[name] = BundledFile(sha256=digest_file(tmp_path / name), size_bytes=4)
+    with pytest.raises(BundleError, match=message) if message else contextlib.nullcontext():
+        check_files(tmp_path, files, ())
 
 
 def test_a_missing_bundle_is_refused(tmp_path: Path) -> None:

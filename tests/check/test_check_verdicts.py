@@ -9,7 +9,7 @@ from check_models import check_file, check_text, conv_net, quantized_net, why_no
 from onnx import parser
 from onnxruntime.quantization import QuantType
 
-from edgekit.check.check import check_graph
+from edgekit.check.check import check_graph, count_crossings
 from edgekit.check.graph import view_graph
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import load_rules
@@ -174,3 +174,13 @@ def test_shares_are_of_the_work_and_of_the_bytes() -> None:
     assert report_of((1, 10, 0), crossing_bytes=40).crossing_share == 1.0
     integer = msgspec.structs.replace(report.node_list[1], integers=True)
     assert msgspec.structs.replace(report, node_list=(*report.node_list[:1], integer)).integer_macs == 0.25
+
+
+@pytest.mark.parametrize(
+    ("places", "count"), [((0, 0, 0, 0), 0), ((0, None, 0, 1), 3), ((None, 0, 0, 0), 1), ((0, 0, 0, None), 1)]
+)
+def test_a_value_crosses_once_where_one_of_its_readers_is_elsewhere(places: tuple[int | None, ...], count: int) -> None:
+    text = "g (float[1,4] x) => (float[1,4] y) { a = Neg(x) b = Abs(a) c = Add(a, b) y = Exp(c) }"
+    graph = view_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
+    nodes = report_of(*((1, 1, place) for place in places)).node_list
+    assert count_crossings(graph, nodes) == (count, 16 * count)

@@ -3,12 +3,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from onnx import numpy_helper, parser
 from quantize_models import make_model
 
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.mixed_precision.score import powers_of
+from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, powers_of
 
 
 def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
@@ -131,3 +132,23 @@ def test_several_ratios_stand_for_their_mean_noise() -> None:
     assert join_ratios([20.0, 20.0]) == pytest.approx(20)
     assert join_ratios([10.0, 80.0]) == pytest.approx(10 + 10 * np.log10(2), abs=1e-5)
     assert join_ratios([-20.0, 80.0, 80.0, 80.0]) == pytest.approx(-20 + 10 * np.log10(4), abs=1e-5)
+
+
+@pytest.mark.parametrize(("keep", "least", "most"), [(True, 30.0, 60.0), (False, -20.0, 5.0)])
+def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept(
+    tmp_path: Path, keep: bool, least: float, most: float
+) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+      <float s = {0.02}, uint8 z = {128}, float t = {0.05}> {
+      xq = QuantizeLinear(x, s, z) xd = DequantizeLinear(xq, s, z) h = Gemm(xd, w)
+      hq = QuantizeLinear(h, t, z) y = DequantizeLinear(hq, t, z) }"""
+    weight, rng = np.eye(4, dtype=np.float32), np.random.default_rng(0)
+    weight[0] = 1000  # what reads an input that is always 0: one step of 8 bits is 8 then, and the others are nothing
+    proto = parser.parse_model(text)
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    rows = [np.append(0, rng.uniform(-2, 2, 3))[None].astype(np.float32) for _ in range(3)]
+    held = {f"{index}:in:x": row for index, row in enumerate(rows)}
+    np.savez(tmp_path / "held_out.npz", **held, **{f"{index}:out:y": row @ weight for index, row in enumerate(rows)})
+    point = ComparedTensor(tensor="y", reader="", centred=False)
+    assert least <= judge_candidate(proto, (point,), tmp_path, keep_float_weights=keep) <= most
+    assert has_held_out(tmp_path)

@@ -163,11 +163,12 @@ def make_gemm(text: str, values: Mapping[str, Any]) -> onnx.ModelProto:
 
 def correct(
     folder: Path, rounding: Rounding, *, per_channel: bool = True, bias: bool = True, limit: int = LIMIT,
-    factors: tuple[float, ...] | None = None, spoil: Callable[[onnx.ModelProto], object] = lambda _: None,
+    factors: tuple[float, ...] | None = None, offset: Array = OFFSET,
+    spoil: Callable[[onnx.ModelProto], object] = lambda _: None,
 ) -> Corrected:  # fmt: skip
     """Rounds the weights of a Gemm again, whose integers are all 0 before."""
     some = np.zeros(2, np.float32) if per_channel else np.zeros((), np.float32)
-    floats = {"w": MATRIX[0], "b": OFFSET.astype(np.float32)}
+    floats = {"w": MATRIX[0], "b": offset.astype(np.float32)}
     integers = {
         "s": np.float32(0.05), "z": np.uint8(128), "wq": np.zeros((2, 4), np.int8), "ws": some,
         "wz": some.astype(np.int8), "bq": np.zeros(2, np.int32), "bs": some.reshape(-1),
@@ -236,6 +237,15 @@ def test_scaled_channels_have_scaled_moments(tmp_path: Path) -> None:
     moment = make_moment(tmp_path)
     found = correct(tmp_path, "bias", factors=(1.0, 2.0, 4.0, 8.0))
     check(found, round_nearest(MATRIX, weight_scale(MATRIX, per_channel=True)), moment.mean * np.array([1, 2, 4, 8]))
+
+
+def test_the_scale_leaves_the_bias_within_32_bits(tmp_path: Path) -> None:
+    make_moment(tmp_path)
+    for rounding in ("bias", "gptq"):
+        found = correct(tmp_path, rounding, offset=np.array([1e7, -0.2]))  # type: ignore[arg-type]
+        assert found.scale[0] == pytest.approx(1e7 * 1.001 / (2**31 - 1) / 0.05)
+        assert found.scale[1] == pytest.approx(0.1 / 127)
+        assert found.bias[0] == pytest.approx((2**31 - 1) / 1.001, rel=1e-6)
 
 
 def fill(name: str, value: Array) -> Callable[[onnx.ModelProto], object]:
