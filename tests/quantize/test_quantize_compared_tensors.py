@@ -7,6 +7,7 @@ from onnx import numpy_helper, parser
 from quantize_models import make_model
 
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
+from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, powers_of
@@ -146,9 +147,11 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
     weight[0] = 1000  # what reads an input that is always 0: one step of 8 bits is 8 then, and the others are nothing
     proto = parser.parse_model(text)
     proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-    rows = [np.append(0, rng.uniform(-2, 2, 3))[None].astype(np.float32) for _ in range(3)]
-    held = {f"{index}:in:x": row for index, row in enumerate(rows)}
-    np.savez(tmp_path / "held_out.npz", **held, **{f"{index}:out:y": row @ weight for index, row in enumerate(rows)})
+    rows = [np.append(0, rng.uniform(-2, 2, 3))[None].astype(np.float32) for _ in range(9)]
+    held = HeldOut(9, {"y"})
+    for index, row in enumerate(rows):
+        held.offer(index, {"x": row}, {"y": row @ weight})
+    save_held_out(tmp_path, held)
     point = ComparedTensor(tensor="y", reader="", centred=False)
     assert least <= judge_candidate(proto, (point,), tmp_path, keep_float_weights=keep) <= most
     assert has_held_out(tmp_path)

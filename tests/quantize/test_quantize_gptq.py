@@ -242,7 +242,7 @@ def test_scaled_channels_have_scaled_moments(tmp_path: Path) -> None:
 def test_the_scale_leaves_the_bias_within_32_bits(tmp_path: Path) -> None:
     make_moment(tmp_path)
     for rounding in ("bias", "gptq"):
-        found = correct(tmp_path, rounding, offset=np.array([1e7, -0.2]))  # type: ignore[arg-type]
+        found = correct(tmp_path, rounding, offset=np.array([1e7, -0.2]))
         assert found.scale[0] == pytest.approx(1e7 * 1.001 / (2**31 - 1) / 0.05)
         assert found.scale[1] == pytest.approx(0.1 / 127)
         assert found.bias[0] == pytest.approx((2**31 - 1) / 1.001, rel=1e-6)
