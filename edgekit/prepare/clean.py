@@ -71,7 +71,6 @@ def prepare_model(
         if constants:
             fix_dims(proto.graph, dims)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
-        # Behind the last optimization: only names that are in the result can clash with those of a later session.
         rename_made(proto.graph, given)
         _tidy(proto, origin)
         _write(proto, temporary, out)
