@@ -52,7 +52,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def require_place(path: Path) -> None:
-    """Returns if a file can be written there as far as can be told before: hours of work should not end in an error.
+    """Refuses a place where no file can be written, as far as can be told: hours of work should not end in an error.
 
     Raises:
         OutputError: it is a folder, or lies in one that cannot be written.
@@ -68,7 +68,7 @@ def require_place(path: Path) -> None:
 
 
 def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
-    """Returns if no file is to be written over one that is read, nor two to one place.
+    """Refuses to write a file over one that is read, or two to one place.
 
     Raises:
         OutputError: one is.

@@ -13,10 +13,11 @@ from devices_models import float_conv, make_job
 from onnx import helper
 
 from edgekit._proc import Finished, run_process
+from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.devices.process.child import ORT_RUNNER, Runner, collect_run, printable
-from edgekit.devices.process.exchange import read_run
+from edgekit.devices.process.child import ORT_RUNNER, Runner, collect_run, judge_run, printable
+from edgekit.devices.process.exchange import FarRun, read_run
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -100,7 +101,7 @@ def test_an_honest_run_is_believed(tmp_path: Path, work: Path) -> None:
     [
         '"latency_ms":[NaN]', '"latency_ms":[Infinity]', '"latency_ms":[1e400]', '"latency_ms":[1e300]',
         '"latency_ms":[-1]', '"latency_ms":[null]', '"latency_ms":["1"]', '"latency_ms":[' + "1," * 9 + "1]",
-        '"load_ms":NaN', '"load_ms":-1', '"load_ms":1e99', '"peak_rss_bytes":-1', '"peak_rss_bytes":1e400',
+        '"latency_ms":[1e9]', '"load_ms":NaN', '"load_ms":-1', '"load_ms":1e99', '"peak_rss_bytes":-1', '"peak_rss_bytes":1e400',
         '"peak_rss_bytes":99999999999999999999999', '"status":"passed"', '"status":["done"]', '"versions":{"a":{}}',
         '"placement":[{"name":"a","op":"b","domain":"","provider":"p","extra":1}]', '"placement_source":"me"',
         '"failure":null', '"__class__":"os.system"', '"before":{"temperatures_c":{"a":NaN}}',
@@ -124,6 +125,20 @@ def test_what_a_device_calls_itself_cannot_steer_a_terminal(tmp_path: Path, work
     shown = [placed.name, placed.op, placed.domain, placed.provider, *run.versions, *run.versions.values()]
     assert all(text.isprintable() and len(text) <= 8192 for text in shown)
     assert printable("plain") == "plain"
+
+
+def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, work: Path) -> None:
+    whole = {**DONE, "placed_whole": "\x1b[2JQNN"}
+    (work / "onnx").mkdir()
+    placed = came_back(tmp_path, work / "onnx", whole).placement
+    assert {node.provider for node in placed} == {"?[2JQNN"}
+    (tmp_path / "f.ort").write_bytes(b"\0\0\0\0ORTM" + bytes(64))
+    job = msgspec.structs.replace(
+        make_job(tmp_path / "f.onnx", "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}]), model=tmp_path / "f.ort"
+    )
+    far = msgspec.json.decode(json.dumps(whole), type=FarRun)
+    outputs = Samples(source="liar", count=0, read=lambda: iter(()))
+    assert judge_run(Runner(device="liar", evidence=Evidence.DEVICE), job, far, outputs, None).placement == ()
 
 
 def test_more_versions_than_anyone_needs_are_cut(tmp_path: Path, work: Path) -> None:

@@ -54,6 +54,8 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
                 packages = "apt-get install qemu-user-static mmdebstrap"
                 return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {install}")
             return Missing(reason="the Debian arm64 root is not installed", command=install)
+        # chroot needs a capability that a user has in a user namespace of his own alone; some systems forbid to make
+        # one.
         if os.geteuid() != 0 and not run_process(["unshare", "--map-root-user", "true"], timeout_s=20).succeeded:
             return Missing(reason="this user may not make a user namespace", command="sudo edgekit devices list")
         return None
@@ -80,6 +82,7 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
             shutil.copyfile(ORT_RUNNER, folder / ORT_RUNNER.name)
             argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
             finished = run_process(argv, timeout_s=job.timeout_s)
+            # Only what the far program promises is taken back: whatever else it left goes with the folder.
             for left in ("run.json", "out"):
                 if os.path.lexists(folder / left):
                     shutil.move(folder / left, work / left)
@@ -98,6 +101,7 @@ def install_arm64(progress: Progress) -> None:
         raise DeviceError(f"{' and '.join(absent)} not found", hint="apt-get install qemu-user-static mmdebstrap")
     with installing("arm64", _REQUIREMENTS) as staging:
         root = staging / "root"
+        # Jobs lie inside the root: without mounts, which would need root, nothing outside is visible there.
         (root / "jobs").mkdir(parents=True)
         progress("fetching a Debian arm64 root with mmdebstrap")
         _unpack_debian(staging / "debian.tar", root)
@@ -170,6 +174,7 @@ def enter_arm64(root: Path, cpu: str) -> list[str]:
     ru_maxrss, which survives an exec: the fork keeps this process out of it.
     """
     enter = ["unshare", "--fork", *([] if os.geteuid() == 0 else ["--map-root-user"]), "chroot"]
+    # A clean environment: PYTHONPATH, LD_* and locales of the host would reach into the root.
     return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu]
 
 
@@ -179,6 +184,7 @@ def _emulate_python(root: Path, cpu: str, arguments: Sequence[str]) -> list[str]
 
 def _unpack_debian(archive: Path, root: Path) -> None:
     """Fetches the packages and unpacks them; nothing of them runs, so that neither root nor binfmt_misc is needed."""
+    # Extracted, never configured: no maintainer script runs, so neither root nor binfmt_misc is needed on this machine.
     packages = "--include=python3,libstdc++6,libc6"
     argv = ["mmdebstrap", "--mode=chrootless", "--arch=arm64", "--variant=extract", packages, "bookworm", str(archive)]
     _run_step("mmdebstrap", argv, {"TMPDIR": str(archive.parent)})

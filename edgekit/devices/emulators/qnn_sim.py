@@ -73,11 +73,14 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         if job.model.suffix == ".ort":
             return refuse_run(runner, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
         described = describe_job(job, provider=PROVIDER)
+        # Without this key ONNX Runtime runs on the CPU whatever the provider leaves, and says nothing.
         strict = {**described.session_config, _FALLBACK: "1"}
         far = msgspec.structs.replace(
             described, library=_library_path(), provider_options=options, session_config=strict
         )
         _check_context(job.model, options["soc_model"])
+        # Each of the two runs has a process and a folder of its own: QNN keeps state between sessions that spoils the
+        # second.
         (work / "strict").mkdir()
         run = run_python(runner, job, far, work / "strict")
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
@@ -106,6 +109,7 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     if soc not in _KNOWN_SOCS:
         known = ", ".join(f"{number} ({name})" for name, number in ARCH_SOCS.items())
         raise TargetError(f"'{soc}' is no soc_model that the HTP simulator knows", hint=f"for example: {known}")
+    # The provider ignores htp_arch where no SoC is given, and the path of the backend would lead to a device's library.
     kept = {key: value for key, value in options.items() if key not in {"htp_arch", "backend_path"}}
     return {**kept, "backend_type": "htp", "soc_model": soc}
 
@@ -124,6 +128,7 @@ def _check_context(model: Path, soc: str) -> None:
     for entry in onnx.load(str(model), load_external_data=False).metadata_props:
         if entry.key == _COMPATIBILITY:
             made_for = _context_socs(entry.value)
+            # A context that names no SoC was compiled for an architecture and fits each chip of it.
             if made_for and soc not in made_for:
                 raise TargetError(
                     f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",

@@ -113,11 +113,13 @@ def install_xnnpack_wasm(progress: Progress) -> None:
         progress("installing onnxruntime-web 1.16.3 with npm")
         for file in (_LOCK, _LOCK_FOLDER / "package.json"):
             shutil.copyfile(file, staging / file.name)
+        # `ci` takes nothing but what the lock file says, with its hashes; no script of a package runs.
         argv = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
         finished = run_process(argv, timeout_s=_INSTALL_TIMEOUT_S, cwd=staging)
         if not finished.succeeded:
             message = f"npm {finished.ending}: {' '.join(finished.stderr.split())[-400:]}"
             raise DeviceError(message, hint="check the connection to the npm registry")
+        # The lock's hash is of the package; this one is of the file that runs.
         if not (staging / _WASM).is_file() or digest_file(staging / _WASM) != _WASM_SHA256:
             raise DeviceError("the installed onnxruntime-web is not 1.16.3 as published", hint="check the npm registry")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import onnx
+from google.protobuf.message import DecodeError
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
@@ -41,7 +42,7 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_device(name: str, missing: Missing | None) -> None:
-    """Returns if nothing is missing.
+    """Refuses a device that lacks something.
 
     Raises:
         DeviceError: the device cannot run on this machine.
@@ -148,12 +149,14 @@ def describe_stop(count: int, job: Job) -> tuple[str, ...]:
 
 
 def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
-    nodes = far.placement
     if far.placed_whole:
-        graph = onnx.load(str(model), load_external_data=False).graph
+        try:
+            graph = onnx.load(str(model), load_external_data=False).graph
+        except (DecodeError, OSError, ValueError):
+            return ()  # a file of another format: the device cannot know that it took its nodes whole
+        provider = printable(far.placed_whole)
         return tuple(
-            PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=far.placed_whole)
-            for node in graph.node
+            PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=provider) for node in graph.node
         )
     return tuple(
         PlacedNode(
@@ -162,7 +165,7 @@ def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
             domain=printable(node.domain),
             provider=printable(node.provider),
         )
-        for node in nodes
+        for node in far.placement
     )
 
 

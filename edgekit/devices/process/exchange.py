@@ -33,7 +33,8 @@ _RUN = "run.json"
 _CHUNK_BYTES = 1 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
+"""A day is the longest time limit that a device may get, so nothing in a run has taken longer."""
 
 
 class FarJob(msgspec.Struct, frozen=True, kw_only=True):

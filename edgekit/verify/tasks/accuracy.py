@@ -39,7 +39,7 @@ def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) ->
 
 
 def check_class_labels(golden: Golden) -> None:
-    """Returns if each label of a golden set is a class of the first output that ranks classes, or no output does.
+    """Refuses labels of a golden set that are no class of the first output that ranks classes.
 
     Raises:
         DataError: a label is below 0, or there are not that many classes.
