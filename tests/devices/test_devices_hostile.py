@@ -101,7 +101,8 @@ def test_an_honest_run_is_believed(tmp_path: Path, work: Path) -> None:
     [
         '"latency_ms":[NaN]', '"latency_ms":[Infinity]', '"latency_ms":[1e400]', '"latency_ms":[1e300]',
         '"latency_ms":[-1]', '"latency_ms":[null]', '"latency_ms":["1"]', '"latency_ms":[' + "1," * 9 + "1]",
-        '"latency_ms":[1e9]', '"load_ms":NaN', '"load_ms":-1', '"load_ms":1e99', '"peak_rss_bytes":-1', '"peak_rss_bytes":1e400',
+        '"latency_ms":[1e9]', '"load_ms":NaN', '"load_ms":-1', '"load_ms":1e99',
+        '"peak_rss_bytes":-1', '"peak_rss_bytes":1e400',
         '"peak_rss_bytes":99999999999999999999999', '"status":"passed"', '"status":["done"]', '"versions":{"a":{}}',
         '"placement":[{"name":"a","op":"b","domain":"","provider":"p","extra":1}]', '"placement_source":"me"',
         '"failure":null', '"__class__":"os.system"', '"before":{"temperatures_c":{"a":NaN}}',
