@@ -22,7 +22,6 @@ from placement_models import SEEDS, write_models
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
-from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckReport
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import (
@@ -33,6 +32,7 @@ from edgekit.devices.observe import (
     predict_for_oracle,
 )
 from edgekit.errors import EdgekitError
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
 from edgekit.target import Target, load_target
 

@@ -39,7 +39,6 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("advice", "origin", "ort_opinion", "recommend"),
         ("placement", "report"),
         ("macs", "rules", "trace", "what_if"),
-        ("graph",),
     ),
     "convert": (
         ("convert",),

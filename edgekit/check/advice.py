@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 import onnx
 
-from edgekit.check.graph import Graph, Node, view_graph
 from edgekit.check.report import Advice, CheckedNode
 from edgekit.check.what_if import with_activations, with_fixed_dims, without_quantization
 from edgekit.errors import ModelError
+from edgekit.graph.graph import Graph, Node, infer_graph
 from edgekit.model.model import iterate_graphs
 from edgekit.prepare.fix import REWRITES
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
@@ -42,7 +42,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_op(self, op: str) -> list[Node]:
         """Returns the nodes of an operator in the main graph."""
-        return [node for node in self.graph.nodes if node.op == op]
+        return [node for node in self.graph.nodes if node.op_type == op]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ def _find_rewrite(id_: str) -> Callable[[Case], Iterator[Finding]]:
         opset = read_opset(case.proto)
         nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in REWRITES[id_](graph, opset))
         if nodes:
-            yield Finding(nodes=nodes, changed=view_graph(copy))
+            yield Finding(nodes=nodes, changed=infer_graph(copy))
 
     return find
 
@@ -144,7 +144,7 @@ def _find_sign(old: str, new: str) -> Callable[[Case], Iterator[Finding]]:
     def find(case: Case) -> Iterator[Finding]:
         left = set(case.refused("QuantizeLinear"))
         made = [node for node in case.of_op("QuantizeLinear") if node.name in left]
-        refused = tuple(node.name for node in made if case.graph.value(node.outputs[0]).dtype == old)
+        refused = tuple(node.name for node in made if case.graph.value(node.output[0]).dtype == old)
         if refused:
             changed = with_activations(case.graph, old, new, weights=new == "int8")
             yield Finding(nodes=refused, changed=changed, word=old)
@@ -165,7 +165,7 @@ def _find_opset(case: Case) -> Iterator[Finding]:
     copy = onnx.ModelProto()
     copy.CopyFrom(case.proto)
     try:
-        changed = view_graph(convert_opset(copy, DEFAULT_OPSET))
+        changed = infer_graph(convert_opset(copy, DEFAULT_OPSET))
     except ModelError:
         return
     yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from edgekit.check.advice import give_advice
-from edgekit.check.graph import Graph, Node, infer_model, view_inferred
 from edgekit.check.macs import count_bytes, count_macs, value_bytes
 from edgekit.check.placement import Placement, place_units
 from edgekit.check.report import CheckedNode, CheckReport
@@ -15,6 +14,8 @@ from edgekit.check.rules.rules import judge_rule
 from edgekit.check.rules.subject import Subject
 from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units, unit_of_each
 from edgekit.evidence import Evidence
+from edgekit.graph.graph import Graph, Node, view_model
+from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model
 from edgekit.model.skim import skim_model
 from edgekit.prepare.tidy import name_nodes
@@ -41,7 +42,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
     proto = skim_model(model.path)
     name_nodes(proto.graph)
     proto = infer_model(proto)
-    graph = view_inferred(proto)
+    graph = view_model(proto)
 
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)
@@ -82,7 +83,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         ops, alone = self._find_ops(node), book.provider.alone
         if not ops:
             what = "kernel" if alone else "builder"
-            missing = f"{book.provider.name} has no {what} for {_full_name(node.op, node.domain)}"
+            missing = f"{book.provider.name} has no {what} for {_full_name(node.op_type, node.domain)}"
             return (Refusal(reason=missing, fatal=alone),)
         found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
@@ -101,7 +102,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
 
     def _find_ops(self, node: Node) -> list[Op]:
         domain = node.domain or "ai.onnx"
-        return [op for op in self.book.op if node.op in op.types and _names_domain(op, self.book, domain)]
+        return [op for op in self.book.op if node.op_type in op.types and _names_domain(op, self.book, domain)]
 
     def _list_rules(self, ops: Sequence[Op]) -> list[Rule]:
         rules: list[Rule] = [*self.book.provider.rules]
@@ -131,9 +132,10 @@ def _version_reasons(ops: Sequence[Op], book: RuleBook, unit: Unit) -> list[str]
     low = max(op.since[0] for op in ops)
     high = min(book.provider.since_max, *(op.since[1] for op in ops))
     since = unit.node.since
+    what = f"{unit.node.op_type} of opset {since}"
     if since < low:
-        return [f"{unit.node.op} of opset {since} is older than {low}, the first that is taken"]
-    return [f"{unit.node.op} of opset {since} is newer than {high}, the last that is taken"] if since > high else []
+        return [f"{what} is older than {low}, the first that is taken"]
+    return [f"{what} is newer than {high}, the last that is taken"] if since > high else []
 
 
 def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
@@ -179,7 +181,7 @@ def _list_nodes(
         listed.append(
             CheckedNode(
                 name=node.name,
-                op=node.op,
+                op=node.op_type,
                 domain=node.domain or "ai.onnx",
                 taken=taken,
                 reasons=() if taken else tuple(dict.fromkeys(_for_member(why, unit, node.index) for why in reasons)),
@@ -191,7 +193,7 @@ def _list_nodes(
                 remarks=remarks,
                 integers=taken and not remarks and _is_integer(unit, node),
                 fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
-                reads=tuple(dict.fromkeys(graph.nodes[at].name for at in _makers(graph, node))),
+                reads=tuple(dict.fromkeys(maker.name for maker in _makers(graph, node))),
             )
         )
         for body in node.bodies:
@@ -201,15 +203,15 @@ def _list_nodes(
 
 def _is_integer(unit: Unit, node: Node) -> bool:
     quantized = any(operand.is_quantized for operand in unit.inputs)
-    return quantized and unit.node.index == node.index and node.op not in {"QuantizeLinear", "DequantizeLinear"}
+    return quantized and unit.node.index == node.index and node.op_type not in {"QuantizeLinear", "DequantizeLinear"}
 
 
-def _makers(graph: Graph, node: Node) -> Iterator[int]:
-    return (graph.producers[name] for name in node.inputs if name in graph.producers)
+def _makers(graph: Graph, node: Node) -> Iterator[Node]:
+    return (graph.producers[name] for name in node.input if name in graph.producers)
 
 
 def _for_member(reason: str, unit: Unit, index: int) -> str:
-    return reason if index == unit.node.index else f"the {unit.node.op} of its unit is not taken: {reason}"
+    return reason if index == unit.node.index else f"the {unit.node.op_type} of its unit is not taken: {reason}"
 
 
 def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
@@ -233,9 +235,9 @@ def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, in
     """Returns how many computed values of the main graph cross between two places, and their bytes."""
     placed = dict(zip((node.index for node in graph.nodes), _main_nodes(graph, nodes), strict=True))
     count = size_bytes = 0
-    for name, index in graph.producers.items():
-        here = placed[index].partition
-        if any(placed[consumer].partition != here for consumer in graph.consumers.get(name, ())):
+    for name, node in graph.producers.items():
+        here = placed[node.index].partition
+        if any(placed[consumer.index].partition != here for consumer in graph.consumers.get(name, ())):
             count += 1
             size_bytes += value_bytes(graph.value(name))
     return count, size_bytes

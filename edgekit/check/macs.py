@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from math import prod
 
-from edgekit.check.graph import Graph, Node, Value
+from edgekit.graph.graph import Graph, Node, Value
 
 _BITS = {
     "float64": 64, "int64": 64, "uint64": 64, "float32": 32, "int32": 32, "uint32": 32, "float16": 16, "bfloat16": 16,
@@ -13,13 +13,13 @@ _BITS = {
 
 def count_macs(graph: Graph, node: Node) -> int:
     """Returns the multiply-accumulates of one inference; unknown dimensions count as one, other operators as none."""
-    counter = _COUNTERS.get(node.op)
+    counter = _COUNTERS.get(node.op_type)
     return counter(graph, node) if counter else 0
 
 
 def count_bytes(graph: Graph, node: Node) -> int:
     """Returns the bytes of the computed values that a node reads and writes, weights left out."""
-    names = dict.fromkeys(name for name in (*node.inputs, *node.outputs) if name and name not in graph.constants)
+    names = dict.fromkeys(name for name in (*node.input, *node.output) if name and name not in graph.constants)
     return sum(value_bytes(graph.value(name)) for name in names)
 
 
@@ -29,12 +29,12 @@ def value_bytes(value: Value) -> int:
 
 
 def _dims(graph: Graph, node: Node, position: int) -> tuple[int, ...]:
-    shape = graph.value(node.inputs[position]).shape if node.has_input(position) else None
+    shape = graph.value(node.input[position]).shape if node.has_input(position) else None
     return tuple(1 if dim is None else dim for dim in shape or ())
 
 
 def _made(graph: Graph, node: Node) -> int:
-    return graph.value(node.outputs[0]).elements if node.outputs else 0
+    return graph.value(node.output[0]).elements if node.output else 0
 
 
 def _conv(weight: int) -> Callable[[Graph, Node], int]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from edgekit.check.graph import read_graph, view_graph
 from edgekit.check.macs import count_bytes, count_macs
 from edgekit.check.report import CheckedNode, CheckReport, ModelNode
 from edgekit.check.trace import Trace, trace_nodes
+from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.model import Model
 from edgekit.model.skim import skim_model
 from edgekit.prepare.shapes.dims import fix_dims
@@ -39,13 +39,13 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
     return tuple(
         TracedNode(
             name=node.name,
-            op=node.op,
+            op=node.op_type,
             domain=node.domain or "ai.onnx",
             macs=count_macs(graph, node),
             bytes=count_bytes(graph, node),
             trace=trace,
         )
-        for graph, node, trace in trace_nodes(view_graph(proto), read_graph(prepared))
+        for graph, node, trace in trace_nodes(infer_graph(proto), read_graph(prepared))
     )
 
 

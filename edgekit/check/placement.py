@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgekit.check.graph import Graph
 from edgekit.check.rules.rulebook import Placing
 from edgekit.check.rules.units import Unit, unit_of_each
+from edgekit.graph.graph import Graph
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +44,9 @@ def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
         edges = {
             owner: None
             for member in unit.members
-            for name in graph.nodes[member].outputs
+            for name in graph.nodes[member].output
             for consumer in graph.consumers.get(name, ())
-            for owner in owners.get(consumer, ())
+            for owner in owners.get(consumer.index, ())
             if owner != at and _feeds(graph, unit, at, member, owners)
         }
         found.append(tuple(edges))
@@ -55,7 +55,7 @@ def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
 
 def _feeds(graph: Graph, unit: Unit, at: int, member: int, owners: dict[int, tuple[int, ...]]) -> bool:
     """A DQ that several units share is a copy in each of them, so it feeds none of the others."""
-    shared = graph.nodes[member].op == "DequantizeLinear" and unit.is_qdq and member != unit.node.index
+    shared = graph.nodes[member].op_type == "DequantizeLinear" and unit.is_qdq and member != unit.node.index
     return not shared or owners[member] == (at,)
 
 
@@ -92,7 +92,7 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
 
 
 def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str | None:
-    names = [unit.node.op for unit in group]
+    names = [unit.node.op_type for unit in group]
     if len(group) == 1 and len(group[0].members) == 1 and names[0] in placing.drop_alone:
         return f"it would be alone in its partition, and the provider gives a lone {names[0]} back"
     if placing.drop_if_only and all(name in placing.drop_if_only for name in names):
@@ -103,22 +103,22 @@ def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str |
 
 
 def _is_constant(graph: Graph, group: Sequence[Unit]) -> bool:
-    made = {name for unit in group for member in unit.members for name in graph.nodes[member].outputs}
-    read = {name for unit in group for member in unit.members for name in graph.nodes[member].inputs if name}
+    made = {name for unit in group for member in unit.members for name in graph.nodes[member].output}
+    read = {name for unit in group for member in unit.members for name in graph.nodes[member].input if name}
     return all(name in graph.constants for name in read - made)
 
 
 def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placing: Placing) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for start, unit in enumerate(units):
-        if unit.node.op not in placing.stop_ops:
+        if unit.node.op_type not in placing.stop_ops:
             continue
-        reasons.setdefault(start, f"the provider stops at {unit.node.op}")
+        reasons.setdefault(start, f"the provider stops at {unit.node.op_type}")
         ahead = list(followers[start])
         while ahead:
             at = ahead.pop()
             if at not in reasons:
-                reasons[at] = f"it comes after {unit.node.op} '{unit.node.name}', where the provider stops"
+                reasons[at] = f"it comes after {unit.node.op_type} '{unit.node.name}', where the provider stops"
                 ahead += followers[at]
     return reasons
 
@@ -130,12 +130,12 @@ def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], pla
     able = {unit.node.index for at, unit in enumerate(units) if supported[at]}
     reasons: dict[int, str] = {}
     for at, unit in enumerate(units):
-        if unit.node.op not in placing.fused:
+        if unit.node.op_type not in placing.fused:
             continue
-        index = graph.producers.get(unit.node.inputs[0], -1)
-        fuser = graph.nodes[index] if index in single and index in able else None
-        alone = len(graph.consumers.get(unit.node.inputs[0], ())) == 1 and unit.node.inputs[0] not in graph.outputs
-        if fuser is None or fuser.op not in placing.fusers or unit.is_qdq or not alone:
+        made_by = graph.producers.get(unit.node.input[0])
+        fuser = made_by if made_by is not None and made_by.index in single and made_by.index in able else None
+        alone = len(graph.consumers.get(unit.node.input[0], ())) == 1 and unit.node.input[0] not in graph.outputs
+        if fuser is None or fuser.op_type not in placing.fusers or unit.is_qdq or not alone:
             fusers = ", ".join(placing.fusers)
-            reasons[at] = f"{unit.node.op} is taken only right after a {fusers} that is taken and feeds it alone"
+            reasons[at] = f"{unit.node.op_type} is taken only right after a {fusers} that is taken and feeds it alone"
     return reasons

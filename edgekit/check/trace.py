@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.check.graph import Graph, Node
+from edgekit.graph.graph import Graph, Node
 
 Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
 
@@ -74,15 +74,15 @@ def _inherit(node: Node, trace: Trace) -> Iterator[tuple[Graph, Node, Trace]]:
 
 def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
     twin = view.names.get(node.name)
-    if twin is not None and (twin.op, twin.domain) == (node.op, node.domain):
+    if twin is not None and (twin.op_type, twin.domain) == (node.op_type, node.domain):
         return Trace(fate="kept", became=(twin.name,))
     if twin is not None:
-        return Trace(fate="rewritten", became=(twin.name,), note=f"written as {twin.op}")
+        return Trace(fate="rewritten", became=(twin.name,), note=f"written as {twin.op_type}")
     producers = view.prepared.producers
-    makers = [view.prepared.nodes[producers[name]] for name in node.outputs if name in producers]
+    makers = [producers[name] for name in node.output if name in producers]
     if makers:
         return _describe_makers(view, makers)
-    if node.index in view.constant or all(name in view.prepared.constants for name in node.outputs if name):
+    if node.index in view.constant or all(name in view.prepared.constants for name in node.output if name):
         return Trace(fate="folded", note="depends on constants only, so it is computed once, before the model runs")
     if node.index in view.idle:
         return Trace(fate="removed", note="no output of the model depends on it")
@@ -92,79 +92,79 @@ def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
 def _describe_makers(view: _View, makers: list[Node]) -> Trace:
     """Describes a node by the prepared nodes that now make its outputs, with the new nodes that lead to them."""
     if all(maker.name in view.known for maker in makers):
-        named = ", ".join(f"{maker.op} '{maker.name}'" for maker in makers)
+        named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
         return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
     region: dict[str, Node] = {}
     ahead = [maker for maker in makers if maker.name not in view.known]
     while ahead:
         node = ahead.pop()
         region[node.name] = node
-        for name in node.inputs:
-            index = view.prepared.producers.get(name)
-            before = None if index is None or name in view.source.producers else view.prepared.nodes[index]
+        for name in node.input:
+            before = None if name in view.source.producers else view.prepared.producers.get(name)
             if before is not None and before.name not in view.known and before.name not in region:
                 ahead.append(before)
     nodes = sorted(region.values(), key=lambda node: node.index)
-    return Trace(fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op for node in nodes)}")
+    return Trace(fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op_type for node in nodes)}")
 
 
 def _trace_reader(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
     """Describes a node whose outputs are gone by what its first reader that is still there reads in their place."""
-    readers = [index for name in node.outputs for index in view.source.consumers.get(name, ())]
-    for index in readers:
-        reader, trace = view.source.nodes[index], later[index]
+    readers = [reader for name in node.output for reader in view.source.consumers.get(name, ())]
+    for reader in readers:
+        trace = later[reader.index]
         if trace.fate == "kept":
             return _describe_input(view, node, reader)
         if trace.became:
-            named = ", ".join(view.names[name].op for name in trace.became)
+            named = ", ".join(view.names[name].op_type for name in trace.became)
             return Trace(fate="fused", became=trace.became, note=f"fused with '{reader.name}' into {named}")
-    if readers and all(later[index].fate == "folded" for index in readers):
+    if readers and all(later[reader.index].fate == "folded" for reader in readers):
         return Trace(fate="folded", note="only shapes and constants depend on it, which are computed once")
     return Trace(fate="removed", note="nothing that is left reads it")
 
 
 def _describe_input(view: _View, node: Node, reader: Node) -> Trace:
-    now = view.names[reader.name].inputs
-    read = next((now[at] for at, name in enumerate(reader.inputs) if name in node.outputs and at < len(now)), "")
+    now = view.names[reader.name].input
+    read = next((now[at] for at, name in enumerate(reader.input) if name in node.output and at < len(now)), "")
     if read in view.prepared.constants:
         return Trace(fate="folded", note="its result is a constant")
-    index = view.prepared.producers.get(read)
-    maker = None if index is None else view.prepared.nodes[index]
+    maker = view.prepared.producers.get(read)
     if read in _sources_of(view, node):
         return Trace(fate="removed", note="it only hands its input on")
     if maker is None:
         return Trace(fate="removed", note=f"'{reader.name}' reads '{read}' in its place")
-    how = "the same as" if maker.op == node.op else "merged into"
-    return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op} '{maker.name}'")
+    how = "the same as" if maker.op_type == node.op_type else "merged into"
+    return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op_type} '{maker.name}'")
 
 
 def _sources_of(view: _View, node: Node) -> set[str]:
     """Returns what a node reads, followed up through nodes that are gone."""
     found: set[str] = set()
-    name = node.inputs[0]
+    name = node.input[0]
     while name and name not in found:
         found.add(name)
-        index = view.source.producers.get(name)
-        name = "" if index is None or name in view.prepared.producers else view.source.nodes[index].inputs[0]
+        maker = view.source.producers.get(name)
+        name = "" if maker is None or name in view.prepared.producers else maker.input[0]
     return found
 
 
 def _constant_nodes(graph: Graph, names: Mapping[str, Node]) -> frozenset[int]:
     found: set[int] = set()
+    results: set[str] = set()
     for node in graph.nodes:
-        inputs = [name for name in node.inputs if name]
-        known = all(name in graph.constants or graph.producers.get(name) in found for name in inputs)
+        inputs = [name for name in node.input if name]
+        known = all(name in graph.constants or name in results for name in inputs)
         fixed = bool(inputs) and not node.bodies and known
-        if fixed or (node.op in _SHAPE_OPS and node.name not in names):
+        if fixed or (node.op_type in _SHAPE_OPS and node.name not in names):
             found.add(node.index)
+            results.update(node.output)
     return frozenset(found)
 
 
 def _idle_nodes(graph: Graph) -> frozenset[int]:
     needed: set[int] = set()
     for node in reversed(graph.nodes):
-        readers = {index for name in node.outputs for index in graph.consumers.get(name, ())}
-        if readers & needed or any(name in graph.outputs for name in node.outputs):
+        readers = {reader.index for name in node.output for reader in graph.consumers.get(name, ())}
+        if readers & needed or any(name in graph.outputs for name in node.output):
             needed.add(node.index)
     return frozenset(node.index for node in graph.nodes) - needed
 

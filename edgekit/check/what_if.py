@@ -5,7 +5,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit.check.graph import Graph, Node, Value
+from edgekit.graph.graph import Graph, Node, Value, index_nodes
 
 _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 
@@ -41,8 +41,8 @@ def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Grap
 
 
 def _activation_zeros(graph: Graph) -> set[str]:
-    quantizers = [node for node in graph.nodes if node.op in {"QuantizeLinear", "DequantizeLinear"}]
-    return {node.inputs[2] for node in quantizers if node.has_input(2) and node.inputs[0] not in graph.constants}
+    quantizers = [node for node in graph.nodes if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    return {node.input[2] for node in quantizers if node.has_input(2) and node.input[0] not in graph.constants}
 
 
 def without_quantization(graph: Graph) -> Graph:
@@ -51,28 +51,14 @@ def without_quantization(graph: Graph) -> Graph:
     constants, values = dict(graph.constants), dict(graph.values)
     kept: list[Node] = []
     for node in graph.nodes:
-        inputs = tuple(source.get(name, name) for name in node.inputs)
-        if node.op not in {"QuantizeLinear", "DequantizeLinear"} or node.outputs[0] in graph.outputs:
-            kept.append(msgspec.structs.replace(node, inputs=inputs, index=len(kept)))
+        inputs = tuple(source.get(name, name) for name in node.input)
+        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or node.output[0] in graph.outputs:
+            kept.append(msgspec.structs.replace(node, input=inputs, index=len(kept)))
             continue
         name = inputs[0]
-        source[node.outputs[0]] = name
+        source[node.output[0]] = name
         if name in constants:
             constants[name] = onnx.TensorProto(name=name, dims=constants[name].dims, data_type=onnx.TensorProto.FLOAT)
         else:
             values[name] = Value(dtype="float32", shape=graph.value(name).shape)
-    return _with_nodes(msgspec.structs.replace(graph, constants=constants, values=values), kept)
-
-
-def _with_nodes(graph: Graph, nodes: list[Node]) -> Graph:
-    consumers: dict[str, list[int]] = {}
-    for node in nodes:
-        for name in node.inputs:
-            if name:
-                consumers.setdefault(name, []).append(node.index)
-    return msgspec.structs.replace(
-        graph,
-        nodes=tuple(nodes),
-        producers={name: node.index for node in nodes for name in node.outputs if name},
-        consumers={name: tuple(found) for name, found in consumers.items()},
-    )
+    return index_nodes(msgspec.structs.replace(graph, constants=constants, values=values), kept)

@@ -9,7 +9,6 @@ import numpy as np
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
-from edgekit.check.graph import read_graph
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.convert.cpu_kernels import find_integer_nodes
 from edgekit.data.samples import Samples
@@ -19,6 +18,7 @@ from edgekit.devices.find import find_device
 from edgekit.devices.local import coreml
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target
@@ -198,7 +198,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     with work_folder() as work:
         run = device.run_job(job, work)
     providers = {node.name: node.provider for node in run.placement}
-    names = {node.name: node.op for node in read_graph(model).nodes}
+    names = {node.name: node.op_type for node in read_graph(model).nodes}
     opened = run.load_ms > 0
     notes = (*((_OLD_RULES,) if is_xnnpack else ()), *run.notes)
     if opened and run.failure:

@@ -171,6 +171,11 @@ def read_graph(model: Model) -> Graph:
     return view_model(infer_model(skim_model(model.path)), model.path.parent)
 
 
+def infer_graph(proto: onnx.ModelProto) -> Graph:
+    """Returns the main graph of a protobuf without the data of large constants, with types and shapes inferred."""
+    return view_model(infer_model(proto))
+
+
 def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
     """Returns the main graph of a protobuf, with the types and shapes that it holds; external data lie in `folder`."""
     return _View(proto, folder).graph(proto.graph, None)

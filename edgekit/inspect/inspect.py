@@ -10,10 +10,11 @@ import onnx
 from onnx import helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.check.graph import Graph, read_graph
 from edgekit.check.macs import count_macs, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.errors import RuntimeRefusal
+from edgekit.graph.constants import list_constants
+from edgekit.graph.graph import Graph, read_graph
 from edgekit.model.model import (
     Model,
     QuantizedForm,
@@ -83,7 +84,7 @@ def _inspect_onnx(path: Path, custom_ops: Sequence[Path]) -> OnnxReport:
     graphs = list(iterate_graphs(proto.graph))
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
-    weights = [*(tensor for graph in graphs for tensor in graph.initializer), *_constants(nodes)]
+    weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
     graph = read_graph(model)
     return OnnxReport(
         name=model.name,
@@ -124,25 +125,21 @@ def _loads(model: Model) -> bool:
 
 
 def _peak_activation_bytes(graph: Graph) -> int:
-    last = {name: max(users, default=-1) for name, users in graph.consumers.items()}
+    last = {name: readers[-1].index for name, readers in graph.consumers.items()}
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
-    alive, peak = dict[str, int](), 0
+    ending: dict[int, list[str]] = {}
+    for name, index in last.items():
+        ending.setdefault(index, []).append(name)
+    alive, total, peak = dict[str, int](), 0, 0
     for node in graph.nodes:
-        made = (*node.inputs, *node.outputs)
-        alive |= {name: value_bytes(graph.value(name)) for name in made if name and name not in graph.constants}
-        peak = max(peak, sum(alive.values()))
-        alive = {name: size for name, size in alive.items() if last.get(name, -1) > node.index}
+        names = [name for name in dict.fromkeys((*node.input, *node.output)) if name and name not in graph.constants]
+        born = {name: value_bytes(graph.value(name)) for name in names if name not in alive}
+        alive |= born
+        total += sum(born.values())
+        peak = max(peak, total)
+        unread = [name for name in names if name not in last]
+        total -= sum(alive.pop(name, 0) for name in (*ending.get(node.index, ()), *unread))
     return peak
-
-
-def _constants(nodes: list[onnx.NodeProto]) -> list[onnx.TensorProto]:
-    return [
-        attribute.t
-        for node in nodes
-        if node.op_type == "Constant"
-        for attribute in node.attribute
-        if attribute.name == "value"
-    ]
 
 
 def _count_values(tensor: onnx.TensorProto) -> int:

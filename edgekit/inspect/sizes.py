@@ -11,10 +11,11 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.checks import iterate_files
 from edgekit.bundle.multi import MultiBundle
 from edgekit.bundle.opening import opened_any
-from edgekit.check.graph import read_graph
 from edgekit.check.macs import count_macs
 from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_graphs
 from edgekit.convert.ort_format.tables import open_tables, records, table, text, texts
+from edgekit.graph.constants import list_constants, read_constant
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import iterate_graphs, load_model, read_proto
 
 MODEL_SUFFIXES = frozenset({".onnx", ".ort"})
@@ -124,11 +125,10 @@ def _model_files(path: Path) -> list[FileSize]:
 def _measure_onnx(path: Path) -> tuple[LayerSize, ...]:
     model = load_model(path)
     graph = read_graph(model)
-    macs = {node.outputs[0]: count_macs(graph, node) for node in graph.nodes if node.outputs}
+    macs = {node.output[0]: count_macs(graph, node) for node in graph.nodes}
     graphs = list(iterate_graphs(read_proto(model).graph))
     nodes = [node for part in graphs for node in part.node]
-    weights = {tensor.name: _weigh(tensor) for part in graphs for tensor in part.initializer}
-    weights |= {node.output[0]: _weigh(node.attribute[0].t) for node in nodes if node.op_type == "Constant"}
+    weights = {name: _weigh(tensor) for part in graphs for name, tensor in list_constants(part).items()}
     steps = [
         _Step(
             name=node.name,
@@ -137,7 +137,7 @@ def _measure_onnx(path: Path) -> tuple[LayerSize, ...]:
             outputs=tuple(node.output),
         )
         for node in nodes
-        if node.op_type != "Constant"
+        if read_constant(node) is None
     ]
     return _assign(steps, weights, macs)
 

@@ -10,9 +10,9 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from edgekit.check.check import check_graph, check_model
-from edgekit.check.graph import view_graph
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import load_rules
+from edgekit.graph.graph import infer_graph
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
@@ -24,7 +24,7 @@ def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str]
     loaded = load_target(target, settings)
     opset = {entry.domain: entry.version for entry in proto.opset_import}.get("", 1)
     known = {**loaded.session.provider_options, **loaded.settings}
-    return list(check_graph(view_graph(proto), load_rules(loaded), known, opset=opset))
+    return list(check_graph(infer_graph(proto), load_rules(loaded), known, opset=opset))
 
 
 def check_text(body: str, target: str, settings: Mapping[str, str] | None = None, opset: int = 17) -> list[CheckedNode]:

@@ -11,9 +11,10 @@ from onnx import helper, numpy_helper
 
 from edgekit.check.advice import give_advice
 from edgekit.check.check import check_graph
-from edgekit.check.graph import Graph, infer_model, view_inferred
 from edgekit.check.report import CheckedNode
 from edgekit.check.rules.rulebook import load_rules
+from edgekit.graph.graph import Graph, view_model
+from edgekit.graph.inference import infer_model
 from edgekit.target import load_target
 
 LOADED = [load_target(target) for target in TARGETS]
@@ -69,7 +70,7 @@ def _models(draw: st.DrawFn) -> onnx.ModelProto:
 @given(_models())
 def test_any_graph_gets_a_report_and_advice(model: onnx.ModelProto) -> None:
     proto = infer_model(model)
-    graph = view_inferred(proto)
+    graph = view_model(proto)
     for target, book in zip(LOADED, BOOKS, strict=True):
 
         def recheck(changed: Graph, opset: int, target: Any = target, book: Any = book) -> tuple[CheckedNode, ...]:

@@ -8,19 +8,19 @@ from check_models import check_file
 from onnx import TensorProto, helper, numpy_helper, parser
 from tiny_models import parse_model
 
-from edgekit.check.graph import read_graph, view_graph
+from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.model import load_model
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
 
 
 def test_constant_nodes_are_constants() -> None:
-    graph = view_graph(
+    graph = infer_graph(
         parser.parse_model(
             f"{HEAD} (float[2] x) => (float[2] y) {{ c = Constant<value_floats=[1.0,2.0]>() y = Add(x, c) }}"
         )
     )
-    assert [node.op for node in graph.nodes] == ["Add"]
+    assert [node.op_type for node in graph.nodes] == ["Add"]
     array = graph.array("c")
     assert array is not None
     assert array.tolist() == [1, 2]
@@ -30,7 +30,7 @@ def test_an_initializer_that_is_an_input_is_constant_in_ir_3_only() -> None:
     text = "(float[2] x, float[2] c) => (float[2] y) <float[2] c = {1,2}> { y = Add(x, c) }"
     for ir_version, constant in ((3, True), (8, False)):
         model = parser.parse_model(f'<ir_version: {ir_version}, opset_import: ["" : 8]> g {text}')
-        assert ("c" in view_graph(model).constants) is constant
+        assert ("c" in infer_graph(model).constants) is constant
 
 
 def test_shapes_are_inferred_through_operators_of_ort() -> None:
@@ -39,7 +39,7 @@ def test_shapes_are_inferred_through_operators_of_ort() -> None:
         "{ a = com.microsoft.QuantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(a, s, z) "
         "y = com.microsoft.QuickGelu(b) }"
     )
-    graph = view_graph(parser.parse_model(f"{HEAD} {text}"))
+    graph = infer_graph(parser.parse_model(f"{HEAD} {text}"))
     assert (graph.value("a").shape, graph.value("a").dtype, graph.value("b").shape) == ((2, 3), "uint16", (2, 3))
     assert [node.domain for node in graph.nodes] == ["com.microsoft"] * 3
 
@@ -54,7 +54,7 @@ def test_a_shape_that_cannot_be_inferred_is_a_reason(tmp_path: Path) -> None:
 
 def test_wrong_shapes_in_the_file_do_not_stop_the_check() -> None:
     model = parser.parse_model(f"{HEAD} (float[2,3] x, float[5,7] w) => (float[2,7] y) {{ y = MatMul(x, w) }}")
-    assert view_graph(model).nodes[0].op == "MatMul"
+    assert infer_graph(model).nodes[0].op_type == "MatMul"
 
 
 def test_weights_are_not_kept_and_external_files_not_read(tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_weights_are_not_kept_and_external_files_not_read(tmp_path: Path) -> Non
     onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="m.data")
     model = load_model(path)
     (tmp_path / "m.data").unlink()
-    assert read_graph(model).external == {"w"}
+    assert read_graph(model).is_external("w")

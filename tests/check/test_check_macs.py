@@ -3,8 +3,8 @@
 import pytest
 from onnx import parser
 
-from edgekit.check.graph import view_graph
 from edgekit.check.macs import count_macs
+from edgekit.graph.graph import infer_graph
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ from edgekit.check.macs import count_macs
     ],
 )  # fmt: skip
 def test_counts(body: str, macs: int) -> None:
-    graph = view_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {body}'))
+    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {body}'))
     assert count_macs(graph, graph.nodes[0]) == macs

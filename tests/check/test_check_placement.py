@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
-from edgekit.check.graph import Graph, view_graph
 from edgekit.check.placement import place_units
 from edgekit.check.rules.rulebook import Placing
 from edgekit.check.rules.units import group_units
+from edgekit.graph.graph import Graph, infer_graph
 
 WAVE = Placing(style="wave")
 
@@ -20,7 +20,7 @@ def _chain(edges: list[int]) -> Graph:
         for at, source in enumerate(edges)
     ]
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", 1, [2])], [])
-    return view_graph(helper.make_model(graph))
+    return infer_graph(helper.make_model(graph))
 
 
 @st.composite

@@ -9,11 +9,11 @@ import pytest
 from check_models import check_text, why_not
 from onnx import parser
 
-from edgekit.check.graph import view_graph
 from edgekit.check.rules.kinds import Forms, Never, Rule, When
 from edgekit.check.rules.rules import JUDGES, judge_rule, meets
 from edgekit.check.rules.subject import Subject
 from edgekit.check.rules.units import group_units
+from edgekit.graph.graph import infer_graph
 
 CASES: list[dict[str, str]] = tomllib.loads((Path(__file__).parent / "rule_cases.toml").read_text())["case"]
 
@@ -53,8 +53,8 @@ CONV = """g (float[1,4,8,8] x, float s) => (float[1,4,8,8] y) <float[4,4,1,1] w 
 
 def subject_of(op: str) -> Subject:
     """Returns a node of a small graph, asked about for a target with two parameters."""
-    graph = view_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {CONV}'))
-    unit = next(unit for unit in group_units(graph, None) if unit.node.op == op)
+    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {CONV}'))
+    unit = next(unit for unit in group_units(graph, None) if unit.node.op_type == op)
     return Subject(graph=graph, unit=unit, settings={"level": "29", "kind": "fast"})
 
 

@@ -15,10 +15,11 @@ from onnx.backend.test import loader
 
 from edgekit.check.advice import give_advice
 from edgekit.check.check import check_graph
-from edgekit.check.graph import Graph, infer_model, view_graph, view_inferred
 from edgekit.check.report import CheckedNode
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.check.trace import trace_nodes
+from edgekit.graph.graph import Graph, infer_graph, view_model
+from edgekit.graph.inference import infer_model
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.tidy import name_nodes
 from edgekit.target import load_target
@@ -44,7 +45,7 @@ def models() -> list[tuple[onnx.ModelProto, Graph]]:
             own = onnx.ModelProto.FromString(model.SerializeToString())
             name_nodes(own.graph)
             inferred = infer_model(own)
-            found.append((inferred, view_inferred(inferred)))
+            found.append((inferred, view_model(inferred)))
     assert len(kinds) > 250
     assert len(found) > (1500 if EACH is None else 650)
     return found
@@ -72,7 +73,7 @@ def test_every_node_of_every_node_test_is_traced(models: list[tuple[onnx.ModelPr
 
 @pytest.fixture(scope="module")
 def light() -> list[Graph]:
-    return [view_graph(onnx.load(str(path))) for path in sorted((DATA / "light").glob("*.onnx"))]
+    return [infer_graph(onnx.load(str(path))) for path in sorted((DATA / "light").glob("*.onnx"))]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -3,19 +3,19 @@
 import pytest
 from onnx import parser
 
-from edgekit.check.graph import Graph, view_graph
 from edgekit.check.rules.units import SELECTORS, Unit, group_units
+from edgekit.graph.graph import Graph, infer_graph
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 SCALES = "float s = {0.5}, float t = {0.25}, uint8 z = {0}, uint8 m = {128}, int8 i = {0}"
 
 
 def _graph(text: str) -> Graph:
-    return view_graph(parser.parse_model(f"{HEAD} g {text}"))
+    return infer_graph(parser.parse_model(f"{HEAD} g {text}"))
 
 
 def _units(text: str) -> dict[str, Unit]:
-    return {unit.node.op: unit for unit in group_units(_graph(text), SELECTORS)}
+    return {unit.node.op_type: unit for unit in group_units(_graph(text), SELECTORS)}
 
 
 def _wrap(inputs: str, body: str) -> str:
@@ -42,7 +42,7 @@ def test_a_quantized_add_is_one_unit() -> None:
     ids=["mixed types", "other scale", "a float reader too", "no selector", "no Q"],
 )
 def test_what_is_no_unit(body: str) -> None:
-    assert not any(unit.is_qdq and unit.node.op != "Neg" for unit in _units(
+    assert not any(unit.is_qdq and unit.node.op_type != "Neg" for unit in _units(
         _wrap("uint8[4] x, uint8[4] w, int8[4] v", body)).values())  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from onnx import parser
 from onnxruntime.quantization import QuantType
 
 from edgekit.check.check import check_graph, count_crossings
-from edgekit.check.graph import view_graph
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import load_rules
+from edgekit.graph.graph import infer_graph
 from edgekit.target import load_target
 
 RELU = parser.parse_model(
@@ -97,7 +97,7 @@ def test_work_counts_and_not_nodes() -> None:
 def test_a_model_is_judged_from_the_first_opset_to_the_last(opset: int, *, inside: bool) -> None:
     book = load_rules(load_target("nnapi"))
     book = msgspec.structs.replace(book, provider=msgspec.structs.replace(book.provider, opset_min=13, opset_max=17))
-    (node,) = check_graph(view_graph(RELU), book, load_target("nnapi").settings, opset=opset)
+    (node,) = check_graph(infer_graph(RELU), book, load_target("nnapi").settings, opset=opset)
     assert node.taken is inside
     assert ("is outside 13 to 17" in why_not([node])) is not inside
 
@@ -118,7 +118,7 @@ def test_an_operator_is_taken_from_its_first_version_to_its_last(
     book = load_rules(load_target("nnapi"))
     ops = tuple(msgspec.structs.replace(op, since=since) if "Relu" in op.types else op for op in book.op)
     book = msgspec.structs.replace(book, op=ops, provider=msgspec.structs.replace(book.provider, since_max=most))
-    assert why_not(list(check_graph(view_graph(RELU), book, load_target("nnapi").settings, opset=17))) == reason
+    assert why_not(list(check_graph(infer_graph(RELU), book, load_target("nnapi").settings, opset=17))) == reason
 
 
 def report_of(*nodes: tuple[int, int, int | None], **more: Any) -> CheckReport:
@@ -181,6 +181,6 @@ def test_shares_are_of_the_work_and_of_the_bytes() -> None:
 )
 def test_a_value_crosses_once_where_one_of_its_readers_is_elsewhere(places: tuple[int | None, ...], count: int) -> None:
     text = "g (float[1,4] x) => (float[1,4] y) { a = Neg(x) b = Abs(a) c = Add(a, b) y = Exp(c) }"
-    graph = view_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
+    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
     nodes = report_of(*((1, 1, place) for place in places)).node_list
     assert count_crossings(graph, nodes) == (count, 16 * count)

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from typing import cast
 
-from edgekit.check.graph import Shape, is_in_chain
 from edgekit.check.rules import kinds
+from edgekit.check.rules.chains import is_in_chain
 from edgekit.check.rules.subject import Subject, choose_operands
+from edgekit.graph.graph import Shape
 
 _NO_FORM = "it is quantized ({dtype}) and there is no quantized form of it"
 
@@ -116,10 +117,9 @@ def judge_constant(rule: kinds.Constant, subject: Subject) -> str | None:
                 return f"input {at} is missing"
             continue
         name = unit.inputs[at].name
-        index = graph.producers.get(name)
-        made_by = graph.nodes[index] if index is not None else None
-        if rule.through_dq and made_by is not None and made_by.op == "DequantizeLinear":
-            name = made_by.inputs[0]
+        made_by = graph.producers.get(name)
+        if rule.through_dq and made_by is not None and made_by.op_type == "DequantizeLinear":
+            name = made_by.input[0]
         if name not in graph.constants:
             return f"input {at} is computed; it must be a constant"
     return None
@@ -137,7 +137,7 @@ def judge_inline(_rule: kinds.Inline, subject: Subject) -> str | None:
     """No constants in other files."""
     for operand in (*subject.unit.inputs, *subject.unit.outputs):
         for name in (operand.name, operand.scale, operand.zero_point):
-            if name in subject.graph.external:
+            if name and subject.graph.is_external(name):
                 return f"constant '{name}' lies in an external file"
     return None
 
@@ -201,9 +201,9 @@ def judge_setting(rule: kinds.Setting, subject: Subject) -> str | None:
 def judge_graph_edge(_rule: kinds.GraphEdge, subject: Subject) -> str | None:
     """Quantization at the edge of the graph."""
     graph, node = subject.graph, subject.unit.node
-    if node.op == "QuantizeLinear" and node.inputs[0] not in graph.producers:
+    if node.op_type == "QuantizeLinear" and node.input[0] not in graph.producers:
         return "it quantizes a graph input, which the provider leaves to the CPU"
-    if node.op == "DequantizeLinear" and node.outputs[0] in graph.outputs:
+    if node.op_type == "DequantizeLinear" and node.output[0] in graph.outputs:
         return "it makes a graph output, which the provider leaves to the CPU"
     return None
 
@@ -211,20 +211,19 @@ def judge_graph_edge(_rule: kinds.GraphEdge, subject: Subject) -> str | None:
 def judge_between(rule: kinds.Between, subject: Subject) -> str | None:
     """Operators that only a fusion takes."""
     graph, node = subject.graph, subject.unit.node
-    before = {graph.nodes[graph.producers[name]].op for name in node.inputs if name in graph.producers}
-    after = {graph.nodes[index].op for name in node.outputs for index in graph.consumers.get(name, ())}
+    before = {graph.producers[name].op_type for name in node.input if name in graph.producers}
+    after = {reader.op_type for name in node.output for reader in graph.consumers.get(name, ())}
     if (rule.producers and not before & set(rule.producers)) or (rule.consumers and not after & set(rule.consumers)):
-        return f"{node.op} is taken only as part of {rule.pattern}"
+        return f"{node.op_type} is taken only as part of {rule.pattern}"
     return None
 
 
 def judge_readers(rule: kinds.Readers, subject: Subject) -> str | None:
     """A result that others read beside a certain node."""
     graph = subject.graph
-    indices = [index for name in subject.unit.node.outputs for index in graph.consumers.get(name, ())]
-    for index in indices if len(indices) > 1 else ():
-        reader = graph.nodes[index]
-        if reader.op == rule.op and all(reader.attributes.get(name) == it for name, it in rule.attribute.items()):
+    readers = [reader for name in subject.unit.node.output for reader in graph.consumers.get(name, ())]
+    for reader in readers if len(readers) > 1 else ():
+        if reader.op_type == rule.op and all(reader.attributes.get(name) == it for name, it in rule.attribute.items()):
             return f"{rule.op} '{reader.name}' reads its result, and so do others"
     return None
 

@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from edgekit.check.graph import Graph
 from edgekit.check.rules import kinds
 from edgekit.check.rules.subject import Subject, choose_operands
 from edgekit.check.rules.units import Operand, read_parameters
+from edgekit.graph.graph import Graph
 
 
 def judge_internal(rule: kinds.Internal, subject: Subject) -> str | None:
     """Integer inputs whose quantization only the node that made them can tell."""
     for at, operand in choose_operands(subject.unit, rule.at):
-        index = subject.graph.producers.get(operand.name)
-        if index is None or subject.graph.nodes[index].op == "QuantizeLinear":
+        made_by = subject.graph.producers.get(operand.name)
+        if made_by is None or made_by.op_type == "QuantizeLinear":
             return f"input {at} is {operand.dtype}, and its quantization is not known inside the partition"
     return None
 
@@ -21,12 +21,11 @@ def judge_traced(rule: kinds.Traced, subject: Subject) -> str | None:
     """Quantized inputs whose quantization is known."""
     graph = subject.graph
     for at, operand in choose_operands(subject.unit, rule.at):
-        index = graph.producers.get(operand.name)
-        made_by = graph.nodes[index] if index is not None and operand.is_quantized else None
-        if made_by is None or made_by.op in {"QuantizeLinear", *rule.through}:
+        made_by = graph.producers.get(operand.name) if operand.is_quantized else None
+        if made_by is None or made_by.op_type in {"QuantizeLinear", *rule.through}:
             continue
-        if graph.value(made_by.inputs[0]).shape != operand.shape:
-            return f"input {at} comes from {made_by.op} on plain integers, which loses its quantization"
+        if graph.value(made_by.input[0]).shape != operand.shape:
+            return f"input {at} comes from {made_by.op_type} on plain integers, which loses its quantization"
     return None
 
 
@@ -85,7 +84,7 @@ def judge_finite_scale(_rule: kinds.FiniteScale, subject: Subject) -> str | None
     """Scales that no quantizer should write."""
     unit = subject.unit
     names = [operand.scale for operand in (*unit.inputs, *unit.outputs) if operand.scale]
-    names += list(unit.node.inputs[1:2]) if unit.node.op in {"QuantizeLinear", "DequantizeLinear"} else []
+    names += list(unit.node.input[1:2]) if unit.node.op_type in {"QuantizeLinear", "DequantizeLinear"} else []
     for name in names:
         scale = subject.graph.array(name)
         if scale is not None and not np.isfinite(scale).all():

@@ -28,8 +28,8 @@ def meets(when: kinds.When, subject: Subject) -> bool:
 def _node_fits(when: kinds.When, unit: Unit) -> bool:
     node = unit.node
     return (
-        node.op not in when.except_ops
-        and (not when.ops or node.op in when.ops)
+        node.op_type not in when.except_ops
+        and (not when.ops or node.op_type in when.ops)
         and when.since_min <= node.since <= when.since_max
         and (not when.forms or unit.form in when.forms)
         and all(node.attributes.get(name) in allowed for name, allowed in when.attribute.items())
@@ -61,9 +61,8 @@ def _operands_fit(when: kinds.When, subject: Subject) -> bool:
 
 
 def _is_fed_by(ops: tuple[str, ...], subject: Subject) -> bool:
-    producers, nodes = subject.graph.producers, subject.graph.nodes
-    made = (producers.get(operand.name) for operand in subject.unit.inputs)
-    return any(index is not None and nodes[index].op in ops for index in made)
+    made = (subject.graph.producers.get(operand.name) for operand in subject.unit.inputs)
+    return any(node is not None and node.op_type in ops for node in made)
 
 
 JUDGES: Mapping[type, Callable[[Any, Subject], str | None]] = {

@@ -1,9 +1,9 @@
 """The kinds of rule that concern one operator's shapes; each returns a reason to refuse, or None."""
 
-from edgekit.check.graph import Shape
 from edgekit.check.rules import kinds
 from edgekit.check.rules.subject import Subject
 from edgekit.check.rules.units import clip_bounds
+from edgekit.graph.graph import Shape
 from edgekit.model.tensors import Array
 
 _WHOLE_TOLERANCE = 1e-4
@@ -88,7 +88,7 @@ def judge_split_sizes(rule: kinds.SplitSizes, subject: Subject) -> str | None:
         return f"the size of axis {axis} is dynamic"
     given = subject.array(1)
     sizes = given.reshape(-1).tolist() if given is not None else list(node.entries("split") or ())
-    parts = len(sizes) or len(node.outputs)
+    parts = len(sizes) or len(node.output)
     if parts < rule.min_parts:
         return f"it has {parts} part; at least {rule.min_parts} are needed"
     if sizes and sum(sizes) != size:

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.check.graph import Graph, Shape
 from edgekit.check.rules.units import Operand, Unit
+from edgekit.graph.graph import Graph, Shape
 from edgekit.model.tensors import Array
 
 

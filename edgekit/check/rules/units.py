@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from edgekit.check.graph import Graph, Node, Shape
+from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.model.tensors import Array
 
 Selector = Literal[
@@ -108,7 +108,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
         """The element type it computes in: "float32", or "qdq-uint8" for a quantized unit; "unknown" if not known."""
         if not any(operand.name for operand in self.inputs):
             return self.outputs[0].dtype or "unknown"
-        first = self.inputs[min(_DATA_INPUTS.get(self.node.op, 0), len(self.inputs) - 1)]
+        first = self.inputs[min(_DATA_INPUTS.get(self.node.op_type, 0), len(self.inputs) - 1)]
         quantized = self.is_qdq and any(operand.is_quantized for operand in self.inputs)
         if quantized and not first.is_quantized:
             first = next(operand for operand in self.inputs if operand.is_quantized)
@@ -124,7 +124,7 @@ def group_units(
     """
     grouped: dict[int, Unit] = {}
     for node in graph.nodes if selectors is not None else ():
-        selector = selectors.get(node.op) if selectors is not None else None
+        selector = selectors.get(node.op_type) if selectors is not None else None
         unit = _group(graph, node, selector, absorb_clips=absorb_clips) if selector is not None else None
         if unit is not None:
             grouped[node.index] = unit
@@ -137,8 +137,8 @@ def group_units(
 def single_unit(graph: Graph, node: Node) -> Unit:
     """Returns the unit of a node alone; the QLinear operators show their parameters as ORT's NodeUnit does."""
     inputs, outputs = _linear_operands(graph, node) or (
-        tuple(_operand(graph, name) for name in node.inputs),
-        tuple(_operand(graph, name) for name in node.outputs),
+        tuple(_operand(graph, name) for name in node.input),
+        tuple(_operand(graph, name) for name in node.output),
     )
     return Unit(node=node, members=(node.index,), inputs=inputs, outputs=outputs)
 
@@ -153,7 +153,7 @@ def _claimed_nodes(graph: Graph, grouped: Mapping[int, Unit]) -> set[int]:
     claimed = set(readers)
     for member, targets in readers.items():
         node = graph.nodes[member]
-        if node.op == "DequantizeLinear" and set(graph.consumers.get(node.outputs[0], ())) - targets:
+        if node.op_type == "DequantizeLinear" and {reader.index for reader in graph.readers(node.output[0])} - targets:
             claimed.discard(member)
     return claimed
 
@@ -168,11 +168,11 @@ class _Surround(msgspec.Struct, frozen=True, kw_only=True):
 
 def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit | None:
     around = _look_around(graph, node, absorb_clips=absorb_clips)
-    if node.domain not in _GROUP_DOMAINS or node.since not in SELECTED_SINCE.get(node.op, (node.since,)):
+    if node.domain not in _GROUP_DOMAINS or node.since not in SELECTED_SINCE.get(node.op_type, (node.since,)):
         return None
     if around is None or not _accepts(graph, node, selector, around):
         return None
-    if any(dq.outputs[0] in graph.outputs for dq in around.before.values()):
+    if any(dq.output[0] in graph.outputs for dq in around.before.values()):
         return None
     before, after = around.before, dict(around.after)
     middle = (node.index,) if around.clip is None else (node.index, around.clip.index)
@@ -182,18 +182,18 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
         members=tuple(dict.fromkeys(members)),
         inputs=tuple(
             _quantized(graph, before[at], 0) if at in before else _operand(graph, name)
-            for at, name in enumerate(node.inputs)
+            for at, name in enumerate(node.input)
         ),
         outputs=tuple(
             _quantized(graph, after[at], 1) if at in after else _operand(graph, name)
-            for at, name in enumerate(node.outputs)
+            for at, name in enumerate(node.output)
         ),
         is_qdq=True,
     )
 
 
 def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround | None:
-    dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.inputs))
+    dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.input))
     before = {at: dq for at, dq in dqs if dq is not None}
     clip = _redundant_candidate(graph, node) if absorb_clips and before else None
     after = _quantizers(graph, clip or node)
@@ -203,8 +203,8 @@ def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround |
 
 
 def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) -> bool:
-    dtypes = [graph.value(dq.inputs[0]).dtype for dq in around.before.values()]
-    results = [graph.value(q.outputs[0]).dtype for _, q in around.after]
+    dtypes = [graph.value(dq.input[0]).dtype for dq in around.before.values()]
+    results = [graph.value(q.output[0]).dtype for _, q in around.after]
     wanted = _wanted_dqs(node, selector, len(dtypes))
     if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and around.clip is not None):
         return False
@@ -222,7 +222,7 @@ def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) ->
 def _wanted_dqs(node: Node, selector: Selector, found: int) -> int:
     if selector in {"any", "pad", "batchnorm"}:
         return found
-    return _DQ_COUNTS.get(selector, sum(bool(name) for name in node.inputs))
+    return _DQ_COUNTS.get(selector, sum(bool(name) for name in node.input))
 
 
 def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Sequence[str | None], node: Node) -> bool:
@@ -241,7 +241,7 @@ def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Seque
 
 
 def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
-    outputs = [name for name in node.outputs if name]
+    outputs = [name for name in node.output if name]
     if not around.after or any(name in graph.outputs for name in outputs):
         return False
     edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
@@ -249,30 +249,27 @@ def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
 
 
 def _producer(graph: Graph, name: str, op: str) -> Node | None:
-    index = graph.producers.get(name)
-    node = graph.nodes[index] if index is not None else None
-    return node if node is not None and node.op == op and node.has_input(1) else None
+    node = graph.producers.get(name)
+    return node if node is not None and node.op_type == op and node.has_input(1) else None
 
 
 def _quantizers(graph: Graph, node: Node) -> list[tuple[int, Node]]:
     return [
-        (position, graph.nodes[index])
-        for position, name in enumerate(node.outputs)
-        for index in graph.consumers.get(name, ())
-        if graph.nodes[index].op == "QuantizeLinear"
-        and graph.nodes[index].inputs[0] == name
-        and graph.nodes[index].has_input(1)
+        (position, reader)
+        for position, name in enumerate(node.output)
+        for reader in graph.consumers.get(name, ())
+        if reader.op_type == "QuantizeLinear" and reader.input[0] == name and reader.has_input(1)
     ]
 
 
 def _redundant_candidate(graph: Graph, node: Node) -> Node | None:
-    edges = [index for name in node.outputs for index in graph.consumers.get(name, ())]
+    edges = [reader for name in node.output for reader in graph.consumers.get(name, ())]
     if len(edges) != 1:
         return None
-    follower = graph.nodes[edges[0]]
-    if follower.op not in {"Relu", "Clip"} or follower.outputs[0] in graph.outputs:
+    follower = edges[0]
+    if follower.op_type not in {"Relu", "Clip"} or follower.output[0] in graph.outputs:
         return None
-    return follower if len(graph.consumers.get(follower.outputs[0], ())) == 1 else None
+    return follower if len(graph.consumers.get(follower.output[0], ())) == 1 else None
 
 
 def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
@@ -283,9 +280,9 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
         return False
     limits = np.iinfo(result.dtype)
     scale, zero = float(parameters[0]), int(parameters[1].reshape(-1)[0])
-    if clip.op == "Relu":
+    if clip.op_type == "Relu":
         return zero == limits.min
-    bounds = clip_bounds(graph, clip.inputs, clip.attributes)
+    bounds = clip_bounds(graph, clip.input, clip.attributes)
     if bounds is None or scale <= 0:
         return False
     low, high = (float(np.rint(bound / scale)) + zero for bound in bounds)
@@ -331,14 +328,14 @@ def _operand(graph: Graph, name: str) -> Operand:
 
 def _quantized(graph: Graph, node: Node, side: int) -> Operand:
     """Returns the integer tensor of a DQ (side 0) or Q (side 1) with its parameters."""
-    name = node.inputs[0] if side == 0 else node.outputs[0]
+    name = node.input[0] if side == 0 else node.output[0]
     value = graph.value(name)
     return Operand(
         name=name,
         dtype=value.dtype,
         shape=value.shape,
-        scale=node.inputs[1],
-        zero_point=node.inputs[2] if node.has_input(2) else None,
+        scale=node.input[1],
+        zero_point=node.input[2] if node.has_input(2) else None,
         axis=node.integer("axis", 1),
     )
 
@@ -360,20 +357,20 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
             name=data,
             dtype=value.dtype,
             shape=value.shape,
-            scale=node.inputs[position] or None,
-            zero_point=node.inputs[position + 1] if node.has_input(position + 1) else None,
-            axis=0 if node.op == "QLinearConv" else node.integer("axis", 1),
+            scale=node.input[position] or None,
+            zero_point=node.input[position + 1] if node.has_input(position + 1) else None,
+            axis=0 if node.op_type == "QLinearConv" else node.integer("axis", 1),
         )
 
-    if node.op in _UNARY_LINEAR and len(node.inputs) >= 4:
-        return (at(node.inputs[0], 1),), (at(node.outputs[0], 3),)
-    if node.op in _BINARY_LINEAR and len(node.inputs) >= 8:
-        bias = (_operand(graph, node.inputs[8]),) if node.has_input(8) else ()
-        return (at(node.inputs[0], 1), at(node.inputs[3], 4), *bias), (at(node.outputs[0], 6),)
-    if node.op == "DequantizeLinear" and len(node.inputs) >= 2:
-        return (at(node.inputs[0], 1),), (_operand(graph, node.outputs[0]),)
-    if node.op == "QuantizeLinear" and len(node.inputs) >= 2:
-        return (_operand(graph, node.inputs[0]),), (at(node.outputs[0], 1),)
+    if node.op_type in _UNARY_LINEAR and len(node.input) >= 4:
+        return (at(node.input[0], 1),), (at(node.output[0], 3),)
+    if node.op_type in _BINARY_LINEAR and len(node.input) >= 8:
+        bias = (_operand(graph, node.input[8]),) if node.has_input(8) else ()
+        return (at(node.input[0], 1), at(node.input[3], 4), *bias), (at(node.output[0], 6),)
+    if node.op_type == "DequantizeLinear" and len(node.input) >= 2:
+        return (at(node.input[0], 1),), (_operand(graph, node.output[0]),)
+    if node.op_type == "QuantizeLinear" and len(node.input) >= 2:
+        return (_operand(graph, node.input[0]),), (at(node.output[0], 1),)
     return None
 
 
