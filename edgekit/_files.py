@@ -117,6 +117,7 @@ def replacing_file(path: Path) -> Generator[Path]:
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its place, not in /tmp: a rename is at once only within a file system.
         folder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
     try:
         temporary = folder / path.name
@@ -154,6 +155,7 @@ def one_at_a_time(place: Path) -> Generator[None]:
         place.parent.mkdir(parents=True, exist_ok=True)
         file = place.with_name(f".{place.name}.lock").open("wb")
     with file:
+        # The file stays: were it removed, a waiting process would hold a lock on a name that a third makes anew.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -191,6 +193,7 @@ def _holder(path: Path) -> Generator[Path]:
         shutil.rmtree(holder, ignore_errors=True)
         for parent in made:
             with contextlib.suppress(OSError):
+                # Fails where the result now lies in it, and so removes only what was made for nothing.
                 parent.rmdir()
 
 
@@ -201,6 +204,7 @@ def _missing_parents(path: Path) -> list[Path]:
 def _publish(entry: Path, place: Path, holder: Path) -> None:
     with writing(place):
         if place.is_dir() and not place.is_symlink():
+            # A folder cannot be renamed over one that is not empty; the old one goes with the holder.
             place.replace(holder / f"replaced-{place.name}")
         entry.replace(place)
 
@@ -240,6 +244,7 @@ def safe_join(root: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name)
     path = root / name
+    # A backslash is a letter here and a separator on Windows: a name must mean one place everywhere.
     if parts.is_absolute() or "\\" in name or not parts.parts or ".." in parts.parts:
         raise BundleError(f"'{name}' is not a safe file name", hint="the bundle was altered: build it again")
     if not path.resolve().is_relative_to(root.resolve()):

@@ -71,6 +71,8 @@ class CpuSession:
                 _session_options(settings),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
+                # Python's own fallback makes another session on the CPU provider where one fails, and only prints that
+                # it did.
                 enable_fallback=False,
             )
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
@@ -108,6 +110,7 @@ def translated(subject: str) -> Generator[None]:
         yield
     except _TRANSLATED as error:
         text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+        # The rest is a stack of file names of the machine that built ONNX Runtime.
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         raise RuntimeRefusal(f"ONNX Runtime refuses '{subject}': {first[:400]}", hint=_hint(first)) from error
 
@@ -125,6 +128,7 @@ def _hint(message: str) -> str:
 def _session_options(settings: SessionSettings) -> Any:
     options = cast("Any", _ort).SessionOptions()
     options.graph_optimization_level = _LEVELS[settings.level]
+    # Refusals come as exceptions; the same words on stderr would stand between the lines of progress.
     options.log_severity_level = 4
     options.intra_op_num_threads = settings.threads
     for key, value in settings.config.items():

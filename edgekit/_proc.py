@@ -165,6 +165,7 @@ def _read_until(child: subprocess.Popen[bytes], deadline: float, take: Callable[
         timed: Any = _Timed(pipe.fileno(), deadline)
         stream = io.BufferedReader(timed, _CHUNK_BYTES)
         take(stream)
+        # A grandchild may hold the pipe open after the program has ended: what is not there yet is not awaited.
         return bool(select.select([pipe], [], [], 0)[0]) and not stream.peek(1)
 
 
@@ -202,6 +203,7 @@ def _start(
             stderr=stderr,
             cwd=cwd,
             env={**os.environ, **(env or {})},
+            # A group of its own: emulators and node start children, and all must end with the one that edgekit knows.
             start_new_session=True,
         )
     except OSError as error:
@@ -230,6 +232,7 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, 
     timer.daemon = True
     timer.start()
     try:
+        # Popen.wait would reap the child without its resource usage.
         _, raw, usage = os.wait4(child.pid, 0)
     except BaseException:
         _end_group(child.pid)

@@ -17,7 +17,9 @@ PRECISION = 0.02
 MOST_RUNS = 2000
 FIRST_RUNS = 50
 
+# So often the device is asked whether its time is over; a message a run would be part of what is measured.
 _SLICE_MS = 200.0
+# The first runs of a session fill its arena and wake the CPU's clock: they do not count.
 _WARM_MS = 300.0
 _MOST_WARMUP = 50
 _FAST_MS = 1e-3

@@ -18,6 +18,7 @@ _DRIFT_LEAST = 12
 _DRIFT_POINTS = 200
 _FAST = 1e-9
 
+# A table, because scipy would be a dependency for one function; larger degrees by Cornish and Fisher's first term.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -98,6 +99,7 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     first, second = np.triu_indices(count, 1)
     differences = series[second] - series[first]
     drift = float(np.median(differences / (second - first))) * (count - 1) / median
+    # The standard deviation of Kendall's S under no trend, without ties, which times in nanoseconds hardly have.
     deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     is_chance = abs(float(np.sign(differences).sum())) < _DRIFT_Z * deviation
     return None if is_chance or abs(drift) <= MAX_DRIFT else drift
@@ -133,6 +135,7 @@ def compare_rounds(rounds: Sequence[tuple[float, float]]) -> Ratio:
     """
     if len(rounds) < 2 or not all(time > 0 for times in rounds for time in times):
         raise ValueError("a comparison needs two rounds or more, of times above zero")
+    # Logarithms, so that A against B and B against A are the same statement.
     logs = np.log([b / a for a, b in rounds])
     mean = float(logs.mean())
     degrees = len(logs) - 1

@@ -21,6 +21,7 @@ from edgekit.model.tensors import Array, Tensors
 SHAPES = ".shapes"
 
 _MAX_ROW_BYTES = 1 << 32
+# Version 3.0 differs in the encoding of field names only, and arrays with fields are refused.
 _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -65,6 +66,7 @@ def read_rows(path: Path) -> Iterator[Tensors]:
             opened.callback(column.shapes.file.close if column.shapes else column.file.close)
         for _ in range(count):
             yield {name: _read_row(column, path) for name, column in columns.items()}
+        # At the end zipfile compares the checksum, too; without this read a damaged last row would pass.
         torn = next((name for name, column in columns.items() if column.shapes and column.file.read(1)), None)
         if torn is not None:
             raise DataError(f"array '{torn}' of '{path}' is longer than its shapes say", hint="build it again")
@@ -108,6 +110,7 @@ def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         file.close()
         raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
+    # Objects would be unpickled, which runs code.
     if dtype.hasobject or fortran or not shape:
         file.close()
         raise DataError(

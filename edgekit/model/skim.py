@@ -16,6 +16,7 @@ from edgekit.errors import ModelError
 MAX_DATA_BYTES = 1 << 17
 """Data of a tensor beyond this are left out."""
 
+# Subgraphs within subgraphs: protobuf itself stops at 100 messages, and each graph is three (graph, node, attribute).
 _MAX_DEPTH = 64
 _INSIDE: dict[str, dict[int, str]] = {
     "model": {7: "graph"},
@@ -71,6 +72,7 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
         start = at
         key, at = _read_varint(data, at)
         field, wire = key >> 3, key & 7
+        # Everything that is long has wire type 2; varints and fixed numbers are kept as they are.
         if wire != 2:
             at = _skip_scalar(data, at, wire)
             yield data[start:at]
@@ -81,6 +83,7 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
         if inner is not None and depth < _MAX_DEPTH:
+            # Its length changes with what is left out, so the field is written anew.
             kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
             yield _varint(key) + _varint(len(kept)) + kept
         elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:

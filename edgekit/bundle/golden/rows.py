@@ -132,6 +132,7 @@ class _Column:
             self._words.append(_as_text(value, self._name))
             return
         if self._file is None:
+            # In a file until the count is known: a header of an `.npy` holds the number of rows, and comes first.
             self._file = self._path.open("wb")
         self._file.write(np.ascontiguousarray(value).tobytes())
 
