@@ -6,7 +6,7 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -39,6 +39,9 @@ WRITTEN: Mapping[str, tuple[type, str]] = {
 }
 """Files that a user writes or edits: what each holds and which option takes it."""
 
+SCHEMAS = ("recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "plan.json")
+"""Those of which there is a JSON Schema; a target.toml has keys that are set while it is read."""
+
 REPORTS: Mapping[str, tuple[type, str]] = {
     "manifest.json": (Manifest, "In every bundle. `manifest.schema.json` in the package is its JSON Schema."),
     "edgekit build": (BuildReport, "Also `report.json` beside the bundles."),
@@ -53,6 +56,7 @@ REPORTS: Mapping[str, tuple[type, str]] = {
 }
 """What edgekit writes or prints with `--json`: the value, and where else it stands."""
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _HEAD = "<!-- made by tools/docs_reference.py -->\n"
 _COMMANDS = """# Commands
 
@@ -71,6 +75,7 @@ What the objects hold: [Files that edgekit writes](reports.md).
 _FILES = """# Files that you write
 
 All are read strictly: an unknown or missing key is an error that names it. Keys without a default must be given.
+Most have a JSON Schema, by which an editor can complete and check it; `#:schema PATH` in its first line tells Taplo.
 """
 _REPORTS = """# Files that edgekit writes
 
@@ -91,7 +96,20 @@ def render_reference() -> dict[str, str]:
         "reference/files.md": _HEAD + _FILES + "\n".join(_render_structs(WRITTEN)),
         "reference/reports.md": _HEAD + _REPORTS + "\n".join(_render_structs(REPORTS, computed=True)),
         "reference/python.md": _HEAD + _PYTHON + "\n".join(_render_python()),
+        **{
+            f"reference/{title}.schema.json": render_schema(title, kind)
+            for title, (kind, _) in WRITTEN.items()
+            if title in SCHEMAS
+        },
     }
+
+
+def render_schema(title: str, kind: Any) -> str:
+    """Returns the JSON Schema of a file that a user writes, for editors that check TOML and JSON by one."""
+    whole = dict[Literal["device"], tuple[kind, ...]] if title == "devices.toml" else kind
+    schema = msgspec.json.schema(whole)
+    text = msgspec.json.encode({"$schema": _DIALECT, "title": title, **schema})
+    return msgspec.json.format(text, indent=2).decode() + "\n"
 
 
 def list_commands(root: click.Group) -> Iterator[tuple[str, click.Command]]:
@@ -137,7 +155,8 @@ def _render_structs(roots: Mapping[str, tuple[type, str]], *, computed: bool = F
     known = {kind.__name__: kind for kind in found}
     for title, (kind, about) in roots.items():
         del known[kind.__name__]
-        yield f"\n## {title} {{: #{kind.__name__.lower()} }}\n\n{about}\n"
+        schema = f" ([JSON Schema]({title}.schema.json))" if title in SCHEMAS else ""
+        yield f"\n## {title} {{: #{kind.__name__.lower()} }}\n\n{about}{schema}\n"
         yield _render_struct(kind, computed=computed)
     yield "\n## Parts of them\n"
     for name, kind in sorted(known.items()):

@@ -1,9 +1,11 @@
 """The generated reference holds every command with its options, every key of the files, and every public name."""
 
+import json
 import re
 import sys
 
 import click
+import jsonschema
 import msgspec
 import pytest
 from doc_pages import PAGES, ROOT
@@ -53,6 +55,20 @@ def test_every_key_stands_in_the_table_of_its_file(table: tuple[str, dict[str, t
 def test_no_two_values_of_a_page_have_one_name(roots: dict[str, tuple[type, str]]) -> None:
     names = [kind.__name__ for kind in find_structs([kind for kind, _ in roots.values()], computed=True)]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("title", "good", "bad"),
+    [
+        ("recipe.toml", {"targets": ["qnn"], "metric": {"name": "top1"}}, {"target": ["qnn"]}),
+        ("preprocess.toml", {"size": [224, 224]}, {"size": [224]}),
+        ("devices.toml", {"device": [{"name": "pi", "device": "ssh:pi"}]}, {"device": [{"name": "pi"}]}),
+    ],
+)
+def test_a_schema_takes_what_the_code_takes(title: str, good: object, bad: object) -> None:
+    check = jsonschema.Draft202012Validator(json.loads(REFERENCE[f"reference/{title}.schema.json"]))
+    assert check.is_valid(good)
+    assert not check.is_valid(bad)
 
 
 @pytest.mark.parametrize("name", dir(edgekit))
