@@ -12,6 +12,7 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.relief import choose_schedule
 from edgekit.quantize.mixed_precision.score import judge_candidate
 from edgekit.quantize.qdq.build import build_qdq
 from edgekit.quantize.rounding.weights import Rounding
@@ -107,37 +108,15 @@ def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
 
-def test_collapsed_model_gets_16_bits_where_the_target_takes_them(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
-    model, calibration = collapsing
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
-    assert plan.wide
-    relieved = [entry for entry in plan.judged if entry.relieved]
-    assert relieved[0].sqnr_db >= min(entry.sqnr_db for entry in plan.judged if not entry.relieved) + 1
-    CpuSession(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
-
-
-def test_a_collapsed_model_keeps_nodes_float_where_the_target_has_only_8_bits(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
-    model, calibration = collapsing
-    plain, auto = (
-        plan_quantization(model, calibration, load_target("nnapi"), "int8", method=m) for m in ("minmax", "auto")
-    )
-    assert [node.op for node in plain.float_nodes] == ["Tanh"]
-    assert any("8 bits do not hold" in node.reason for node in auto.float_nodes)
-    CpuSession(quantize_model(model, auto, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
-
-
 @pytest.mark.parametrize(
     ("target", "steps", "kept", "floats"),
     [("qnn", [1, 3, 7], 7, set()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
 )
 def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
-    collapsing: tuple[Model, Calibration], target: str, steps: list[int], kept: int, floats: set[str]
+    collapsing: tuple[Model, Calibration], tmp_path: Path, target: str, steps: list[int], kept: int, floats: set[str]
 ) -> None:
-    plan = plan_quantization(*collapsing, load_target(target), "int8")
+    model, calibration = collapsing
+    plan = plan_quantization(model, calibration, load_target(target), "int8")
     tried = {len(entry.relieved): entry for entry in plan.judged if entry.relieved}
     reached, best = max(entry.sqnr_db for entry in plan.judged if not entry.relieved), 0
     for count in steps:
@@ -147,3 +126,21 @@ def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
     assert (plan.method, plan.rounding) == (tried[kept].method, tried[kept].rounding)
     assert set(plan.wide) == (set() if floats else set(tried[kept].relieved))
     assert {node.name for node in plan.float_nodes} == floats
+    assert all(node.op == "Tanh" or "8 bits do not hold" in node.reason for node in plan.float_nodes)
+    CpuSession(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "widens", "thorough", "steps", "gain", "enough"),
+    [
+        (9.9, False, False, 5, 1.0, 20.0),
+        (10.0, False, False, 3, 3.0, 20.0),
+        (19.0, False, True, 5, 1.0, 30.0),
+        (9.0, True, False, 5, 1.0, 30.0),
+    ],
+)
+def test_a_broken_plan_is_relieved_further_than_a_weak_one(
+    ratio: float, widens: bool, thorough: bool, steps: int, gain: float, enough: float
+) -> None:
+    schedule = choose_schedule(ratio, widens=widens, thorough=thorough)
+    assert (len(schedule.counts), schedule.least_gain_db, schedule.enough_db) == (steps, gain, enough)

@@ -59,6 +59,16 @@ def test_16_bits_reach_through_what_only_moves_values(net: Model, calibration: C
     assert list(wide) == ["s", "p", "g", "f"]
 
 
+def test_a_float_tensor_takes_its_maker_and_readers_out_of_8_bits(net: Model, calibration: Calibration) -> None:
+    plan = plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
+    relieved = relieve_tensors(read_graph(net), plan, ("s", "x"), calibration, widens=False)
+    reasons = {node.name: node.reason for node in relieved.float_nodes if node not in plan.float_nodes}
+    assert set(reasons) == {"n0_Conv", "n3_Add", "n4_MaxPool"}
+    assert reasons["n0_Conv"] == "it makes or reads 'x', which 8 bits do not hold"
+    assert relieved.float_nodes[: len(plan.float_nodes)] == plan.float_nodes
+    assert relieved.wide == plan.wide == {}
+
+
 @pytest.mark.parametrize(
     ("node", "weight", "axis"),
     [

@@ -189,6 +189,13 @@ def rows_of(rows: list[np.ndarray]) -> Samples:
     return Samples(source="x", count=len(rows), read=lambda: ({"y": row} for row in rows))
 
 
+def test_two_values_are_a_grid_and_three_may_be_none() -> None:
+    wanted = [np.random.default_rng(0).normal(size=16).astype(np.float32)]
+    two, three = np.array([0.25, 0.75] * 8, np.float32), np.array([0.0, 2.0**-10, 0.75, 0.5] * 4, np.float32)
+    assert not find_half_values(rows_of(wanted), rows_of([two]))
+    assert find_half_values(rows_of(wanted), rows_of([three]))
+
+
 def test_outputs_that_did_not_come_back_are_no_half_precision() -> None:
     rows: list[Tensors] = [{"y": np.random.default_rng(0).normal(size=16).astype(np.float32), "z": np.ones(16)}]
     found: list[Tensors] = [{"y": rows[0]["y"].astype(np.float16).astype(np.float32), "other": np.ones(16)}]
