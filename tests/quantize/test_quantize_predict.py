@@ -204,7 +204,7 @@ def test_of_a_table_that_decisions_are_made_of_half_the_spread_counts(tmp_path: 
     assert flow.drop_estimate is not None
     assert head.drop_estimate == pytest.approx(0.5 * flow.drop_estimate, rel=0.1)
     assert head.drop_interval is not None
-    assert head.drop_interval[1] >= 0.75 * flow.drop_estimate > 0.001
+    assert head.drop_interval[1] >= 0.75 * flow.drop_estimate > 1e-4
 
 
 def test_lost_scores_are_seen_beside_boxes_in_pixels(tmp_path: Path) -> None:
