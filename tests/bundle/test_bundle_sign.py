@@ -150,6 +150,13 @@ def test_a_bundle_lies_at_the_root_of_an_archive_or_in_its_one_folder(signed: Pa
         pass
 
 
+def test_an_archive_of_two_folders_is_no_bundle(signed: Path, tmp_path: Path) -> None:
+    files = {f"{top}/{name}": path for top in "ab" for name, path in list_files(signed).items()}
+    write_archive(files, tmp_path / "two.zip", "zip")
+    with pytest.raises(BundleError, match=r"'manifest\.json' .* is missing"), opened_any(tmp_path / "two.zip"):
+        pass
+
+
 def test_an_archive_is_not_signed_nor_of_another_target(signed: Path, public: Path, tmp_path: Path) -> None:
     write_archive(list_files(signed), tmp_path / "a.zip", "zip")
     with pytest.raises(BundleError, match="is a file"):

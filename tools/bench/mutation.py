@@ -57,7 +57,9 @@ TESTS = {
     "quantize/mixed_precision/candidates.py": "quantize/test_quantize_choose.py",
     "quantize/mixed_precision/relief.py": "quantize/test_quantize_choose.py pipeline/test_pipeline_search.py",
     "quantize/ranges/methods.py": "quantize/test_quantize_ranges.py",
-    "quantize/ranges/histogram.py": "quantize/test_quantize_histogram.py quantize/test_quantize_ranges.py",
+    "quantize/ranges/nonlinearities.py": "quantize/test_quantize_ranges.py",
+    "quantize/ranges/entropy.py": "quantize/test_quantize_ranges.py",
+    "quantize/ranges/histogram.py": "quantize/test_quantize_histogram.py",
     "quantize/equalization/equalize.py": "quantize/test_quantize_equalize.py"
     " --deselect=tests/quantize/test_quantize_equalize.py::test_the_command",
     "quantize/rounding/gptq.py": "quantize/test_quantize_gptq.py",
