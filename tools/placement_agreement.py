@@ -1,10 +1,10 @@
 """Compares the placement that check predicts with the placement that a real provider makes, node by node.
 
     python tools/placement_agreement.py --target qnn --source real --source quantized --work DIR [--set soc_model=36]
-    python tools/placement_agreement.py --target xnnpack --source real --work DIR
+    python tools/placement_agreement.py --target nnapi --source real --work DIR --set api_level=31
 
-QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK through
-onnxruntime-web 1.16.3 under Node (`edgekit devices install xnnpack-wasm`), so its rules are asked as of ORT 1.16.
+QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
+Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike.
 Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
 made; sessions that fail are counted apart, against the nodes that check calls fatal.
 """
@@ -22,6 +22,7 @@ from placement_models import SEEDS, write_models
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
+from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import (
@@ -29,7 +30,6 @@ from edgekit.devices.observe import (
     match_nodes,
     name_as_model,
     observe_placement,
-    predict_for_oracle,
 )
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import read_graph
@@ -73,13 +73,13 @@ def main() -> int:
     tally = Tally()
     for path in write_models(options.source, options.work / "models", range(*options.seeds)):
         seen = _observe(path, target, options.work)
-        _compare(predict_for_oracle(load_model(path), target), seen, tally)
+        _compare(check_model(load_model(path), target), seen, tally)
     return _print_tally(tally)
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=["qnn", "xnnpack"], default="qnn")
+    parser.add_argument("--target", choices=["nnapi", "qnn", "xnnpack"], default="qnn")
     parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--seeds", nargs=2, type=int, default=(SEEDS.start, SEEDS.stop), metavar=("FROM", "TO"))
@@ -94,7 +94,7 @@ def _observe(path: Path, target: Target, work: Path) -> ObservedPlacement:
     kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{path.stem}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        seen = observe_qnn(path, target) if target.name == "qnn" else observe_xnnpack(path, target)
+        seen = observe_qnn(path, target) if target.name == "qnn" else observe_android(path, target)
         kept.write_bytes(msgspec.json.encode(seen))
     return msgspec.json.decode(kept.read_bytes(), type=ObservedPlacement)
 
@@ -144,10 +144,10 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
     }
 
 
-def observe_xnnpack(path: Path, target: Target) -> ObservedPlacement:
-    """Returns where the WebAssembly build puts each node."""
+def observe_android(path: Path, target: Target) -> ObservedPlacement:
+    """Returns where the provider in Android's binary puts each node."""
     try:
-        return observe_placement(load_model(path), target, find_device("xnnpack-wasm", target), samples=0)
+        return observe_placement(load_model(path), target, find_device("android:x86_64", target), samples=0)
     except EdgekitError as error:
         return ObservedPlacement(providers={}, failure=error.message)
 

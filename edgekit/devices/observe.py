@@ -12,8 +12,9 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.convert.cpu_kernels import find_integer_nodes
 from edgekit.data.samples import Samples
+from edgekit.devices.android import android
 from edgekit.devices.device import Device, Job
-from edgekit.devices.emulators import qnn_sim, xnnpack_wasm
+from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
 from edgekit.devices.local import coreml
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
@@ -24,16 +25,12 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target
 
 _ORACLES = {
-    qnn_sim.PROVIDER: "qnn-htp-sim",
-    xnnpack_wasm.PROVIDER: "xnnpack-wasm",
-    coreml.PROVIDER: "coreml",
+    qnn_sim.PROVIDER: ("qnn-htp-sim",),
+    android.NNAPI: ("android", "android:x86_64"),
+    android.XNNPACK: ("android", "android:x86_64"),
+    coreml.PROVIDER: ("coreml",),
 }
-"""The device that runs a provider's own code, by provider."""
-
-_XNNPACK_RULES = {"ort": "1.16.3"}
-"""The XNNPACK device is this ONNX Runtime, so the rules are asked as of that version."""
-
-_OLD_RULES = "observed in ONNX Runtime 1.16 and compared with its rules; newer versions may take more"
+"""The devices that run a provider's own code, by provider, the best first."""
 
 _TOKEN = re.compile(r"_token_\d+$")
 """What ONNX Runtime's layout change adds to the name of a node that it makes anew."""
@@ -84,7 +81,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def refused(self) -> bool:
         """True if the vendor's own code made no session, which no rule can outweigh."""
-        return self.failure is not None and self.evidence.is_at_least(Evidence.SIMULATOR)
+        is_own = self.evidence.is_at_least(Evidence.SAME_BINARY) or self.device.startswith("android")
+        return self.failure is not None and is_own
 
 
 class NotObserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,19 +101,20 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     """
     if target.provider == CPU_PROVIDER:
         return _observe_kernels(model, target)
-    name = _ORACLES.get(target.provider)
-    if name is None:
+    devices = [find_device(name, target) for name in _ORACLES.get(target.provider, ())]
+    if not devices:
         return NotObserved(reason=f"nothing outside a device runs {target.provider}; edgekit verify imitates it")
-    device = find_device(name, target)
-    missing = device.find_missing()
-    if missing is not None:
-        command = f"; to observe: {missing.command}" if missing.command else ""
-        return NotObserved(reason=f"'{name}' cannot run here: {missing.reason}{command}")
+    lacking = {device.name: device.find_missing() for device in devices}
+    device = next((device for device in devices if lacking[device.name] is None), None)
+    if device is None:
+        missing = lacking[devices[0].name]
+        command = f"; to observe: {missing.command}" if missing and missing.command else ""
+        return NotObserved(reason=f"'{devices[0].name}' cannot run here: {missing and missing.reason}{command}")
     try:
         placement = observe_placement(model, target, device)
     except (DeviceError, MissingExtraError, ModelError) as error:
-        return NotObserved(reason=f"'{name}': {error.message}; {error.hint}")
-    return compare_placement(predict_for_oracle(model, target), placement, device)
+        return NotObserved(reason=f"'{device.name}': {error.message}; {error.hint}")
+    return compare_placement(check_model(model, target), placement, device)
 
 
 def _observe_kernels(model: Model, target: Target) -> Observed:
@@ -141,12 +140,6 @@ def _observe_kernels(model: Model, target: Target) -> Observed:
         failure=failure,
         notes=("of a quantized model the nodes that compute in integers are counted",) if quantized else (),
     )
-
-
-def predict_for_oracle(model: Model, target: Target) -> CheckReport:
-    """Returns the prediction by the rules of the ONNX Runtime that the target's oracle has."""
-    rules = _XNNPACK_RULES if target.provider == xnnpack_wasm.PROVIDER else {}
-    return check_model(model, msgspec.structs.replace(target, settings={**target.settings, **rules}))
 
 
 def compare_placement(report: CheckReport, placement: ObservedPlacement, device: Device) -> Observed:
@@ -176,14 +169,14 @@ def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tupl
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
     """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
 
-    Inputs whose size is not known, or is very large, are not run: the session is made all the same. XNNPACK's is made
-    without the fusions that would rename what the CPU keeps.
+    Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor is NNAPI's,
+    behind which nothing computes. XNNPACK's is made without the fusions that would rename what the CPU keeps.
 
     Raises:
         DeviceError: the device is not there.
         ModelError: the model cannot be lowered to what the device reads.
     """
-    drawn = draw_samples(model, samples)
+    drawn = draw_samples(model, 0 if target.provider == android.NNAPI else samples)
     job = Job(
         model=model.path,
         target=target,
@@ -192,19 +185,20 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
         check=check_model(model, target),
         samples=drawn,
     )
-    is_xnnpack = target.provider == xnnpack_wasm.PROVIDER
+    is_xnnpack = target.provider == android.XNNPACK
     if is_xnnpack:
         job = msgspec.structs.replace(job, level=Level.DISABLED)
     with work_folder() as work:
         run = device.run_job(job, work)
     providers = {node.name: node.provider for node in run.placement}
     names = {node.name: node.op_type for node in read_graph(model).nodes}
+    seen = name_as_model(providers, names)
     opened = run.load_ms > 0
-    notes = (*((_OLD_RULES,) if is_xnnpack else ()), *run.notes)
+    notes = run.notes
     if opened and run.failure:
         notes = (*notes, f"the run on random numbers failed: {run.failure}")
     return ObservedPlacement(
-        providers=_add_fused_nodes(names, providers) if is_xnnpack and providers else name_as_model(providers, names),
+        providers=_add_unnamed(names, seen) if is_xnnpack and providers else seen,
         notes=notes,
         failure=None if opened else run.failure,
     )
@@ -246,13 +240,13 @@ def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim in spec.shape or () if isinstance(dim, int))
 
 
-def _add_fused_nodes(names: Mapping[str, str], providers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the place of every node of the model: XNNPACK renames what it takes, the CPU's nodes keep their names.
+def _add_unnamed(names: Mapping[str, str], providers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the place of every node of the model: a session does not name what XNNPACK took alone, without fusing.
 
     A Transpose that is on neither side was cancelled when the layout changed; it is left out.
     """
     return {
-        name: providers.get(name, xnnpack_wasm.PROVIDER)
+        name: providers.get(name, android.XNNPACK)
         for name, op in names.items()
         if op != "Transpose" or name in providers
     }

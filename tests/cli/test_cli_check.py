@@ -36,14 +36,14 @@ def _require(device: str, target: str) -> None:
 
 def test_what_was_observed_stands_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     _require("qnn-htp-sim", "qnn")
-    targets = _json([str(MODEL), "--target", "qnn", "--target", "nnapi", "--observe"], capsys)["targets"]
+    targets = _json([str(MODEL), "--target", "qnn", "--target", "coreml", "--observe"], capsys)["targets"]
     assert targets["qnn"]["evidence"] == "simulator"
     assert {"device": "qnn-htp-sim", "nodes": 62, "taken": 62, "disagreements": []}.items() <= targets["qnn"][
         "observed"
     ].items()
-    assert targets["nnapi"]["observed"] is None
-    assert targets["nnapi"]["evidence"] == "predicted"
-    assert "NnapiExecutionProvider" in targets["nnapi"]["not_observed"]
+    assert targets["coreml"]["observed"] is None
+    assert targets["coreml"]["evidence"] == "predicted"
+    assert "Core ML runs only on Apple hardware" in targets["coreml"]["not_observed"]
 
 
 def test_nothing_is_observed_without_being_asked(capsys: pytest.CaptureFixture[str]) -> None:

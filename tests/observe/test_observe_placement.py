@@ -7,6 +7,7 @@ import pytest
 from demo_paths import MODEL
 from tiny_models import parse_model
 
+from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
@@ -18,14 +19,13 @@ from edgekit.devices.observe import (
     name_as_model,
     observe_placement,
     observe_target,
-    predict_for_oracle,
 )
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import Target, load_target
 
-ORACLES = {"qnn": "qnn-htp-sim", "xnnpack": "xnnpack-wasm"}
+ORACLES = {"qnn": "qnn-htp-sim", "xnnpack": "android", "nnapi": "android"}
 LEFT = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y) { '
 
 
@@ -49,7 +49,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return prepare_model(load_model(MODEL), tmp_path_factory.mktemp("demo") / "demo.onnx", {})
 
 
-@pytest.mark.parametrize(("name", "taken"), [("qnn", 62), ("xnnpack", 53)])
+@pytest.mark.parametrize(("name", "taken"), [("qnn", 62), ("xnnpack", 53), ("nnapi", 62)])
 def test_the_demo_is_placed_as_predicted(demo: Model, name: str, taken: int) -> None:
     seen = _observe(demo, load_target(name))
     assert (seen.device, seen.nodes, seen.taken) == (ORACLES[name], 62, taken)
@@ -67,10 +67,10 @@ def _turn(report: CheckReport, name: str) -> CheckReport:
 def test_a_wrong_prediction_is_listed(demo: Model, name: str) -> None:
     target = load_target(name)
     device = _device(target)
-    wrong = _turn(predict_for_oracle(demo, target), "block1/add")
+    wrong = _turn(check_model(demo, target), "block1/add")
     seen = compare_placement(wrong, observe_placement(demo, target, device), device)
     (found,) = seen.disagreements
-    assert (found.name, found.op, found.observed) == ("block1/add", "Add", name == "qnn")
+    assert (found.name, found.op, found.observed) == ("block1/add", "Add", name != "xnnpack")
     assert found.predicted is not found.observed
 
 
@@ -110,9 +110,23 @@ def test_a_sample_that_fails_does_not_hide_the_placement(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_asked_says_why(demo: Model) -> None:
-    seen = observe_target(demo, load_target("nnapi"))
+    target = msgspec.structs.replace(load_target("nnapi"), provider="VitisAIExecutionProvider")
+    seen = observe_target(demo, target)
     assert isinstance(seen, NotObserved)
-    assert "NnapiExecutionProvider" in seen.reason
+    assert "VitisAIExecutionProvider" in seen.reason
+
+
+def test_a_model_that_nnapi_s_own_builder_refuses_is_a_finding(tmp_path: Path) -> None:
+    """Its partitioner takes a quantized Gemm of s8 weights, whose builder then does not know their type."""
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)'
+        " <float s = {0.5}, uint8 z = {128}, int8 w = {0}, int8[4,4] k = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {"
+        " [q] xq = QuantizeLinear(x, s, z) [d] xd = DequantizeLinear(xq, s, z) [k] kd = DequantizeLinear(k, s, w)"
+        " [g] c = Gemm<transB=1>(xd, kd) [r] cq = QuantizeLinear(c, s, z) [o] y = DequantizeLinear(cq, s, z) }"
+    )
+    seen = _observe(load_model(parse_model(text, tmp_path / "m.onnx")), load_target("nnapi"))
+    assert seen.refused
+    assert "valid type" in str(seen.failure)
 
 
 def test_a_missing_device_says_how_to_get_it(demo: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

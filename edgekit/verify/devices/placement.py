@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from edgekit._ort import CPU_PROVIDER
+from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.emulators.xnnpack_wasm import XnnpackWasm
-from edgekit.devices.observe import name_as_model, predict_for_oracle
+from edgekit.devices.emulators.xnnpack_wasm import WEB_VERSION, XnnpackWasm
+from edgekit.devices.observe import name_as_model
 from edgekit.errors import EdgekitError
 from edgekit.model.model import load_model
 from edgekit.target import load_target
@@ -55,7 +56,8 @@ def _predict(run: DeviceRun, job: Job) -> CheckReport | None:
     if run.device != XnnpackWasm().name:
         return job.check
     try:
-        return predict_for_oracle(load_model(job.model), load_target(job.target.name, job.target.settings))
+        settings = {**job.target.settings, "ort": WEB_VERSION}
+        return check_model(load_model(job.model), load_target(job.target.name, settings))
     except EdgekitError:
         return None
 
