@@ -233,7 +233,7 @@ def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, C
     model, calibration = gated
     graph, seen = read_graph(model), calibration.ranges["minmax"]
     assert choose_factors(graph, Path(calibration.statistics), (), seen) == {}
-    factors = choose_factors(graph, Path(calibration.statistics), (), seen, gated=True)
+    factors = choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True)
     assert set(factors) == {"p", "q"}
     assert scales_silu(graph, factors)
     equalized = equalize_graph(graph, factors)
@@ -277,7 +277,7 @@ def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -
     model = make_model(GATED, tmp_path / "m.onnx", shapes)
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     graph, seen = read_graph(model), calibration.ranges["minmax"]
-    assert not scales_silu(graph, choose_factors(graph, Path(calibration.statistics), (), seen, gated=True))
+    assert not scales_silu(graph, choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True))
 
 
 def test_low_values_that_a_gate_turns_to_nothing_get_no_integers(tmp_path: Path) -> None:

@@ -44,14 +44,14 @@ def choose_factors(
     per_channel: Collection[str],
     seen: Mapping[str, TensorRange] | None = None,
     *,
-    gated: bool = False,
+    through_silu: bool = False,
 ) -> dict[str, tuple[float, ...]]:
     """Returns for each tensor worth it the factor of each channel that balances its range with the weights behind it.
 
     Where the weights that make it get one scale together, not one a channel as those named by `per_channel` do, they
     count like its range: a channel that never fires would otherwise be scaled up until its weights are the largest.
-    `seen` holds the extremes of tensors. With `gated` channels are scaled through x * sigmoid(x) too, where they are
-    unequal enough to be worth a product before the sigmoid.
+    `seen` holds the extremes of tensors. With `through_silu` channels are scaled through x * sigmoid(x) too, where they
+    are unequal enough to be worth a product before the sigmoid.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -59,7 +59,7 @@ def choose_factors(
     found = list(read_channel_ranges(graph, find_equalization_pairs(graph), statistics, seen or {}))
     pairs, reaches = [pair for pair, _ in found], {pair.tensor: _reach(pair, ranges) for pair, ranges in found}
     unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}
-    if gated and unscaled:
+    if through_silu and unscaled:
         total = _equalize(graph, pairs, reaches, per_channel, frozenset())
         unscaled = {
             step.sigmoid

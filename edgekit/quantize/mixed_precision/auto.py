@@ -34,7 +34,7 @@ from edgekit.target import Precision, Target
 
 _HOPELESS_DB = 1.0
 """Equalized weights that are worse by this much when rounded quickly are not rounded with more care: a choice."""
-_GATE_DB = 1.0
+_SILU_DB = 1.0
 """What products before sigmoids must gain, which cost some time on a device: a choice."""
 
 
@@ -114,20 +114,22 @@ def plan_quantization(
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
     plain = _judge(subject, {})
-    equalized = _equalize(subject, plain, gated=False, reached=plain.candidates)
+    equalized = _equalize(subject, plain, through_silu=False, reached=plain.candidates)
     chosen = equalized if equalized is not None and equalized.best_db > plain.best_db + NOTABLE_DB else plain
-    gated = _equalize(subject, plain, gated=True, reached=chosen.candidates)
-    judged = [candidate for each in (plain, equalized, gated) if each is not None for candidate in each.candidates]
-    if gated is not None and gated.best_db > chosen.best_db + _GATE_DB:
-        chosen, gated = gated, None
+    through_silu = _equalize(subject, plain, through_silu=True, reached=chosen.candidates)
+    judged = [
+        candidate for each in (plain, equalized, through_silu) if each is not None for candidate in each.candidates
+    ]
+    if through_silu is not None and through_silu.best_db > chosen.best_db + _SILU_DB:
+        chosen, through_silu = through_silu, None
     best = _finish(subject, chosen)
     tried = best.tried
     # What relief costs may be more than what the products cost: then the other draft is relieved too.
-    if gated is not None and tried:
-        other = _finish(subject, gated)
+    if through_silu is not None and tried:
+        other = _finish(subject, through_silu)
         tried += other.tried
         gain = min(other.ratio_db, GOOD_DB) - min(best.ratio_db, GOOD_DB)
-        if gain > _GATE_DB or (other.exceptions < best.exceptions and gain > -_GATE_DB):
+        if gain > _SILU_DB or (other.exceptions < best.exceptions and gain > -_SILU_DB):
             best = other
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates(judged), *tried]))
 
@@ -142,14 +144,16 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db
     return _Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
 
 
-def _equalize(subject: _Subject, plain: _Judged, *, gated: bool, reached: tuple[Candidate, ...]) -> _Judged | None:
+def _equalize(
+    subject: _Subject, plain: _Judged, *, through_silu: bool, reached: tuple[Candidate, ...]
+) -> _Judged | None:
     """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
     plan = plain.draft.plan
-    if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if gated else FAITHFUL_DB):
+    if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
         return None
     exact = subject.calibration.ranges["minmax"]
-    factors = choose_factors(subject.graph, plain.draft.statistics, plan.axes.keys(), exact, gated=gated)
-    if not factors or (gated and not scales_silu(subject.graph, factors)):
+    factors = choose_factors(subject.graph, plain.draft.statistics, plan.axes.keys(), exact, through_silu=through_silu)
+    if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
     return _judge(subject, factors, best_quick_db(reached) - _HOPELESS_DB)
 

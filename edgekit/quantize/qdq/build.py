@@ -14,8 +14,9 @@ from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
 from edgekit.quantize.rounding.gptq import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.rounding.weights import round_qdq_weights
 
-_FREE = frozenset({"Sigmoid"})
-"""Operators with a grid of their own that their group's range replaces; a Softmax keeps its."""
+# Operators with a grid of their own that the range of their group replaces: a provider that takes a Concat with one
+# scale alone takes its Sigmoid with any. A Softmax keeps its.
+_REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
 
 
 def plan_graph(model: Model, plan: QuantPlan) -> Graph:
@@ -84,7 +85,7 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
         floats = {node.name for node in plan.float_nodes}
         shared = shared_tensors(graph, plan.shared_ops, floats)
         ranges = share_ranges(graph, ranges, plan.shared_ops, floats)
-        freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _FREE}
+        freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
         grids = {name: grid for name, grid in grids.items() if name not in freed}
     return QdqRequest(
         scheme=plan.scheme,
@@ -104,6 +105,9 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
 
 def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
     """Lets nodes kept float read float tensors that no quantized node makes as they are, not through Q and DQ."""
+    # ONNX Runtime's quantizer puts Q and DQ on every tensor that a quantized node reads too. A float Conv behind such a
+    # DQ and before a Q would get its weights quantized per tensor when a session is made: WeightBiasQuantization, on by
+    # default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
     producers = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
         if node.name not in kept:

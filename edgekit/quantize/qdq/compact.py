@@ -7,24 +7,22 @@ from itertools import count
 import onnx
 from onnx import defs, helper
 
-from edgekit.model.model import drop_unread, iterate_graphs, read_contents
+from edgekit.model.model import drop_unread, iterate_graphs, list_names, read_contents
 
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _LETTERS = string.ascii_letters
 _DIGITS = _LETTERS + string.digits
-_UNSAID: Mapping[str, int] = {"dilations": 1, "strides": 1, "pads": 0}
-"""What a Conv does where an attribute is absent (ONNX operator Conv), which its schema says in words only."""
+# What a Conv does where an attribute is absent (ONNX operator Conv), which its schema says in words only.
+_CONV_DEFAULTS: Mapping[str, int] = {"dilations": 1, "strides": 1, "pads": 0}
 
 
 def compact_qdq(proto: onnx.ModelProto) -> None:
     """Shortens a QDQ model in place; every activation and every node of the user's keeps its name.
 
     New names are given to the outputs of Q and DQ nodes, to these nodes themselves, and to the constants that only
-    they read. Activations share equal scales and zero points, biases of one length their zero point: int32 has none but
-    0 (ONNX operator DequantizeLinear). Weights do not: ONNX Runtime 1.31 cannot load a model whose weights share one
-    with `session.x64quantprecision`. Nor may a zero point be left out: what ONNX Runtime then saves in runtime style it
-    cannot load, or computes wrongly. Types of intermediate tensors follow from the graph, and attributes that say what
-    holds without them are left out. On a MobileNetV2 this is a twelfth of the file.
+    they read. Activations share equal scales and zero points, biases of one length their zero point. Types of
+    intermediate tensors follow from the graph, and attributes that say what holds without them are left out. On a
+    MobileNetV2 this is a twelfth of the file.
     """
     graph = proto.graph
     del graph.value_info[:]
@@ -54,8 +52,8 @@ def _drop_defaults(proto: onnx.ModelProto) -> None:
 
 
 def _is_default(op: str, attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
-    if op == "Conv" and attribute.name in _UNSAID:
-        return set(attribute.ints) == {_UNSAID[attribute.name]}
+    if op == "Conv" and attribute.name in _CONV_DEFAULTS:
+        return set(attribute.ints) == {_CONV_DEFAULTS[attribute.name]}
     known = schema.attributes.get(attribute.name)
     if known is None or not known.default_value.name or attribute.type != known.default_value.type:
         return False
@@ -68,12 +66,14 @@ def _share_constants(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         if node.op_type not in _QUANTIZERS:
             continue
-        places = range(1, len(node.input))
+        # int32, biases, has no zero point but 0 (ONNX operator DequantizeLinear), so one serves all of a length. int8,
+        # weights, shares none: with `session.x64quantprecision` ONNX Runtime 1.31 turns each weight to uint8 and its
+        # zero point with it (avx2_weight_s8_to_u8.cc), a shared one twice, and does not load the model. Nor may a zero
+        # point be left out: what ONNX Runtime then saves in runtime style it cannot load, or computes wrongly.
+        first = 1
         if node.input[0] in stored:
-            places = (
-                range(2, len(node.input)) if stored[node.input[0]].data_type == onnx.TensorProto.INT32 else range(0)
-            )
-        for place in places:
+            first = 2 if stored[node.input[0]].data_type == onnx.TensorProto.INT32 else len(node.input)
+        for place in range(first, len(node.input)):
             constant = stored.get(node.input[place])
             if constant is not None:
                 node.input[place] = kept.setdefault((place, read_contents(constant)), constant.name)
@@ -81,29 +81,23 @@ def _share_constants(graph: onnx.GraphProto) -> None:
     zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
     for tensor in graph.initializer:
         if tensor.name in zeros and tensor.data_type == onnx.TensorProto.INT32 and not any(tensor.raw_data):
+            # As a protobuf's varints zeros have a byte each, in raw_data four.
             size = len(tensor.raw_data) // 4
             tensor.ClearField("raw_data")
-            tensor.int32_data.extend([0] * size)  # a byte each, not four
+            tensor.int32_data.extend([0] * size)
 
 
 def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
     """Returns new names of the tensors that quantizers make and of the constants that only they read."""
     quantizers = [node for node in graph.node if node.op_type in _QUANTIZERS]
-    seen = {name for part in iterate_graphs(graph) for name in _tensor_names(part)}
-    kept = {name for node in graph.node if node.op_type not in _QUANTIZERS for name in node.output}
+    others = [node for node in graph.node if node.op_type not in _QUANTIZERS]
+    kept = {name for node in others for name in node.output}
     kept |= {value.name for value in (*graph.input, *graph.output)}
-    kept |= {name for part in iterate_graphs(graph) if part is not graph for name in _tensor_names(part)}
+    kept |= {name for part in iterate_graphs(graph) if part is not graph for name in list_names(part)}
     made = {name for node in quantizers for name in node.output} - kept
-    others = {name for node in graph.node if node.op_type not in _QUANTIZERS for name in node.input}
-    constants = [tensor.name for tensor in graph.initializer if tensor.name not in kept | others]
-    return dict(zip((*constants, *sorted(made)), _free_names(seen), strict=False))
-
-
-def _tensor_names(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        yield from (*node.input, *node.output)
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (value.name for value in (*graph.input, *graph.output))
+    read = {name for node in others for name in node.input}
+    constants = [tensor.name for tensor in graph.initializer if tensor.name not in kept | read]
+    return dict(zip((*constants, *sorted(made)), _free_names(list_names(graph)), strict=False))
 
 
 def _free_names(taken: set[str]) -> Iterator[str]:

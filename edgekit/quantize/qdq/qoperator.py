@@ -1,5 +1,6 @@
 """The QOperator form of a QDQ model: QLinearConv and its like in place of float nodes between DQ and Q."""
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ _OTHER_FUSIONS = (
     "MatMulActivationFusion", "MatMulIntegerToFloatFusion", "MatMulScaleFusion", "MatmulTransposeFusion",
     "QuickGeluFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion",
 )  # fmt: skip
-"""What else ONNX Runtime does at its extended level (`graph_transformer_utils.cc`); float nodes are to stay."""
+"""What else ONNX Runtime does at its extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc)."""
 
 
 class QOperatorModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,8 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
         ModelError: no node of the model stands between DQ and Q nodes that ONNX Runtime has an integer operator for.
         RuntimeRefusal: ONNX Runtime cannot load the model.
     """
+    # Prepacked weights are laid out for this machine's kernels. Where int8 is not allowed, ONNX Runtime makes uint8 of
+    # activations (QDQS8ToU8Transformer): an x64's products are of u8 and s8, an Arm's of s8 and s8.
     settings = SessionSettings(
         level=Level.EXTENDED,
         config={"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if cpu == "arm" else "0"},
@@ -47,10 +50,8 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
     name_nodes(proto.graph)
     restore_stamps(proto, read_proto(model, weights=False))
     sort_values(proto.graph)
-    counts = dict[str, int]()
-    for node in proto.graph.node:
-        if node.op_type.startswith("QLinear") or node.op_type in {"QGemm", "MatMulIntegerToFloat"}:
-            counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    ops = [node.op_type for node in proto.graph.node]
+    counts = Counter(op for op in ops if op.startswith("QLinear") or op in {"QGemm", "MatMulIntegerToFloat"})
     if not counts:
         raise ModelError(
             f"no node of '{model.name}' became an integer operator on {cpu}", hint="give a QDQ model: edgekit quantize"

@@ -20,6 +20,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
+    # It warns of each weight that it clamps; `convert_to_fp16` names them all at once.
     _LOGGER.disabled = True
     try:
         converted = cast(
@@ -38,6 +39,8 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
 
 def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
     """Keeps one of the casts that the converter writes for each kept node that reads a value, all under one name."""
+    # onnxruntime/transformers/float16.py names a cast and its output after the tensor alone: where two kept nodes read
+    # it, the graph has two makers of one name, and ONNX Runtime does not load it.
     seen: set[str] = set()
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:

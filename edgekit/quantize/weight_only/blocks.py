@@ -47,10 +47,10 @@ def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection
 
 
 def quantize_blocks(weight: Array, bits: int, block: int) -> tuple[Array, Array]:
-    """Returns [N, blocks, block] unsigned values and [N, blocks] scales of a weight [K, N]; K is filled up with zeros.
-
-    The value of a block that is largest in magnitude falls on the lowest step, which the range has one more of.
-    """
+    """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N]; K is padded with zeros."""
+    # Symmetric integers reach one step farther down than up. So the value of a block that is largest in magnitude falls
+    # on the lowest, by a scale of either sign: at 4 bits 8 steps instead of 7 (as ONNX Runtime's own quantizer,
+    # onnxruntime/core/mlas/lib/q4_dq.cpp).
     depth, columns = weight.shape
     blocks = -(-depth // block)
     filled = np.zeros((blocks * block, columns), np.float32)
@@ -72,11 +72,15 @@ def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) ->
         return False
     if node.op_type == "MatMul":
         return True
-    bias = weights.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
-    has_bias = len(node.input) > 2 and bool(node.input[2])
+    # MatMulNBits takes a bias of one dimension alone, and no factors.
+    bias = _bias(node)
     columns = _shape(tensor, turned=bool(_attribute(node, "transB", 0)))[1]
     plain = not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
-    return plain and (not has_bias or (bias is not None and list(bias.dims) == [columns]))
+    return plain and (not bias or (bias in weights and list(weights[bias].dims) == [columns]))
+
+
+def _bias(node: onnx.NodeProto) -> str:
+    return node.input[2] if len(node.input) > 2 else ""
 
 
 def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
@@ -104,15 +108,6 @@ def _add_packed(
 
 
 def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], bits: int, block: int) -> None:
-    bias = node.input[2] if len(node.input) > 2 and node.input[2] else ""
-    attributes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": bits, "block_size": block}
-    node.CopyFrom(
-        helper.make_node(
-            "MatMulNBits",
-            [node.input[0], *names, *(("", "", bias) if bias else ())],
-            list(node.output),
-            name=node.name,
-            domain=_CONTRIB,
-            **attributes,
-        )
-    )
+    inputs = [node.input[0], *names, *(("", "", bias) if (bias := _bias(node)) else ())]
+    sizes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": bits, "block_size": block}
+    node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes))

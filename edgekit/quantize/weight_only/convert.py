@@ -17,7 +17,7 @@ from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = ("fp16", "dynamic-int8", "int8", "int4")
 BLOCKS = (16, 32, 64, 128, 256)
-"""The block sizes that ONNX Runtime's kernels take."""
+"""The block sizes that ONNX Runtime's kernels take (onnxruntime/contrib_ops/cpu/quantization/matmul_nbits.cc)."""
 
 
 class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +53,8 @@ def compress_weights(model: Model, options: WeightOnlyOptions, out: Path) -> Wei
     """
     proto = read_proto(model)
     names = {node.name for node in proto.graph.node}
-    for name in options.kept:
-        if name not in names:
-            raise UsageError(f"there is no node '{name}' to keep", hint=suggest_name(name, names))
+    if unknown := next((name for name in options.kept if name not in names), None):
+        raise UsageError(f"there is no node '{unknown}' to keep", hint=suggest_name(unknown, names))
     if options.block not in BLOCKS:
         raise UsageError(f"there is no block of {options.block} weights", hint=f"one of {', '.join(map(str, BLOCKS))}")
     if form := find_quantized_form(proto):
@@ -76,9 +75,9 @@ def compress_weights(model: Model, options: WeightOnlyOptions, out: Path) -> Wei
 _Written = tuple[Model, tuple[str, ...]]
 
 
-def _halve(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
-    halved = convert_to_fp16(model, options.kept, out).model
-    return halved, tuple(node.name for node in proto.graph.node if node.name not in options.kept)
+def _convert_to_fp16(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
+    written = convert_to_fp16(model, options.kept, out).model
+    return written, tuple(node.name for node in proto.graph.node if node.name not in options.kept)
 
 
 def _quantize_dynamically(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
@@ -100,7 +99,7 @@ def _loaded(written: Model, model: Model) -> Model:
 
 
 _WRITERS: dict[WeightForm, Callable[[Model, onnx.ModelProto, WeightOnlyOptions, Path], _Written]] = {
-    "fp16": _halve,
+    "fp16": _convert_to_fp16,
     "dynamic-int8": _quantize_dynamically,
     "int8": _pack,
     "int4": _pack,

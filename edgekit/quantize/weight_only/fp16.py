@@ -34,11 +34,11 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
     proto = read_proto(model)
-    halved = convert_floats(proto, kept, model.path.name)
-    name_nodes(halved.graph)
-    written = save_proto(halved, out)
+    converted = convert_floats(proto, kept, model.path.name)
+    name_nodes(converted.graph)
+    written = save_proto(converted, out)
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
-    return Fp16Model(model=written, clamped=_clamped(proto, halved))
+    return Fp16Model(model=written, clamped=_clamped(proto, converted))
 
 
 def _clamped(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
