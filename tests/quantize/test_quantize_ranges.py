@@ -6,7 +6,7 @@ from quantize_models import make_model
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.ranges.entropy import least_divergent_cut
+from edgekit.quantize.ranges.entropy import find_entropy_threshold, least_divergent_cut
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import (
     TensorRange,
@@ -17,7 +17,7 @@ from edgekit.quantize.ranges.methods import (
     snap_range,
     tail_error,
 )
-from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, sigmoid
+from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, saturation_of, sigmoid
 
 
 def histogram_of(values: Array) -> Histogram:
@@ -189,3 +189,32 @@ def test_entropy_clips_a_tail_and_is_not_minmax() -> None:
     assert span.high < 0.9 * values.max()
     assert span.low == pytest.approx(-span.high)
     assert entropy_range(whole(np.zeros(9)), histogram_of(np.zeros(9))) == whole(np.zeros(9))
+
+
+@pytest.mark.parametrize(("low", "high", "levels"), [(-2.0, 8.0, 128), (0.0, 8.0, 256), (-8.0, 0.0, 256)])
+def test_entropy_counts_magnitudes_without_zeros(low: float, high: float, levels: int) -> None:
+    values = np.abs(np.random.default_rng(0).laplace(size=20_000)).clip(0, 8)
+    seen = histogram_of(np.append(values, np.zeros(90_000)))
+    kept = seen.centers != 0
+    centers = seen.centers[kept].clip(0, 8)
+    counts = np.histogram(centers, bins=2048, range=(0, 8), weights=seen.counts[kept])[0].astype(np.float64)
+    assert find_entropy_threshold(low, high, seen) == pytest.approx(least_divergent_cut(counts, levels) * 8 / 2048)
+    assert find_entropy_threshold(0.0, 0.0, seen) == 0
+
+
+@pytest.mark.parametrize(
+    ("node", "least", "most"),
+    [
+        ("y = Sigmoid(a)", -8.0, 8.0), ("y = Tanh(a)", -4.0, 4.0), ("y = HardSwish(a)", -3.0, np.inf),
+        ("s = Sigmoid(a) y = Mul(a, s)", -8.0, np.inf),
+    ],
+)  # fmt: skip
+def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, least: float, most: float) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {{ a = Neg(x) {node} }}'
+    function = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))["a"]
+    assert saturation_of(function) == (least, most)
+    assert saturation_of(None) == (-np.inf, np.inf)
+    far = np.array([least - 1.0, least - 9.0])
+    assert function(far) == pytest.approx(function(np.array([least, least])), abs=4e-3)
+    if most < np.inf:
+        assert function(-far) == pytest.approx(function(np.array([most, most])), abs=4e-3)
