@@ -8,6 +8,7 @@ import msgspec
 
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError
+from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
 PrecisionChoice = Literal["auto", "int8", "int16", "fp16", "fp32"]
@@ -54,6 +55,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
     replaces the targets' own `min_top1_agreement`. `thresholds` replaces the thresholds of a target by name, `metric`
     is a metric of the task that every target must keep.
+    `outputs` says what outputs are, by name: else that is guessed from their values.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
 
@@ -67,6 +69,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     licence: Licence = Licence()
     tensors: dict[str, TensorNotes] = {}
     metric: TaskLimit | None = None
+    outputs: dict[str, OutputKind | StatedOutput] = {}
 
 
 def load_recipe(path: Path) -> Recipe:

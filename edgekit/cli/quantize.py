@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 from edgekit._files import require_apart, require_place, write_file
 from edgekit.cli import options
@@ -14,7 +16,7 @@ from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges.methods import METHODS
-from edgekit.recipe import Data, PrecisionChoice, Recipe, load_metric
+from edgekit.recipe import Data, PrecisionChoice, Recipe, load_metric, load_recipe
 from edgekit.report.pages.html import render_quantization
 from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
@@ -36,11 +38,12 @@ _ALONE = (
 @options.SET
 @options.DIM
 @options.SAMPLES
-@click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), default="auto", help="Default: auto.")
+@click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
 @options.max_drop("Search until accuracy drops no more.")
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample of DATA.")
 @METRIC
+@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A .toml file, for its [outputs] too.")
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
 @options.CACHE
 @click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
@@ -57,11 +60,12 @@ def command(
     settings: tuple[str, ...],
     dims: tuple[str, ...],
     samples: int | None,
-    precision: PrecisionChoice,
+    precision: PrecisionChoice | None,
     method: str,
     max_drop: float | None,
     labels: Path | None,
     metric: str | None,
+    recipe: Path | None,
     state: Path | None,
     cache: Path | None,
     plan_only: bool,
@@ -80,25 +84,31 @@ def command(
       edgekit quantize model.onnx --data samples.npz --target nnapi --out model.int8.onnx
       edgekit quantize model.onnx --data samples.npz --labels masks.npy --metric miou --target qnn --out q.onnx
     """
-    recipe = Recipe(
-        targets=(target,),
-        settings=options.parse_assignments(settings, "--set"),
-        dims=options.parse_dims(dims),
-        precision=precision,
-        samples=samples,
-        max_drop=max_drop,
-        metric=_read_metric(metric, labels),
+    chosen = _choose_recipe(
+        recipe,
+        {"dims": options.parse_dims(dims), "settings": options.parse_assignments(settings, "--set")},
+        {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)},
     )
+    chosen = msgspec.structs.replace(chosen, targets=(target,), thresholds={})
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
-    _refuse_idle({**click.get_current_context().params, "method": method != "auto"})
-    _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess])
+    given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
+    _refuse_idle(given)
+    _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess, recipe])
     how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=html is not None)
     with showing_progress(volume) as progress:
         if plan_only:
-            show_json(plan_for(model, source, recipe, method, progress, cache=cache))
+            show_json(plan_for(model, source, chosen, method, progress, cache=cache))
             return YES
-        report = quantize_for(model, source, _need_out(out), recipe, how, progress)
+        report = quantize_for(model, source, _need_out(out), chosen, how, progress)
     return _show(report, html, as_json=as_json)
+
+
+def _choose_recipe(path: Path | None, tables: dict[str, dict[str, Any]], values: dict[str, Any]) -> Recipe:
+    """Returns the recipe in a file with the options that are given: entries of tables, and values that are not None."""
+    base = load_recipe(path) if path else Recipe()
+    merged = {key: {**getattr(base, key), **table} for key, table in tables.items()}
+    given = {key: value for key, value in values.items() if value is not None}
+    return msgspec.structs.replace(base, **merged, **given)
 
 
 def _refuse_idle(given: Mapping[str, object]) -> None:

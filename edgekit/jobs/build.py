@@ -18,6 +18,7 @@ from edgekit.jobs.prepare import list_versions, peak_rss_bytes
 from edgekit.jobs.target_bundle import BuildInputs, BuildJob, BuiltBundle, make_bundle
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, find_integer_ops, load_model, read_proto
+from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.plain import to_json
 from edgekit.prepare import ready_model
 from edgekit.progress import Progress, say_nothing
@@ -109,6 +110,7 @@ def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     job.progress("prepare the model")
     fixed = ready_model(source, job.work, job.recipe.dims)
     prepared = fixed.model
+    outputs = check_outputs(job.recipe.outputs, prepared)
     job.progress("read the samples")
     samples = read_sample_sets(
         prepared.inputs,
@@ -132,22 +134,27 @@ def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         prepared=prepared,
         fixes=fixed.fixes,
         is_quantized=is_quantized,
+        outputs=outputs,
         samples=samples,
         golden=golden,
-        calibration=None if is_quantized else _calibrate(prepared, samples, job),
+        calibration=None if is_quantized else _calibrate(prepared, samples, outputs, job),
         preprocess=data.preprocess,
         recorded=recorded,
     )
 
 
-def _calibrate(prepared: Model, samples: SampleSets, job: BuildJob) -> Calibration | ModelError | None:
+def _calibrate(
+    prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob
+) -> Calibration | ModelError | None:
     if not job.wants_integers():
         return None
     work, cache = job.work / "calibration", None
     if job.cache is not None:
         cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
     try:
-        return calibrate_model(prepared, samples.calibration, work=work, cache=cache, progress=job.progress)
+        return calibrate_model(
+            prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress
+        )
     except ModelError as error:
         return error
 

@@ -14,6 +14,7 @@ from edgekit.data.samples import Samples, limit_samples, load_samples
 from edgekit.errors import UsageError
 from edgekit.jobs.prepare import peak_rss_bytes
 from edgekit.model.model import Model, load_model, measure_files, move_data
+from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
@@ -58,6 +59,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     source: Model
     prepared: Model
     fixes: tuple[Fix, ...]
+    outputs: dict[str, StatedOutput]
     samples: Samples
     facts: SampleFacts
     target: Target
@@ -147,12 +149,13 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     refuse_huge(model.name, measure_files(model))
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
+    outputs = check_outputs(recipe.outputs, fixed.model)
     every = load_samples(data.source, fixed.model.inputs, data.preprocess)
     samples, limit = limit_samples(every, recipe.samples), recipe.metric or TOP1
     labels = _read_labels(data.labels, limit, every, samples)
-    measure: Callable[[Model], Prediction] = partial(predict_drop, fixed.model, samples=samples)
+    measure: Callable[[Model], Prediction] = partial(predict_drop, fixed.model, samples=samples, outputs=outputs)
     if labels is not None:
-        measure = partial(measure_drop, fixed.model, samples=samples, labels=labels, limit=limit)
+        measure = partial(measure_drop, fixed.model, samples=samples, labels=labels, limit=limit, outputs=outputs)
     facts = check_samples(samples)
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
@@ -160,6 +163,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
         source=source,
         prepared=fixed.model,
         fixes=fixed.fixes,
+        outputs=outputs,
         samples=samples,
         facts=facts,
         target=target,
@@ -205,7 +209,8 @@ def _open_state(job: _Job, path: Path, labels: Path | None, metric: TaskLimit | 
     files = [] if labels is None else [labels, *sorted(labels.rglob("*"))]
     digests = "".join(digest_file(file) for file in files if file.is_file())
     measured = f"{metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
-    return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, {"labels": measured})
+    facts = {"labels": measured, "outputs": msgspec.json.encode(job.outputs, order="sorted").decode()}
+    return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, facts)
 
 
 def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calibration:
@@ -222,6 +227,7 @@ def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calib
         methods=methods,
         fitting=fitting or how.layers,
         cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
+        outputs=job.outputs,
         progress=job.progress,
     )
 
@@ -267,5 +273,5 @@ def _write_model(
 def _measure_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> tuple[ActivationReport, ...]:
     job.progress("quantize each activation alone")
     seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
-    errors = rank_plan(job.prepared, plan, Path(calibration.statistics))
+    errors = rank_plan(job.prepared, plan, calibration)
     return tuple(describe_layers(plan, seen, errors))

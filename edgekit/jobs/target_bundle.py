@@ -19,6 +19,7 @@ from edgekit.data.split import SampleSets
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.jobs.prepare import list_versions
 from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.outputs import StatedOutput
 from edgekit.prepare.fix import Fix
 from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.progress import Progress
@@ -59,6 +60,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     prepared: Model
     fixes: tuple[Fix, ...]
     is_quantized: bool
+    outputs: dict[str, StatedOutput]
     samples: SampleSets
     golden: Golden
     calibration: Calibration | ModelError | None
@@ -180,7 +182,7 @@ def _quantize(
         calibration=inputs.calibration,
         target=target,
         precision=precision,
-        measure=partial(predict_drop, inputs.prepared, samples=inputs.samples.calibration),
+        measure=partial(predict_drop, inputs.prepared, samples=inputs.samples.calibration, outputs=inputs.outputs),
         work=work,
         memo=job.memo,
         progress=job.progress,

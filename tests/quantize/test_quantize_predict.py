@@ -255,7 +255,7 @@ def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Sampl
 
 
 def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
-    reading, record = Reading(meaning="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
+    reading, record = Reading(kind="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
     unsure, sure = np.array([[0.5, 0.4, 0.1]]), np.array([[0.9, 0.05, 0.05]])
     assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 0.9 - 0.1**2, 1])
     assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 0.4, 1])
@@ -263,7 +263,7 @@ def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
 
 
 def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
-    reading, measure = Reading(meaning="map", axis=1), MEASURES["map"]
+    reading, measure = Reading(kind="map", axis=1), MEASURES["map"]
     chances = np.array([[[0.9, 0.8, 0.3], [0.1, 0.2, 0.7]]])
     worse = np.array([[[0.9, 0.2, 0.3], [0.1, 0.8, 0.7]]])
     record = measure.record(chances, worse, reading)
@@ -277,7 +277,7 @@ def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
 
 
 def test_images_lose_by_the_noise_that_is_added_to_their_own() -> None:
-    reading, measure = Reading(meaning="image"), MEASURES["image"]
+    reading, measure = Reading(kind="image"), MEASURES["image"]
     flat = np.linspace(0, 1, 64).reshape(1, 1, 8, 8)
     record = measure.record(flat, flat + 0.1, reading)
     low, high = np.quantile(flat, (0.01, 0.99))
@@ -302,14 +302,14 @@ def test_the_detail_of_an_image_is_what_means_over_four_pixels_lose(last: bool) 
     ramp = np.broadcast_to(np.arange(16.0), (1, 1, 16, 16))
     stripes = np.broadcast_to(np.arange(16) % 2 * 2.0, (1, 1, 18, 16))
     ramp, stripes = (np.moveaxis(image, 1, -1) if last else image for image in (ramp, stripes))
-    reading = Reading(meaning="image")
+    reading = Reading(kind="image")
     assert record(stripes, stripes, reading)[1] == pytest.approx(1.0)
     # A ramp is made again but for the two pixels at each end, where the means stay: 1.5, 0.5, 0.5 and 1.5 beyond them.
     assert record(ramp, ramp, reading)[1] == pytest.approx((1.5**2 + 0.5**2) * 2 / 16)
 
 
 def test_values_lose_what_their_spread_loses() -> None:
-    reading, measure = Reading(meaning="values", axis=1), MEASURES["values"]
+    reading, measure = Reading(kind="values", axis=1), MEASURES["values"]
     values = np.array([[[1.0, 3.0], [10.0, 30.0]]])
     record = measure.record(values, values + np.array([[[0.0, 1.0], [0.0, 0.0]]]), reading)
     assert record.tolist() == [[4, 40], [10, 1000], [1, 0], [2, 2]]

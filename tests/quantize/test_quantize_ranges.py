@@ -108,7 +108,7 @@ def test_silu_gives_up_the_negative_tail() -> None:
 def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {
       a = Neg(x) s = Sigmoid(a) m = Mul(a, s) t = Tanh(m) y = Mul(t, x) }"""
-    readers = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))
+    readers = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})
     assert set(readers) == {"a", "m"}
     assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
 
@@ -126,7 +126,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
       {{ a = Neg(x) {gate} }}"""
-    reader = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))["a"]
+    reader = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
     assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
     values = np.random.default_rng(0).normal(size=100_000) * 20
     assert percentile_range(whole(values), histogram_of(values), 99.9, reader).low == -3
@@ -149,7 +149,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
 def test_a_gate_of_something_else_is_read_as_it_is(tmp_path: Path, gate: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float two = {{2}}, float three = {{3}}, float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {gate} }}"""
-    assert "a" not in find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))
+    assert "a" not in find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})
 
 
 def test_constant_zero_tensor_keeps_its_range() -> None:

@@ -8,7 +8,7 @@ from edgekit.data.samples import Samples
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_score_sources
+from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.target import load_target
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)
@@ -30,8 +30,8 @@ def objects(count: int, *, reach: float) -> Samples:
 
 def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp_path: Path) -> None:
     model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
-    samples = objects(48, reach=3000)
-    assert find_raw_score_sources(read_graph(model)) == {"s", "y"}
+    samples, graph = objects(48, reach=3000), read_graph(model)
+    assert find_sources(graph, find_raw_scores(graph, {})) == {"s", "y"}
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
     assert plan.ranges["y"].low == FLOOR

@@ -6,6 +6,7 @@ from quantize_models import make_model, make_samples, random_samples
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations, rank_plan
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
@@ -23,7 +24,7 @@ def test_what_is_squared_and_magnified_is_ranked_before_what_is_not(tmp_path: Pa
     rows = [{"x": (rng.normal(size=(1, 64)) * 10.0 ** rng.uniform(-2, 0)).astype(np.float32)} for _ in range(48)]
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
-    ranked = rank_plan(model, plan, Path(calibration.statistics))
+    ranked = rank_plan(model, plan, calibration)
     assert {error.name for error in ranked[:4]} == {"t", "u", "r", "y"}
     assert ranked[-1].name == "h"
 
@@ -32,9 +33,9 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / "many")
     graph, plan = read_graph(net), plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
     statistics = Path(calibration.statistics)
-    qdq = build_qdq(graph, plan, statistics, "m")
-    every = {error.name: error for error in rank_activations(graph, qdq, statistics)}
-    some = rank_activations(graph, qdq, statistics, closely=3)
+    qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
+    every = {error.name: error for error in rank_activations(graph, qdq, compared, statistics)}
+    some = rank_activations(graph, qdq, compared, statistics, closely=3)
     assert {error.name for error in some} == every.keys()
     assert sum(error == every[error.name] for error in some) >= 3
     assert some[0] == min(every.values(), key=lambda error: error.sqnr_db)

@@ -1,58 +1,77 @@
-"""What an output means, as far as its values and the graph tell: classes, a map of classes, an image, or values."""
+"""Which kind an output is: as stated, else as its values and the graph tell it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges.nonlinearities import sigmoid
 
-Meaning = Literal["classes", "map", "labels", "image", "values"]
+MeasuredKind = Literal["classes", "map", "labels", "image", "values"]
 
-_PASSED_THROUGH = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
-_SQUASHING = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
-_MOST_CLASSES = 8192
+_SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
+_SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 RAW = "raw"
 """A sigmoid that the app computes."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})
-"""Of what may be a picture."""
+"""Grey, RGB and RGBA."""
 _LEAST_SIDE = 8
+"""Less is no picture: a choice."""
+_MOST_CLASSES = 8192
+"""More along an axis are places rather than classes: a choice."""
 _BOX = 4
+"""Three axes whose last has so many or fewer are corners of boxes."""
+# What tells raw scores from other numbers where no Softmax, Sigmoid or ArgMax does. All are choices by hand: they
+# tell the outputs of the zoo and of tools/bench/held_real.py apart, where each was added for a net that was misread.
 _LEAST_CONFIDENCE = 0.6
+"""Of a map the mean of the largest probability, were the values logits: features show less."""
 _MOST_UNEVEN = 30.0
+"""How much larger than the smallest the mean size of the largest channel of a map may be: boxes in pixels are more."""
 _LEAST_LANDMARKS = 8
+"""Fewer numbers are no curve."""
 _SAME_SHAPE = 0.1
+"""Landmarks vary from sample to sample by less than this share of the variance of their mean curve."""
 _MANY_CLASSES = 100
+"""So many positive numbers are no ratings, of which a sample has few."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How an output is read: what it means, along which axis its classes lie, and what squashes it ("" for nothing).
+    """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
 
     "classes" are the scores of one decision, "map" those of many (pixels, steps, boxes), "labels" the decisions
     themselves, made by an ArgMax. Of values it is the axis of the channels, which is the shortest.
     """
 
-    meaning: Meaning
+    kind: MeasuredKind
     axis: int = 0
     squash: str = ""
 
 
-def read_meanings(graph: Graph, outputs: Sequence[Tensors]) -> dict[str, Reading]:
-    """Returns the meaning of each output that has one, from what a float model gave for a few samples.
+def read_output_kinds(
+    graph: Graph, outputs: Sequence[Tensors], stated: Mapping[str, StatedOutput]
+) -> dict[str, Reading]:
+    """Returns how each output that can be judged is read, from what a float model gave for a few samples.
 
-    Scores that decide nothing are values, such as an embedding, whose largest entry says little. Raw scores of a map
-    are told from other tensors by the confidence that they show, and by classes that are of one size.
+    What is stated counts; else it is guessed. Scores that decide nothing are values, such as an embedding, whose
+    largest entry says little. Raw scores of a map are told from other tensors by the confidence that they show, and by
+    classes that are of one size.
     """
-    columns = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
-    return {
-        name: reading
-        for name in outputs[0]
-        for reading in _read(graph, name, [row[name] for row in outputs], is_raw_score=name in columns)
-    }
+    raw_scores = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
+    found: dict[str, Reading] = {}
+    for name, first in outputs[0].items():
+        values = [row[name] for row in outputs]
+        if any(value.shape != first.shape for value in values):
+            continue
+        guess = next(_guess_reading(graph, name, values, is_raw_score=name in raw_scores), None)
+        reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
+        if reading is not None:
+            found[name] = reading
+    return found
 
 
 def read_probabilities(value: Array, reading: Reading) -> Array:
@@ -70,26 +89,11 @@ def read_probabilities(value: Array, reading: Reading) -> Array:
 
 def read_decisions(value: Array, reading: Reading) -> Array:
     """Returns the class that is ranked first at each place, int64 [places]."""
-    if reading.meaning == "labels":
+    if reading.kind == "labels":
         return np.asarray(value.astype(np.int64).reshape(-1))
     if reading.squash in {"Sigmoid", RAW} and value.shape[reading.axis] == 1:
         return np.asarray((value.reshape(-1) > (0 if reading.squash == RAW else 0.5)).astype(np.int64))
     return np.asarray(np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1).argmax(axis=0))
-
-
-def _read(graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool) -> Iterator[Reading]:
-    """Yields the meaning of an output, nothing where its numbers or its changing shape say none.
-
-    A column beside a table, such as one score for each of many boxes, is no choice between its rows.
-    """
-    first, squash = values[0], _find_squash(graph, name)
-    if any(value.shape != first.shape for value in values):
-        return
-    if first.dtype.kind in "iu" and squash == "ArgMax":
-        yield Reading(meaning="labels")
-    elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        scores = _find_places(values, squash) if is_raw_score else _find_classes(values, squash)
-        yield next(scores, None) or _read_numbers(first)
 
 
 def may_be_image(shape: tuple[int, ...]) -> bool:
@@ -100,31 +104,77 @@ def may_be_image(shape: tuple[int, ...]) -> bool:
     return bool({shape[1], shape[3]} & IMAGE_CHANNELS) and min(sides) >= _LEAST_SIDE
 
 
+def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, guess: Reading | None) -> Reading:
+    """Returns how a stated output is read; what is not stated of it is guessed."""
+    if stated.kind == "labels":
+        return Reading(kind="labels")
+    if stated.kind == "image":
+        return Reading(kind="image")
+    if stated.axis is not None:
+        axis = stated.axis % value.ndim
+    elif guess is not None and guess.kind == stated.kind:
+        axis = guess.axis
+    elif stated.kind == "classes":
+        axis = int(np.argmax(value.shape))
+    elif stated.kind == "values":
+        axis = _find_channels(value)
+    else:
+        axis = 1 if value.ndim == 4 and value.shape[1] <= value.shape[3] else value.ndim - 1
+    if stated.kind == "values":
+        return Reading(kind="values", axis=axis)
+    if stated.kind == "scores":
+        return Reading(kind="map", axis=axis, squash=RAW)
+    has_sigmoid = _find_squash(graph, name) == "Sigmoid"
+    # A single score is no choice between classes: without a sigmoid in the graph the app has one.
+    squash = "Sigmoid" if has_sigmoid else RAW if value.shape[axis] == 1 else ""
+    return Reading(kind=stated.kind, axis=axis, squash=squash)
+
+
+def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool) -> Iterator[Reading]:
+    """Yields how an output is read, nothing where its numbers tell no kind.
+
+    One number beside a table, such as a score for each of many boxes, is no choice between its rows.
+    """
+    first, squash = values[0], _find_squash(graph, name)
+    if first.dtype.kind in "iu" and squash == "ArgMax":
+        yield Reading(kind="labels")
+    elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
+        scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(values, squash)
+        yield next(scores, None) or _read_numbers(first)
+
+
 def _read_numbers(value: Array) -> Reading:
     if value.shape[:1] == (1,) and may_be_image(value.shape):
-        return Reading(meaning="image")
+        return Reading(kind="image")
+    return Reading(kind="values", axis=_find_channels(value))
+
+
+def _find_channels(value: Array) -> int:
+    """Returns the shortest axis behind the first that has more than one entry."""
     sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
-    return Reading(meaning="values", axis=min(sizes, default=(True, 1, 0))[2])
+    return min(sizes, default=(True, 1, 0))[2]
 
 
-def _find_places(values: Sequence[Array], squash: str) -> Iterator[Reading]:
-    is_raw = not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values]))
-    meaning: Meaning = "map" if is_raw or squash == "Sigmoid" else "values"
-    yield Reading(
-        meaning=meaning, axis=values[0].ndim - 1, squash=RAW if is_raw else squash if meaning == "map" else ""
-    )
+def _guess_raw_scores(values: Sequence[Array], squash: str) -> Iterator[Reading]:
+    axis = values[0].ndim - 1
+    if not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values])):
+        yield Reading(kind="map", axis=axis, squash=RAW)
+    elif squash == "Sigmoid":
+        yield Reading(kind="map", axis=axis, squash=squash)
+    else:
+        yield Reading(kind="values", axis=axis)
 
 
-def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
-    """Yields the axis of the classes if there is one."""
+def _guess_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
+    """Yields readings as classes or a map of classes, the likeliest first, if there are any."""
     first = values[0]
-    kind = "Sigmoid" if squash == "Sigmoid" else ""
+    kept = "Sigmoid" if squash == "Sigmoid" else ""
     if first.size == 1:
-        if kind:
-            yield Reading(meaning="classes", axis=max(0, first.ndim - 1), squash=kind)
+        if kept:
+            yield Reading(kind="classes", axis=max(0, first.ndim - 1), squash=kept)
         return
     if ranks_classes(first):
-        reading = Reading(meaning="classes", axis=int(np.argmax(first.shape)), squash=kind)
+        reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
         is_ranking = is_chance or not (_is_one_shape(values) or _is_rating(values))
         if is_ranking and _confidence(values, reading) > _least_confidence(first.size):
@@ -133,15 +183,16 @@ def _find_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
     for axis in range(first.ndim):
         if 1 < first.shape[axis] <= _MOST_CLASSES and first.size > first.shape[axis]:
             rows = [np.moveaxis(value, axis, 0).astype(np.float64) for value in values]
+            # A log-softmax adds up to one too, once its exponential is taken.
             if all(_is_distribution(row) or _is_distribution(np.exp(np.minimum(row, 1))) for row in rows):
-                yield Reading(meaning="map", axis=axis)
-    if kind and first.ndim >= 3 and 1 in first.shape[1:]:
-        yield Reading(meaning="map", axis=1 + first.shape[1:].index(1), squash=kind)
+                yield Reading(kind="map", axis=axis)
+    if kept and first.ndim >= 3 and 1 in first.shape[1:]:
+        yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
     elif not squash:
-        yield from _find_raw_scores(values)
+        yield from _guess_logits(values)
 
 
-def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
+def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
     first = values[0]
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
         axis = 1 if first.shape[1] <= first.shape[3] else 3
@@ -149,7 +200,7 @@ def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
         axis = 2
     else:
         return
-    reading = Reading(meaning="map", axis=axis)
+    reading = Reading(kind="map", axis=axis)
     size = first.shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
     even = float(means.max()) <= _MOST_UNEVEN * float(means.min())
@@ -158,6 +209,7 @@ def _find_raw_scores(values: Sequence[Array]) -> Iterator[Reading]:
 
 
 def _least_confidence(classes: int) -> float:
+    """Returns what the largest of some probabilities must exceed on average: little more than chance."""
     return 1.15 / classes if classes <= 4 else 2.0 / classes
 
 
@@ -183,15 +235,16 @@ def _confidence(values: Sequence[Array], reading: Reading) -> float:
 
 
 def _is_distribution(rows: Array) -> bool:
+    # 1e-2: what 8 bits or float16 leave of a sum of one.
     return bool(rows.min() >= 0 and np.abs(rows.sum(axis=0) - 1).max() < 1e-2)
 
 
 def _find_squash(graph: Graph, name: str) -> str:
     while name in graph.producers:
         node = graph.producers[name]
-        if node.op_type in _SQUASHING:
+        if node.op_type in _SQUASHING_OPS:
             return node.op_type
-        if node.op_type not in _PASSED_THROUGH or not node.input:
+        if node.op_type not in _SHAPE_OPS or not node.input:
             return ""
         name = node.input[0]
     return ""

@@ -9,6 +9,7 @@ import msgspec
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.model.model import Model
+from edgekit.model.outputs import StatedOutput
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.calibration.held_out import save_held_out
@@ -49,7 +50,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
     wrong with a cache.
     `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
-    to judge by. It may go when all plans are applied; "" means that there are none.
+    to judge by. It may go when all plans are applied; "" means that there are none. `outputs` is what was stated.
     """
 
     model_sha256: str
@@ -63,6 +64,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
     statistics: str
+    outputs: dict[str, StatedOutput] = {}
 
     def map_ranges(self, change: Callable[[str, TensorRange], TensorRange]) -> "Calibration":
         """Returns a calibration with other ranges: what `change` makes of each tensor's, method by method."""
@@ -78,6 +80,7 @@ def calibrate_model(
     methods: Sequence[str] = AUTO_METHODS,
     fitting: bool = True,
     cache: CacheSettings | None = None,
+    outputs: Mapping[str, StatedOutput] | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Measures every float activation of a prepared float model, streaming the samples.
@@ -86,7 +89,7 @@ def calibrate_model(
     `fitting` the moments that rounding learns from come from MEASURED_SAMPLES samples, spread evenly; these are read
     in a pass of their own. Memory does not grow with the number of samples. `work` is a folder for the statistics and
     intermediate files. With a `cache` a calibration that was interrupted goes on, and one that ended is read; the
-    result is the same to the last bit.
+    result is the same to the last bit. `outputs` states what outputs are.
 
     Raises:
         UsageError: there is no such range method.
@@ -114,8 +117,9 @@ def calibrate_model(
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=found.notes,
-        ranges=_choose_ranges(graph, found.aliases, found.statistics, methods),
+        ranges=_choose_ranges(graph, found.aliases, found.statistics, methods, outputs or {}),
         statistics=str(work) if fitting else "",
+        outputs=dict(outputs or {}),
     )
 
 
@@ -158,7 +162,11 @@ def _join_digests(digests: Mapping[int, bytes]) -> str:
 
 
 def _choose_ranges(
-    graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str]
+    graph: Graph,
+    aliases: dict[str, str],
+    statistics: ActivationStatistics,
+    methods: Sequence[str],
+    outputs: Mapping[str, StatedOutput],
 ) -> dict[str, dict[str, TensorRange]]:
     # What a mask hides before a Softmax is in the histogram too: for such scores no method looks at one.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
@@ -170,7 +178,7 @@ def _choose_ranges(
     }
     readers = {
         name: match_nonlinearity(reader, histograms.get(name, empty))
-        for name, reader in find_nonlinearities(graph).items()
+        for name, reader in find_nonlinearities(graph, outputs).items()
     }
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:

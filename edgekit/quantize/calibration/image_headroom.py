@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.accuracy.output_kinds import may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.graph import Graph
@@ -14,9 +15,9 @@ _WHITES = (1.0, 255.0)
 _MOST_HEADROOM = 1.25
 
 
-def makes_images(graph: Graph) -> bool:
-    """Returns True if an output of a graph may be an image."""
-    return any(_is_image(graph, name) for name in graph.outputs)
+def makes_images(graph: Graph, outputs: Mapping[str, StatedOutput]) -> bool:
+    """Returns True if an output of a graph is stated to be an image, or may be one where nothing is stated."""
+    return any(_is_image(graph, name, outputs) for name in graph.outputs)
 
 
 def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
@@ -28,13 +29,13 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     done where pixels lie between 0 and 1, or 255.
     """
     seen = calibration.ranges["minmax"]
-    fed = [value.name for value in graph.proto.graph.input if _is_image(graph, value.name)]
+    fed = [value.name for value in graph.proto.graph.input if _is_image(graph, value.name, {})]
     whites = [white for name in fed for white in _find_white(seen, name)]
-    if not makes_images(graph) or not whites or len(whites) < len(fed):
+    if not makes_images(graph, calibration.outputs) or not whites or len(whites) < len(fed):
         return calibration
     white = max(whites)
     growth = max(1.0, *(white / seen[name].high for name in fed))
-    images = {name for name in seen if _holds_pixels(graph, name, seen[name], white)}
+    images = {name for name in seen if _holds_pixels(graph, name, seen[name], white, calibration.outputs)}
 
     def widen(name: str, its: TensorRange) -> TensorRange:
         return snap_range(
@@ -50,14 +51,18 @@ def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
     return [white for white in _WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
 
 
-def _holds_pixels(graph: Graph, name: str, seen: TensorRange, white: float) -> bool:
+def _holds_pixels(
+    graph: Graph, name: str, seen: TensorRange, white: float, outputs: Mapping[str, StatedOutput]
+) -> bool:
     """Returns True if a tensor is an input or output of a graph, or an input resized, whose values may be pixels."""
     if name in graph.outputs:
-        return _is_image(graph, name) and white / _MOST_HEADROOM <= seen.high <= _MOST_HEADROOM * white
+        return _is_image(graph, name, outputs) and white / _MOST_HEADROOM <= seen.high <= _MOST_HEADROOM * white
     while name in graph.producers and graph.producers[name].op_type in {"Resize", "Upsample"}:
         name = graph.producers[name].input[0]
-    return name not in graph.producers and _is_image(graph, name)
+    return name not in graph.producers and _is_image(graph, name, {})
 
 
-def _is_image(graph: Graph, name: str) -> bool:
+def _is_image(graph: Graph, name: str, outputs: Mapping[str, StatedOutput]) -> bool:
+    if name in outputs:
+        return outputs[name].kind == "image"
     return graph.is_float(name) and may_be_image(graph.static_shape(name) or ())

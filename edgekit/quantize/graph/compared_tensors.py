@@ -1,12 +1,14 @@
 """Which tensors stand for the outputs of a graph where two models are compared."""
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 import onnx
 
+from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import find_raw_scores
@@ -27,7 +29,8 @@ class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
     mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
     layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
     scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. What an app
-    puts through a sigmoid (`is_raw_score`) is compared no farther down than that tells apart.
+    puts through a sigmoid (`is_raw_score`) is compared no farther down than that tells apart, if its values look so or
+    that `is_stated`.
     """
 
     tensor: str
@@ -35,14 +38,21 @@ class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
     centred: bool
     part: tuple[int, int, int] | None = None
     is_raw_score: bool = False
+    is_stated: bool = False
 
 
-def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
-    """Returns the float tensors that stand for the outputs of a graph."""
+def find_compared_tensors(
+    graph: Graph, outputs: Mapping[str, StatedOutput] | None = None
+) -> tuple[ComparedTensor, ...]:
+    """Returns the float tensors that stand for the outputs of a graph, of which `outputs` states what they are."""
     found: list[ComparedTensor] = []
-    infinite, raw_scores = find_infinite_tensors(graph), find_raw_scores(graph)
+    infinite, raw_scores = find_infinite_tensors(graph), find_raw_scores(graph, outputs or {})
     for value in graph.proto.graph.output:
-        compared = msgspec.structs.replace(_trace_back(graph, value.name), is_raw_score=value.name in raw_scores)
+        compared = msgspec.structs.replace(
+            _trace_back(graph, value.name),
+            is_raw_score=value.name in raw_scores,
+            is_stated=value.name in (outputs or {}),
+        )
         if graph.is_float(compared.tensor) and compared.tensor not in infinite:
             found += [*_split(graph, compared), *_find_features(graph, compared.tensor)]
     return tuple(dict.fromkeys(found))

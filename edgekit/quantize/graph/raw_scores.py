@@ -4,10 +4,11 @@ Where nothing is, such a score may be anything below zero, -6000 as well as -10,
 nothing about where something is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.graph import Graph
 
@@ -32,16 +33,17 @@ def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     )
 
 
-def find_raw_scores(graph: Graph) -> frozenset[str]:
-    """Returns the float outputs of a graph that have the shape of raw scores, as far as shapes are known."""
-    names = list_raw_scores({name: graph.static_shape(name) or () for name in graph.outputs})
+def find_raw_scores(graph: Graph, outputs: Mapping[str, StatedOutput]) -> frozenset[str]:
+    """Returns the float outputs that are stated to be raw scores, or have their shape as far as shapes are known."""
+    names = list_raw_scores({name: graph.static_shape(name) or () for name in graph.outputs}) - outputs.keys()
+    names |= {name for name, stated in outputs.items() if stated.kind == "scores"}
     return frozenset(name for name in names if graph.is_float(name))
 
 
-def find_raw_score_sources(graph: Graph) -> frozenset[str]:
-    """Returns the tensors whose values go to such outputs, unchanged, and nowhere else."""
+def find_sources(graph: Graph, names: Collection[str]) -> frozenset[str]:
+    """Returns the tensors whose values go to some outputs, unchanged, and nowhere else."""
     found: set[str] = set()
-    waiting = sorted(find_raw_scores(graph))
+    waiting = sorted(names)
     while waiting:
         name = waiting.pop()
         readers = graph.consumers.get(name, ())

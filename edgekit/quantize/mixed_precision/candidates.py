@@ -10,7 +10,7 @@ import onnx
 from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import judge_candidate
@@ -53,6 +53,11 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     def statistics(self) -> Path:
         """The folder with the moments and the held-out samples."""
         return Path(self.calibration.statistics)
+
+    @property
+    def compared(self) -> tuple[ComparedTensor, ...]:
+        """The tensors by which candidates are judged."""
+        return find_compared_tensors(self.graph, self.calibration.outputs)
 
     def choose(self, method: str, rounding: Rounding) -> "Draft":
         """Returns the draft with the ranges of a method and a rounding."""
@@ -130,13 +135,13 @@ def _digest_draft(draft: Draft, floor_db: float) -> str:
     a float node makes what it reads it is not: then it says whether Q and DQ lie between them.
     """
     graph, plan = draft.graph, draft.plan
-    points = find_compared_tensors(graph)
-    leading = _find_leading(graph, [point.tensor for point in points])
+    compared = draft.compared
+    leading = _find_leading(graph, [each.tensor for each in compared])
     floats = {node.name for node in plan.float_nodes}
-    for point in points:
-        maker = graph.producers.get(point.tensor)
-        if point.reader and (maker is None or maker.name in floats):
-            leading.add(point.reader)
+    for each in compared:
+        maker = graph.producers.get(each.tensor)
+        if each.reader and (maker is None or maker.name in floats):
+            leading.add(each.reader)
     nodes = [node for node in graph.proto.graph.node if node.name in leading]
     made, ops = {name for node in nodes for name in node.output}, {node.op_type for node in nodes}
     kept = [msgspec.structs.replace(node, reason="") for node in plan.float_nodes if node.name in leading]
@@ -147,7 +152,7 @@ def _digest_draft(draft: Draft, floor_db: float) -> str:
         grids={name: grid for name, grid in plan.grids.items() if name in made},
         float_nodes=tuple(kept),
     )
-    return digest_bytes(msgspec.json.encode((facts, repr(floor_db)), order="sorted"))
+    return digest_bytes(msgspec.json.encode((facts, draft.calibration.outputs, repr(floor_db)), order="sorted"))
 
 
 def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
@@ -181,7 +186,7 @@ def _judge_ranges(draft: Draft) -> float:
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
     whole = msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, axes={}))
     stripped = strip_weights(_place(whole), draft.graph)
-    return judge_candidate(stripped, find_compared_tensors(draft.graph), draft.statistics, keep_float_weights=True)
+    return judge_candidate(stripped, draft.compared, draft.statistics, keep_float_weights=True)
 
 
 def _judge_roundings(
@@ -192,7 +197,7 @@ def _judge_roundings(
     for rounding in roundings:
         plan = msgspec.structs.replace(draft.plan, rounding=rounding)
         qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-        ratio = judge_candidate(qdq, find_compared_tensors(draft.graph), draft.statistics)
+        ratio = judge_candidate(qdq, draft.compared, draft.statistics)
         yield Candidate(
             method=plan.method,
             rounding=rounding,

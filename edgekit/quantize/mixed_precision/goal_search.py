@@ -103,7 +103,7 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     """
     search.progress(f"{search.target.name}: choose ranges and roundings")
     first = _plan_first(search)
-    is_image_net = makes_images(read_graph(search.model))
+    is_image_net = makes_images(read_graph(search.model), search.calibration.outputs)
     is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not is_image_net)
     if is_sure or search.precision != "int8":
         return first, None

@@ -120,10 +120,10 @@ def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
 def _rank_tensors(draft: Draft, memo: Memo) -> tuple[str, ...]:
     """Returns the tensors whose 8 bits hurt most, worst first, remembered for the steps that follow."""
     plan = msgspec.structs.replace(draft.plan, judged=())
-    key = digest_bytes(msgspec.json.encode(plan, order="sorted"))
+    key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs), order="sorted"))
     if key not in memo.ranked:
         unsigned = draft.use_unsigned()
         qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
-        errors = rank_activations(draft.graph, qdq, draft.statistics, closely=_MOST_RANKED)
+        errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, closely=_MOST_RANKED)
         memo.ranked[key] = tuple(dict.fromkeys(range_source(draft.graph, error.name) for error in errors))
     return memo.ranked[key]

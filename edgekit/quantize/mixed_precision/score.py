@@ -20,11 +20,11 @@ _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
 
 
 def judge_candidate(
-    qdq: onnx.ModelProto, points: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool = False
+    qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool = False
 ) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
 
-    Of several points it is that of their mean noise. It runs on the CPU provider with 16-bit products kept from
+    Of several compared it is that of their mean noise. It runs on the CPU provider with 16-bit products kept from
     saturating (`session.x64quantprecision`). With `keep_float_weights` ONNX Runtime may not quantize float weights
     between Q and DQ nodes, as it does by default.
 
@@ -34,19 +34,19 @@ def judge_candidate(
     proto = onnx.ModelProto()
     proto.CopyFrom(qdq)
     nodes = {node.name: node for node in proto.graph.node}
-    names = {point: nodes[point.reader].input[0] if point.reader else point.tensor for point in points}
+    names = {each: nodes[each.reader].input[0] if each.reader else each.tensor for each in compared}
     del proto.graph.output[:]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
     session = open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights)
-    powers = {point: np.zeros(2) for point in points}
+    powers = {each: np.zeros(2) for each in compared}
     for inputs, expected in read_held_out(statistics):
         found = session.run(inputs)
-        for point, name in names.items():
-            powers[point] += powers_of(point, expected[point.tensor], found[name])
+        for each, name in names.items():
+            powers[each] += powers_of(each, expected[each.tensor], found[name])
     return join_ratios([ratio_db(*power) for power in powers.values()])
 
 
-def powers_of(point: ComparedTensor, expected: Array, found: Array) -> Array:
+def powers_of(each: ComparedTensor, expected: Array, found: Array) -> Array:
     """Returns the power of a tensor of the float model and that of the difference, float64 [2].
 
     Where the values decide how many there are and quantizing changed that, the difference is infinite.
@@ -54,12 +54,12 @@ def powers_of(point: ComparedTensor, expected: Array, found: Array) -> Array:
     if expected.size != found.size:
         return np.array([1.0, np.inf])
     one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
-    if point.part is not None:
-        axis, start, stop = point.part
+    if each.part is not None:
+        axis, start, stop = each.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
-    if point.is_raw_score and are_raw_scores(one):
+    if each.is_raw_score and (each.is_stated or are_raw_scores(one)):
         one, two = np.maximum(one, FLOOR), np.maximum(two, FLOOR)
-    if point.centred:
+    if each.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
     return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
 
@@ -74,7 +74,7 @@ def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool =
     try:
         return CpuSession(source, SessionSettings(config=dict(_PRECISE), disabled_optimizers=disabled))
     except RuntimeRefusal:
-        # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
+        # ONNX Runtime 1.31 trips over weights that share a zero each when the key is set.
         return CpuSession(source, SessionSettings(disabled_optimizers=disabled))
 
 

@@ -10,8 +10,9 @@ import onnx
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
+from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.mixed_precision.score import has_held_out, open_graph, powers_of
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
@@ -30,7 +31,7 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     sqnr_db: float
 
 
-def rank_plan(model: Model, plan: QuantPlan, statistics: Path) -> tuple[TensorError, ...]:
+def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[TensorError, ...]:
     """Returns each activation that a plan quantizes with what it alone does to the outputs, the most harmful first.
 
     None where too few samples were there to hold some out.
@@ -38,14 +39,20 @@ def rank_plan(model: Model, plan: QuantPlan, statistics: Path) -> tuple[TensorEr
     Raises:
         UsageError: the statistics are gone.
     """
-    graph = plan_graph(model, plan)
-    if not has_held_out(statistics) or not find_compared_tensors(graph):
+    graph, statistics = plan_graph(model, plan), Path(calibration.statistics)
+    compared = find_compared_tensors(graph, calibration.outputs)
+    if not has_held_out(statistics) or not compared:
         return ()
-    return rank_activations(graph, build_qdq(graph, plan, statistics, model.path.name), statistics)
+    return rank_activations(graph, build_qdq(graph, plan, statistics, model.path.name), compared, statistics)
 
 
 def rank_activations(
-    graph: Graph, qdq: onnx.ModelProto, statistics: Path, *, closely: int | None = None
+    graph: Graph,
+    qdq: onnx.ModelProto,
+    compared: Sequence[ComparedTensor],
+    statistics: Path,
+    *,
+    closely: int | None = None,
 ) -> tuple[TensorError, ...]:
     """Returns each quantized activation with what it alone does to the outputs, the most harmful first.
 
@@ -56,19 +63,18 @@ def rank_activations(
         UsageError: the statistics are gone.
     """
     proto, names = switch_activations(qdq, graph)
-    points = find_compared_tensors(graph)
     switched = {name: f"{name}.edgekit.switched" for name in names}
-    shown = {point: switched.get(point.tensor, point.tensor) for point in points}
+    shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
     del proto.graph.output[:]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(shown.values()))
     session = open_graph(proto, statistics / "switched.onnx")
     held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
 
     def measure(index: int, pairs: Sequence[tuple[Tensors, Tensors]]) -> float:
-        powers = np.zeros((len(points), 2))
+        powers = np.zeros((len(compared), 2))
         for inputs, expected in pairs:
             found = session.run({**inputs, SWITCHES: np.arange(len(names)) == index})
-            powers += [powers_of(point, expected[point.tensor], found[shown[point]]) for point in points]
+            powers += [powers_of(each, expected[each.tensor], found[shown[each]]) for each in compared]
         return round(join_ratios([ratio_db(*power) for power in powers]), 2)
 
     ratios = [measure(index, held if closely is None else held[:_FEW_SAMPLES]) for index in range(len(names))]

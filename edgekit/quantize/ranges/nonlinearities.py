@@ -1,14 +1,15 @@
 """Elementwise functions that alone read a tensor, such as SiLU: errors of its range count after them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import onnx
 
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.graph import Graph
-from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_score_sources
+from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.quantize.ranges.histogram import Histogram
 
 Nonlinearity = Callable[[Array], Array]
@@ -28,6 +29,11 @@ def _raw_score(values: Array) -> Array:
     return sigmoid(values)
 
 
+def _stated_score(values: Array) -> Array:
+    """What an app makes of what is stated to be a raw score, whatever its values look like."""
+    return sigmoid(values)
+
+
 def _hard_swish(values: Array) -> Array:
     return values * np.clip(values / 6 + 0.5, 0, 1)
 
@@ -41,6 +47,7 @@ _BY_OP: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwi
 _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
     sigmoid: (-8.0, 8.0),
     _raw_score: (FLOOR, math.inf),
+    _stated_score: (FLOOR, math.inf),
     np.tanh: (-4.0, 4.0),
     _hard_swish: (-3.0, math.inf),
     _silu: (-8.0, math.inf),
@@ -52,9 +59,11 @@ def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
     return _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
 
 
-def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
+def find_nonlinearities(graph: Graph, outputs: Mapping[str, StatedOutput]) -> dict[str, Nonlinearity]:
     """Returns the tensors that only an elementwise function reads, such as x * sigmoid(x), with that function."""
-    readers: dict[str, Nonlinearity] = dict.fromkeys(find_raw_score_sources(graph), _raw_score)
+    raw_scores = find_raw_scores(graph, outputs)
+    readers: dict[str, Nonlinearity] = dict.fromkeys(find_sources(graph, raw_scores), _raw_score)
+    readers |= dict.fromkeys(find_sources(graph, raw_scores & outputs.keys()), _stated_score)
     for name, nodes in graph.consumers.items():
         if name in graph.outputs | graph.captured or name in graph.initializers:
             continue

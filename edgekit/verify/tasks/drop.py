@@ -1,6 +1,6 @@
 """What quantizing costs by a metric of the task: measured on labelled samples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +9,7 @@ from edgekit.data.labels import Label
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError
 from edgekit.model.model import Model
+from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.accuracy.predict import Likeness, Prediction, run_pairs
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.scores import TaskReport
@@ -20,12 +21,17 @@ TOP1 = TaskLimit(name="top1")
 
 
 def measure_drop(
-    model: Model, quantized: Model, samples: Samples, labels: Sequence[Label], limit: TaskLimit = TOP1
+    model: Model,
+    quantized: Model,
+    samples: Samples,
+    labels: Sequence[Label],
+    limit: TaskLimit = TOP1,
+    outputs: Mapping[str, StatedOutput] | None = None,
 ) -> Prediction:
     """Runs both models over at most MOST_SAMPLES labelled samples, spread evenly, and returns the true drop.
 
     A drop of what lies between 0 and 1 is in shares of one, another one in shares of the float model's own figure.
-    Outputs of the quantized model that the metric cannot read have lost everything.
+    Outputs of the quantized model that the metric cannot read have lost everything. `outputs` states what outputs are.
 
     Raises:
         UsageError: there is no such metric or decoder.
@@ -33,7 +39,7 @@ def measure_drop(
         MissingExtraError: the metric needs a package that is not installed.
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    likeness, mine, theirs = Likeness(model, samples), list[Any](), list[Any]()
+    likeness, mine, theirs = Likeness(model, samples, outputs or {}), list[Any](), list[Any]()
     kept = [labels[index] for index in spread_indices(samples.count, MOST_SAMPLES)]
     for pair, label in zip(run_pairs(model, quantized, samples, MOST_SAMPLES), kept, strict=True):
         likeness.add(pair)

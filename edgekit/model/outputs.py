@@ -1,0 +1,56 @@
+"""What outputs are, as whoever made the model states it."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from edgekit.errors import UsageError, suggest_name
+from edgekit.model.model import Model
+from edgekit.model.tensors import TensorSpec
+
+OutputKind = Literal["classes", "map", "labels", "image", "values", "scores"]
+"""classes: the scores of one decision. map: those of many, such as pixels or steps. labels: the decisions themselves.
+image: a picture. values: numbers, such as boxes or an embedding. scores: raw ones; the app has the sigmoid."""
+
+
+class StatedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an output is, and the axis of its classes or channels, where it has one and that is not told."""
+
+    kind: OutputKind
+    axis: int | None = None
+
+
+def check_outputs(stated: Mapping[str, OutputKind | StatedOutput], model: Model) -> dict[str, StatedOutput]:
+    """Returns what is stated of the outputs of a model.
+
+    Raises:
+        UsageError: there is no such output, or it cannot be what is stated.
+    """
+    specs = {spec.name: spec for spec in model.outputs}
+    found: dict[str, StatedOutput] = {}
+    for name, given in stated.items():
+        if name not in specs:
+            message = f"[outputs] names '{name}', which is no output of '{model.path.name}'"
+            raise UsageError(message, hint=suggest_name(name, specs))
+        found[name] = given if isinstance(given, StatedOutput) else StatedOutput(kind=given)
+        complaint = _find_complaint(specs[name], found[name])
+        if complaint:
+            hint = 'kinds are classes, map, labels, image, values, scores; with an axis: {kind = "map", axis = 1}'
+            raise UsageError(f"[outputs] says that '{name}' is {found[name].kind}, but {complaint}", hint=hint)
+    return found
+
+
+def _find_complaint(spec: TensorSpec, stated: StatedOutput) -> str:
+    if (stated.kind == "labels") != spec.dtype.startswith(("int", "uint")):
+        return f"it is {spec.dtype}"
+    if stated.axis is not None and stated.kind in {"labels", "image"}:
+        return "that has no axis of classes"
+    rank = None if spec.shape is None else len(spec.shape)
+    if rank is None or stated.kind == "labels":
+        return ""
+    if stated.kind == "image" and rank not in {3, 4}:
+        return f"it has {rank} axes"
+    if stated.axis is not None and not -rank <= stated.axis < rank:
+        return f"it has no axis {stated.axis}"
+    return "" if rank else "it is one number"
