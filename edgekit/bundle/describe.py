@@ -204,9 +204,11 @@ def _describe_provenance(contents: Contents) -> Provenance:
     words += [] if recipe.samples is None else ["--samples", str(recipe.samples)]
     words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
-    return Provenance(
-        command=shlex.join([*words, "--out", "OUT"]), recipe=msgspec.json.decode(msgspec.json.encode(used))
-    )
+    words += ["--recipe", "FILE"] if recipe.outputs else []
+    written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
+    if not recipe.outputs:
+        del written["outputs"]  # a bundle has the bytes that it had before outputs could be stated
+    return Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)
 
 
 def _spell(option: str, values: Iterable[str]) -> Sequence[str]:
