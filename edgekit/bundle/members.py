@@ -52,7 +52,7 @@ def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
 def _read_zip(file: IO[bytes]) -> Iterator[Member]:
     _check_directory(file)
     archive = zipfile.ZipFile(file)  # it is only a view of `file`, which the caller closes
-    if archive.filelist and min(entry.header_offset for entry in archive.filelist):
+    if min((entry.header_offset for entry in archive.infolist()), default=0):
         # zipfile reads the last of two archives in a row, other readers the first: two truths in one file.
         raise ValueError("something stands before its first file")
     for entry in archive.infolist():
