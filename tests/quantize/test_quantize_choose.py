@@ -11,12 +11,13 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.graph import read_graph
-from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.candidates import Draft, Memo, best_quick_db, judge_draft
 from edgekit.quantize.mixed_precision.relief import choose_schedule
 from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq.build import build_qdq
 from edgekit.quantize.rounding.weights import Rounding
-from edgekit.target import load_target
+from edgekit.target import Precision, load_target
 
 NARROW = (
     '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { h = MatMul(x, w) y = Add(h, b) }'
@@ -144,3 +145,30 @@ def test_a_broken_plan_is_relieved_further_than_a_weak_one(
 ) -> None:
     schedule = choose_schedule(ratio, widens=widens, thorough=thorough)
     assert (len(schedule.counts), schedule.least_gain_db, schedule.enough_db) == (steps, gain, enough)
+
+
+def test_second_moments_are_tried_above_a_floor_and_judged_once(net: Model, many: Calibration) -> None:
+    graph = read_graph(net)
+    draft = Draft(graph=graph, calibration=many, plan=draft_plan(net, graph, many, load_target("cpu"), "int8"))
+    memo = Memo()
+    every, quick = judge_draft(draft, memo), judge_draft(draft, memo, floor_db=60.0)
+    assert [candidate.rounding for candidate in every] == ["refit", "gptq", "bias", "nearest"]
+    assert [candidate.rounding for candidate in quick] == ["bias", "nearest"]
+    assert (every[2:], len(memo.judged)) == (quick, 2)
+    assert judge_draft(draft.use_unsigned(), memo) is every
+    assert [draft.use_unsigned().plan.grids["y"].zero_point, draft.plan.grids["y"].zero_point] == [0, -128]
+    assert draft.use_unsigned().use_unsigned() == draft.use_unsigned()
+    assert best_quick_db(every) == every[2].sqnr_db
+    with pytest.raises(UsageError, match="no ranges of method 'mode'"):
+        draft.choose("mode", "nearest")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int16"])
+def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = Relu(x) }'
+    model = make_model(text, tmp_path / "m.onnx")
+    calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
+    graph = read_graph(model)
+    plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)
+    (judged,) = judge_draft(Draft(graph=graph, calibration=calibration, plan=plan), Memo())
+    assert (judged.method, judged.rounding, judged.relieved, judged.equalized) == ("minmax", "nearest", (), False)

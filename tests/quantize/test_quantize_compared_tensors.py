@@ -110,6 +110,8 @@ def test_powers_are_those_of_the_part_and_above_the_floor_of_scores() -> None:
     assert powers_of(whole, wanted, found[:2]).tolist() == [1.0, np.inf]
     centred = msgspec.structs.replace(whole, centred=True)
     assert powers_of(centred, np.array([[1.0, 3.0]]), np.array([0.0, 6.0])).tolist() == [2.0, 8.0]
+    rows = np.array([[1.0, 3.0], [10.0, 20.0]])
+    assert powers_of(centred, rows, rows + np.array([[5.0], [7.0]])).tolist() == [52.0, 0.0]
     scores, others = np.array([[-50.0, -30.0, -9.0, 1.0] * 8]), np.array([[-90.0, -7.0, -8.0, 2.0] * 8])
     column = msgspec.structs.replace(whole, is_raw_score=True)
     spread = scores - 10 * (scores > 0)  # never above zero
