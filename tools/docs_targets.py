@@ -69,4 +69,7 @@ def _render_proof(target: Target) -> Iterator[str]:
         ("device", "file", "samples at most"),
         [(f"`{one.device}`", one.form, str(one.samples)) for one in target.verification],
     )
-    yield render_table(("limit", "value"), [(f"`{name}`", f"{value}") for name, value in limits.items() if value])
+    yield render_table(
+        ("limit", "value"),
+        [(f"`{name}`", f"{value}") for name, value in limits.items() if value is not None and value is not False],
+    )
