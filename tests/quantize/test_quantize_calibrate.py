@@ -11,9 +11,11 @@ from edgekit.data.samples import spread_indices
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
-from edgekit.quantize import Calibration, calibrate_model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
+from edgekit.quantize.calibration.moments import open_moments
 from edgekit.quantize.ranges.methods import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
+from edgekit.target import load_target
 
 
 def every_activation(model: Model, names: list[str]) -> list[dict[str, Array]]:
@@ -195,3 +197,27 @@ def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tm
     assert not many.is_exact
     assert calibration.sample_error == 0
     assert 0 < many.sample_error < 0.2
+
+
+@pytest.mark.parametrize("size", [8, 5])
+def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path: Path, size: int) -> None:
+    """A Conv reads channels on axis 1, a MatMul on the last: with equal sizes a mix-up would not be noticed."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,6,{size}] x)
+      => (float[1,4,6,{size}] y, float[1,8,6,40] z) {{
+      r = Abs(x) y = Conv<kernel_shape=[1,1]>(r, w1, b1) z = MatMul(r, w2) }}"""
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (4, 8, 1, 1), "b1": (4,), "w2": (size, 40)})
+    rng = np.random.default_rng(0)
+    scale = np.linspace(1, 8, 8)[None, :, None, None] * np.linspace(1, 50, size)
+    rows = [{"x": (rng.normal(size=(1, 8, 6, size)) * scale).astype(np.float32)} for _ in range(16)]
+    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
+    whole = np.abs(np.concatenate([row["x"] for row in rows]))
+    with open_moments(tmp_path / "work" / "moments.npz") as read:
+        conv, matmul = read("n1_Conv"), read("n2_MatMul")
+    assert conv is not None
+    assert matmul is not None
+    assert np.allclose(conv.high, whole.max(axis=(0, 2, 3)))
+    assert np.allclose(matmul.high, whole.max(axis=(0, 1, 2)))
+    assert calibration.ranges["minmax"]["r"].high == whole.max()
+    for name in ("nnapi", "qnn", "xnnpack", "cpu"):
+        plan = plan_quantization(model, calibration, load_target(name), "int8")
+        quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")

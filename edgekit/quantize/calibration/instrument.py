@@ -1,7 +1,7 @@
 """The float graph with reductions added, so that ONNX Runtime measures activations and only scalars come back."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -37,6 +37,8 @@ _BLOCKED_OPS = frozenset(
     }
 )  # fmt: skip
 _BLOCKED, _PLANES, _OTHER = 0, 1, 2
+TensorAxis = tuple[str, int | None]
+"""A tensor, and the axis whose indices are told apart: one tensor may have its channels on two, for two readers."""
 # Operators that can make NaN of finite values.
 _NAN_OPS = frozenset(
     {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
@@ -46,17 +48,20 @@ _NAN_OPS = frozenset(
 class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A graph that measures, and the order in which its extra outputs hold the tensors.
 
-    `lows` and `highs` name the tensors of the vectors of minima and maxima, with how many entries each has: one, or
-    one a channel for images and for tensors that a layer with weights reads. `picks` names the tensors of the vector of
-    picked values with the number of values of each. `bounds` holds what operators alone say. `aliases` maps a tensor
-    before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which the lowest value that
-    counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX Runtime's minimum and
-    maximum skip. `patches` says how to read those of each layer from its own output, named PATCHES and its node.
+    `extremes` names each tensor with the axis of its channels, as images and layers with weights have them, or None.
+    `lows` and `highs` are those of the vectors of minima and maxima, with how many entries each has. `picks` names the
+    tensors of the vector of picked values with the number of values of each. `bounds` holds what operators alone say.
+    `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which
+    the lowest value that counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
+    Runtime's minimum and maximum skip. `patches` says how to read those of each layer from its own output, named
+    PATCHES and its node; `channel_axes` is by node too.
     """
 
     proto: onnx.ModelProto
-    lows: tuple[tuple[str, int], ...]
-    highs: tuple[tuple[str, int], ...]
+    extremes: tuple[TensorAxis, ...]
+    channel_axes: dict[str, int | None]
+    lows: tuple[tuple[TensorAxis, int], ...]
+    highs: tuple[tuple[TensorAxis, int], ...]
     sums: tuple[str, ...]
     scores: tuple[str, ...]
     picks: tuple[tuple[str, int], ...]
@@ -77,17 +82,18 @@ def instrument_graph(
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
     names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
-    axes = {layer.source: layer.channel_axis(graph) for layer in layers}
-    names = sorted(names, key=lambda name: _layout(graph, name, axes.get(name)))
-    lows, highs = ([name for name in names if bounds.get(name, (None, None))[end] is None] for end in (0, 1))
+    extremes = _list_extremes(graph, names, layers)
+    names = list(dict.fromkeys(name for name, _ in extremes))
+    lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
     sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
     ranks = {name: len(shape) for name, shape in graph.shapes.items()}
-    scores = [each for each in find_attention_scores(graph.proto.graph, ranks) if each.tensor in lows]
+    measured = {name for name, _ in lows}
+    scores = [each for each in find_attention_scores(graph.proto.graph, ranks) if each.tensor in measured]
     scores = [each for each in scores if ranks.get(each.tensor)]
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
-    builder.extremes(LOWS, "ReduceMin", {name: axes.get(name) for name in lows})
-    builder.extremes(HIGHS, "ReduceMax", {name: axes.get(name) for name in highs})
+    builder.extremes(LOWS, "ReduceMin", lows)
+    builder.extremes(HIGHS, "ReduceMax", highs)
     builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
     picks = {name: min(picked, _count_pickable(graph, name)) for name in names}
@@ -95,8 +101,10 @@ def instrument_graph(
     builder.concat(PICKS, [builder.pick(name, count) for name, count in picks.items()])
     read = [layer for layer in layers if graph.is_float(layer.source) and layer.source not in unsized]
     return InstrumentedGraph(
-        lows=tuple((name, _count_entries(graph, name, axes.get(name))) for name in lows),
-        highs=tuple((name, _count_entries(graph, name, axes.get(name))) for name in highs),
+        extremes=tuple(extremes),
+        channel_axes={layer.node: layer.channel_axis(graph) for layer in layers},
+        lows=tuple((each, _count_entries(graph, *each)) for each in lows),
+        highs=tuple((each, _count_entries(graph, *each)) for each in highs),
         sums=sums,
         scores=tuple(each.tensor for each in scores),
         picks=tuple(picks.items()),
@@ -110,6 +118,17 @@ def instrument_graph(
 def picked_values(samples: int) -> int:
     """Returns how many values of a tensor each of so many samples gives to its histogram."""
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
+
+
+def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
+    """Returns tensors with each axis on which a layer has its channels, in the order of their layout."""
+    axes: dict[str, list[int | None]] = {}
+    for layer in layers:
+        axis = layer.channel_axis(graph)
+        if axis not in axes.setdefault(layer.source, []):
+            axes[layer.source].append(axis)
+    extremes = [(name, axis) for name in names for axis in axes.get(name, [None])]
+    return sorted(extremes, key=lambda each: _layout(graph, *each))
 
 
 def _find_unsized(graph: Graph) -> frozenset[str]:
@@ -163,19 +182,19 @@ class _Builder:
         self._stored: set[str] = set()
         self._constant("edgekit.flat", np.array([-1]))
 
-    def extremes(self, output: str, op: str, axes: Mapping[str, int | None]) -> None:
+    def extremes(self, output: str, op: str, wanted: Sequence[TensorAxis]) -> None:
         """Adds an output with the extremes of tensors, given with the axis whose indices are told apart.
 
         Those of images are joined before they are reshaped: every small node takes some microseconds. Their names come
         in the order of `_layout`.
         """
-        layouts = {name: _layout(self._graph, name, axis) for name, axis in axes.items()}
+        layouts = {each: _layout(self._graph, *each) for each in wanted}
         parts: list[str] = []
         for layout in (_BLOCKED, _PLANES):
-            planes = [self._reduce_planes(op, name) for name, own in layouts.items() if own == layout]
+            planes = [self._reduce_planes(op, name) for (name, _), own in layouts.items() if own == layout]
             joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
             parts += [self._flatten(name) for name in joined]
-        others = [self.reduce(op, name, axis) for name, axis in axes.items() if layouts[name] == _OTHER]
+        others = [self.reduce(op, *each) for each in wanted if layouts[each] == _OTHER]
         self.concat(output, parts + others)
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:

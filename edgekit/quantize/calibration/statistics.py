@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.instrument import HIGHS, LOWS, PATCHES, PICKS, SCORES, InstrumentedGraph
+from edgekit.quantize.calibration.instrument import HIGHS, LOWS, PATCHES, PICKS, SCORES, InstrumentedGraph, TensorAxis
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.graph.attention_masks import is_masked
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
@@ -21,7 +21,7 @@ class ActivationStatistics:
     def __init__(self, instrumented: InstrumentedGraph) -> None:
         self._instrumented = instrumented
         self._lows, self._highs = _Extremes(instrumented.lows, np.minimum), _Extremes(instrumented.highs, np.maximum)
-        self._scores = _Extremes(tuple((name, 1) for name in instrumented.scores), np.minimum)
+        self._scores = _Extremes(tuple(((name, None), 1) for name in instrumented.scores), np.minimum)
         self._collectors = [HistogramCollector() for _ in instrumented.picks]
         self._pending: list[Array] = []
         self._layers = [layer for layer, _ in instrumented.patches]
@@ -75,15 +75,17 @@ class ActivationStatistics:
 
     def exact_ranges(self) -> dict[str, TensorRange]:
         """Returns the lowest and highest value of each tensor over all samples, without what was empty in some."""
-        lows, highs = self._channel_extremes()
-        for name in self._lows.sometimes_empty() | self._highs.sometimes_empty():
-            del lows[name]
-        return {name: TensorRange(low=float(lows[name].min()), high=float(highs[name].max())) for name in lows}
+        empty = self._lows.sometimes_empty() | self._highs.sometimes_empty()
+        return {
+            name: TensorRange(low=float(low.min()), high=float(high.max()))
+            for (name, _), (low, high) in self._channel_extremes().items()
+            if name not in empty
+        }
 
     def masked(self) -> dict[str, TensorRange]:
         """Returns the ranges that count of tensors that are masked before a Softmax."""
         exact = self.exact_ranges()
-        lowest = {name: float(values[0]) for name, values in self._scores.entries().items() if name in exact}
+        lowest = {name: float(values[0]) for (name, _), values in self._scores.entries().items() if name in exact}
         return {
             name: TensorRange(low=low, high=max(exact[name].high, low))
             for name, low in lowest.items()
@@ -110,20 +112,21 @@ class ActivationStatistics:
 
     def moments(self) -> dict[str, InputMoments]:
         """Returns the moments of each layer's input by the layer's node."""
-        lows, highs = self._channel_extremes()
+        extremes = self._channel_extremes()
+        axes = self._instrumented.channel_axes
         named = zip(self._layers, self._moments, strict=True)
-        return {layer.node: moments.freeze(lows[layer.source], highs[layer.source]) for layer, moments in named}
+        return {layer.node: moments.freeze(*extremes[layer.source, axes[layer.node]]) for layer, moments in named}
 
-    def _channel_extremes(self) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _channel_extremes(self) -> dict[TensorAxis, tuple[Array, Array]]:
+        """Returns the lowest and highest value of each channel, on each axis that has channels for a layer."""
         lows, highs = self._lows.entries(), self._highs.entries()
-        for name, (low, high) in self._instrumented.bounds.items():
-            if low is not None:
-                lows[name] = np.array([low])
-            if high is not None:
-                highs[name] = np.array([high])
-        for name in lows:
-            lows[name], highs[name] = np.broadcast_arrays(_or_zero(lows[name]), _or_zero(highs[name]))
-        return lows, highs
+        found: dict[TensorAxis, tuple[Array, Array]] = {}
+        for each in self._instrumented.extremes:
+            low, high = self._instrumented.bounds.get(each[0], (None, None))
+            ends = (lows[each] if low is None else [low], highs[each] if high is None else [high])
+            one, two = np.broadcast_arrays(*(_or_zero(np.asarray(end)) for end in ends))
+            found[each] = (one, two)
+        return found
 
     def _ends(self) -> dict[str, "_Extremes"]:
         return {"lows": self._lows, "highs": self._highs, "scores": self._scores}
@@ -151,8 +154,8 @@ class _Extremes:
     An empty tensor has infinite ones, which count for nothing.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, int]], pick: np.ufunc) -> None:
-        self._names = [name for name, _ in parts]
+    def __init__(self, parts: Sequence[tuple[TensorAxis, int]], pick: np.ufunc) -> None:
+        self._keys = [key for key, _ in parts]
         self._starts = np.cumsum([0, *(count for _, count in parts)])
         self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
@@ -169,14 +172,15 @@ class _Extremes:
     def arrays(self) -> dict[str, Array]:
         return {"runs": self._runs, "counts": self._counts, "best": self._best, "sums": self._sums}
 
-    def entries(self) -> dict[str, Array]:
-        return dict(zip(self._names, np.split(self._best, self._starts[1:-1]), strict=True)) if self._names else {}
+    def entries(self) -> dict[TensorAxis, Array]:
+        return dict(zip(self._keys, np.split(self._best, self._starts[1:-1]), strict=True)) if self._keys else {}
 
     def sometimes_empty(self) -> set[str]:
-        return {name for name, count in zip(self._names, self._counts, strict=True) if count < self._runs}
+        return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}
 
     def means(self) -> dict[str, float]:
-        return dict(zip(self._names, (self._sums / np.maximum(1, self._counts)).tolist(), strict=True))
+        means = (self._sums / np.maximum(1, self._counts)).tolist()
+        return {name: mean for (name, _), mean in zip(self._keys, means, strict=True)}
 
 
 def _or_zero(values: Array) -> Array:
