@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tomllib
 
 import click
 import jsonschema
@@ -69,6 +70,13 @@ def test_a_schema_takes_what_the_code_takes(title: str, good: object, bad: objec
     check = jsonschema.Draft202012Validator(json.loads(REFERENCE[f"reference/{title}.schema.json"]))
     assert check.is_valid(good)
     assert not check.is_valid(bad)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", "".join(PAGES.values()), re.DOTALL))
+def test_a_toml_of_a_page_is_one_that_edgekit_reads(block: str) -> None:
+    given = tomllib.loads(block)
+    checks = (jsonschema.Draft202012Validator(json.loads(text)) for path, text in REFERENCE.items() if ".toml" in path)
+    assert any(check.is_valid(given) for check in checks)
 
 
 @pytest.mark.parametrize("name", dir(edgekit))
