@@ -16,7 +16,7 @@ from edgekit.report.checked import describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Target, TaskLimit
-from edgekit.verify.facts import Located
+from edgekit.verify.facts import FileReport, Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.report import RunReport, VerifyReport
@@ -66,12 +66,20 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
             yield from (f"{run.device}: {line}" for line in list_task(run.task, None))
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: {note}" for note in run.notes)
+        yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
         yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
     if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
         yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     yield from report.notes
     for skip in report.skipped:
         yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+
+
+def _describe_file(file: FileReport) -> str:
+    """Returns where the nodes of a model file ran, and its worst figure."""
+    nodes = ", ".join(f"{count} nodes on {provider}" for provider, count in file.provider_nodes.items())
+    worst = min((output.sqnr_db for output in file.outputs if output.sqnr_db is not None), default=None)
+    return f"'{file.file}' opens too: {nodes or 'nodes unknown'}" + ("" if worst is None else f", {worst:.1f} dB")
 
 
 def table_verify(report: VerifyReport) -> Table:

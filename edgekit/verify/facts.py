@@ -6,6 +6,7 @@ import msgspec
 
 from edgekit.evidence import Evidence
 from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.metrics.outputs import OutputReport
 
 OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence.SAME_EP)
 """What runs the target's own provider, and so can tell what it takes."""
@@ -39,12 +40,28 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
 
 
+class FileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a model file that a run did not open, opened on the same device as an app would.
+
+    `provider_nodes` counts the nodes that each provider took, `outputs` tell how far a few samples lay from the float
+    model, and `failure` says why there are none.
+    """
+
+    file: str
+    form: str
+    provider_nodes: dict[str, int] = {}
+    load_ms: float = 0.0
+    outputs: tuple[OutputReport, ...] = ()
+    failure: str | None = None
+
+
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a run is judged by, and every reason why it does not pass there.
 
-    `name` is "run", "output", "metric", "placement", "costs" or "session"; `subject` names the output or the metric.
+    `name` is "run", "output", "metric", "placement", "costs", "session" or "file"; `subject` names the output,
+    the metric or the file.
     """
 
-    name: Literal["run", "output", "metric", "placement", "costs", "session"]
+    name: Literal["run", "output", "metric", "placement", "costs", "session", "file"]
     subject: str = ""
     failures: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from edgekit.bench.latency import Latency
 from edgekit.data.samples import spread_indices
 from edgekit.evidence import Evidence
 from edgekit.target import Thresholds
-from edgekit.verify.facts import OBSERVING, Gate, Located, PlacementGap
+from edgekit.verify.facts import OBSERVING, FileReport, Gate, Located, PlacementGap
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
@@ -47,7 +47,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
     none: then they are not judged. `outputs_sha256` is of everything that came back, "" where not all of it did.
     `located` tells of the layers as the device computes them, None where they were not looked at; `gap` of what ran on
-    the CPU although the provider was predicted to take it, None where that is not known.
+    the CPU although the provider was predicted to take it, None where that is not known. `files` tells of the model
+    files that the bundle ships beside the one that ran, where the device is the runtime that an app links.
     """
 
     device: str
@@ -75,6 +76,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     located: Located | None = None
     gap: PlacementGap | None = None
     planned_samples: int = 0
+    files: tuple[FileReport, ...] = ()
 
     def find_places(self, count: int) -> tuple[int, ...]:
         """Returns which of `count` samples ran, in their order: spread evenly, up to where the time was over."""
@@ -101,7 +103,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
             Gate(name="session", failures=self.findings) if self.findings else None,
         )
-        return (Gate(name="run", failures=_judge_end(self)), *outputs, *filter(None, others))
+        files = (Gate(name="file", subject=file.file, failures=_judge_file(file, self)) for file in self.files)
+        return (Gate(name="run", failures=_judge_end(self)), *outputs, *filter(None, others), *files)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -307,6 +310,15 @@ def _judge_end(run: RunReport) -> tuple[str, ...]:
     if not any(output.elements != 0 for output in run.outputs):
         return ("nothing was compared" + (": every output is empty" if run.outputs else ""),)
     return ()
+
+
+def _judge_file(file: FileReport, run: RunReport) -> tuple[str, ...]:
+    if file.failure is not None:
+        return (f"the bundle ships '{file.file}', which does not run there: {file.failure}",)
+    if run.provider != CPU_PROVIDER and file.provider_nodes and not file.provider_nodes.get(run.provider):
+        return (f"the bundle ships '{file.file}', of which {run.provider} takes no node there",)
+    lines = (line for output in file.outputs for line in judge_output(output, run.thresholds))
+    return tuple(f"'{file.file}': {line}" for line in lines)
 
 
 def _judge_placement(run: RunReport) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sa
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.device_layers import look_at_layers
+from edgekit.verify.devices.model_files import try_model_files
 from edgekit.verify.devices.placement import find_gap
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.evidence import read_evidence
@@ -211,6 +212,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             report,
             traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
+            files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
 
 

@@ -71,8 +71,11 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
             return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
+        platform = job.target.session.platforms.get("android")
+        far = describe_job(job, provider=provider)
         far = msgspec.structs.replace(
-            describe_job(job, provider=provider),
+            far,
+            provider_options=far.provider_options if platform is None else platform.provider_options,
             runtime=str(installed.find_library(self.abi)),
             threads=job.threads or (0 if self.abi == X86_64 else CORES),
         )
