@@ -42,6 +42,7 @@ from edgekit.target import Target, load_target
         ([0.0, 0.0], [1.0, 1.0], None, None, [1, 1]),
         # A Clip at 6: the first two touch it and stay, the others grow to at most 5.4.
         ([6.0, 5.5, 1.0, 0.3], [0.0] * 4, None, 6.0, [1, 1, 4, 16]),
+        ([6.0, 1.0], [4.0, 0.0], None, 6.0, [1, 4]),
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 6.0, [1, 4, 8]),
         ([3.0, 1.0, 0.3], [0.0] * 3, None, 300.0, [1, 4, 8]),
     ],
