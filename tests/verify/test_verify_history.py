@@ -116,6 +116,12 @@ def test_a_metric_is_worse_beyond_half_its_interval(
         for each in (task, msgspec.structs.replace(task, got=got))
     )
     assert bool(find_regressions(before, now)) is worse
+    without, other = (
+        msgspec.structs.replace(now.runs[0], task=each) for each in (None, msgspec.structs.replace(task, name="top5"))
+    )
+    for run in (without, other):
+        (line,) = find_regressions(before, msgspec.structs.replace(now, runs=(run,)))
+        assert line == "metric 'top1' on emulated was not measured"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +182,7 @@ def test_the_nodes_of_an_emulator_are_no_placement(bundle: Bundle) -> None:
     more, none = (verify_bundle(bundle, [InProcess(nodes=nodes)]) for nodes in (6, 0))
     assert find_regressions(verify_bundle(bundle, [InProcess(nodes=5)]), more) == ()
     assert "takes 0 nodes, before 6" in find_regressions(more, none)[0]
+    assert "(changed since: nothing that edgekit knows of)" in compare_with_baseline(none, more, "run 1").failures[0]
 
 
 def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:
