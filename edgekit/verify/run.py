@@ -28,7 +28,7 @@ from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
-from edgekit.verify.devices.placement import find_gap
+from edgekit.verify.devices.placement import describe_unmatched, find_gap
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
@@ -288,6 +288,8 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
 
 def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
     """Yields what fails a run whatever its figures: it did not do what it seems to have done."""
+    unmatched = describe_unmatched(trial.run, trial.job)
+    yield from () if unmatched is None else (unmatched,)
     if trial.plan.form == "runtime":
         ignored = find_ignored_optimisations(trial.run, trial.bundle.manifest.session_config)
         yield from () if ignored is None else (ignored,)

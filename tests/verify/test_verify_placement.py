@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
-from edgekit.verify.devices.placement import find_gap
+from edgekit.verify.devices.placement import describe_unmatched, find_gap
 from edgekit.verify.facts import PlacementGap
 from edgekit.verify.report import RunReport, recheck_report
 from edgekit.verify.run import verify_bundle
@@ -100,7 +101,7 @@ def test_layers_that_fall_back_fail_the_run(
 
 def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> RunReport:
     """Returns the run of a device that says that some nodes ran on the CPU, one of them under another name."""
-    names = [node.name for node in read_check(bundle).node_list]
+    ops = {node.name: node.op for node in read_check(bundle).node_list}
 
     class Telling(InProcess, frozen=True, kw_only=True):
         """Tells where each node ran."""
@@ -109,11 +110,11 @@ def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> R
             nodes = tuple(
                 PlacedNode(
                     name=renamed if name in lost and renamed else name,
-                    op=op,
+                    op=op if name in lost and renamed else own,
                     domain="",
                     provider=CPU_PROVIDER if name in lost else job.target.provider,
                 )
-                for name in names
+                for name, own in ops.items()
             )
             return msgspec.structs.replace(InProcess.run_job(self, job, work), placement=nodes)
 
@@ -164,10 +165,10 @@ NODES = (
 )  # fmt: skip
 
 
-def gap_of(
+def observe(
     placed: str, nodes: tuple[CheckedNode, ...] = NODES, evidence: Evidence = Evidence.DEVICE, source: str = "log"
-) -> PlacementGap | None:
-    """Returns the gap of a session with nodes such as "a Conv cpu"."""
+) -> tuple[DeviceRun, Job]:
+    """Returns a session with nodes such as "a Conv cpu", and what was asked of it."""
     target = load_target("nnapi")
     places = tuple(
         PlacedNode(name=name, op=op, domain="", provider=CPU_PROVIDER if where == "cpu" else target.provider)
@@ -182,7 +183,11 @@ def gap_of(
         device="phone", evidence=evidence, outputs=empty, placement=places, placement_source=source,  # type: ignore[arg-type]
         load_ms=0, latency_ms=(), peak_rss_bytes=0, versions={}, failure=None,
     )  # fmt: skip
-    return find_gap(run, job)
+    return run, job
+
+
+def gap_of(placed: str, nodes: tuple[CheckedNode, ...] = NODES, **more: Any) -> PlacementGap | None:
+    return find_gap(*observe(placed, nodes, **more))
 
 
 @pytest.mark.parametrize(
@@ -213,3 +218,44 @@ def test_without_products_nodes_count_and_without_observation_nothing_does() -> 
     assert gap_of("a Conv cpu", evidence=Evidence.EMULATED) is None
     assert gap_of("a Conv cpu", source="predicted") is None
     assert gap_of("") is None
+
+
+@pytest.mark.parametrize(
+    ("placed", "words"),
+    [
+        ("a Conv npu, c Gemm npu, d Conv cpu", None),
+        ("x QLinearConv npu, y QGemm npu, z FusedConv cpu", None),
+        ("a Conv npu, c Gemm npu", None),  # d computes next to nothing
+        ("a Conv npu, d Conv cpu", "1 nodes that do the model's work ran nowhere, as 'c'"),
+        ("b Relu npu", "3 nodes that do the model's work ran nowhere, as 'd', 'a', 'c'"),
+        ("a Conv npu, c Gemm npu, d Conv cpu, e Conv npu", "it reports 1 Conv more than the 2 there are"),
+        ("n0 ConvTranspose npu, a Conv npu, c Gemm npu, d Conv cpu", "1 ConvTranspose more than the 0 there are"),
+        ("", None),
+    ],
+)
+def test_what_a_device_reports_must_be_the_placement_of_this_model(placed: str, words: str | None) -> None:
+    told = describe_unmatched(*observe(placed, source="session"))
+    assert told is None if words is None else words in str(told)
+    assert describe_unmatched(*observe(placed, evidence=Evidence.EMULATED)) is None
+    assert describe_unmatched(*observe(placed, (*NODES, checked("loop", "Loop", 0)))) is None
+
+
+def test_a_compiled_node_of_a_profile_may_hold_the_work_and_one_of_a_session_says_what_it_holds() -> None:
+    assert describe_unmatched(*observe("fused NNAPI_1 npu", source="profile")) is None
+    assert describe_unmatched(*observe("fused NNAPI_1 cpu", source="profile")) is not None
+    assert describe_unmatched(*observe("fused NNAPI_1 npu", source="session")) is not None
+
+
+def test_a_device_that_leaves_out_what_ran_on_the_cpu_fails(tmp_path: Path) -> None:
+    bundle = make_network_bundle(tmp_path, "nnapi")
+
+    class Hiding(InProcess, frozen=True, kw_only=True):
+        """Says nothing of a layer."""
+
+        def report_placement(self, job: Job) -> tuple[PlacedNode, ...]:
+            return tuple(node for node in InProcess.report_placement(self, job) if node.name != "conv2")
+
+    (run,) = verify_bundle(bundle, [Hiding(evidence=Evidence.DEVICE)]).runs
+    assert not run.passed
+    assert "its placement is not whole: 1 nodes that do the model's work ran nowhere, as 'conv2'" in run.failures[0]
+    assert verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE)]).runs[0].passed

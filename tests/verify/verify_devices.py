@@ -22,7 +22,10 @@ def tell_truth(outputs: list[Tensors]) -> list[Tensors]:
 
 
 class InProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs the model here, says that the target's provider took every node, and passes the outputs through `lie`."""
+    """Runs the model here, says of each node where it was predicted, and passes the outputs through `lie`.
+
+    With `nodes` it reports so many that do no work, with `provider` that this one took every node.
+    """
 
     name: str = "emulated"
     evidence: Evidence = Evidence.SAME_EP
@@ -30,7 +33,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     provider: str | None = None
     missing: Missing | None = None
     failure: str | None = None
-    nodes: int = 2
+    nodes: int | None = None
     stopped_early: bool = False
 
     def find_missing(self) -> Missing | None:
@@ -39,8 +42,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
         session = CpuSession(job.model, SessionSettings(level=Level.DISABLED))
         outputs = self.lie([session.run(sample) for sample in job.samples])
-        provider = self.provider or job.target.provider
-        nodes = tuple(PlacedNode(name=f"n{i}", op="Conv", domain="", provider=provider) for i in range(self.nodes))
+        nodes = self.report_placement(job)
         return DeviceRun(
             device=self.name,
             evidence=self.evidence,
@@ -53,6 +55,20 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
             versions={"onnxruntime": "1.31.1"},
             failure=self.failure,
             stopped_early=self.stopped_early,
+        )
+
+    def report_placement(self, job: Job) -> tuple[PlacedNode, ...]:
+        provider = self.provider or job.target.provider
+        if self.nodes is not None:
+            return tuple(PlacedNode(name=f"n{i}", op="Relu", domain="", provider=provider) for i in range(self.nodes))
+        return tuple(
+            PlacedNode(
+                name=node.name,
+                op=node.op,
+                domain=node.domain,
+                provider=provider if self.provider or node.taken else CPU_PROVIDER,
+            )
+            for node in job.check.node_list
         )
 
 

@@ -11,6 +11,7 @@ from edgekit.devices.emulators.xnnpack_wasm import WEB_VERSION, XnnpackWasm
 from edgekit.devices.observe import name_as_model
 from edgekit.errors import EdgekitError
 from edgekit.model.model import load_model
+from edgekit.model.skim import skim_model
 from edgekit.target import load_target
 from edgekit.verify.facts import OBSERVING, PlacementGap
 
@@ -23,6 +24,10 @@ _FAMILIES = {
     "DynamicQuantizeMatMul": "MatMul",
 }  # fmt: skip
 """Operators that do a model's work, by what ONNX Runtime's optimisers turn into one another on the CPU."""
+_REPEATING = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+"""Their bodies hold nodes that a session reports, and that the list of the model's nodes does not have."""
+_MOST_UNSEEN = 0.05
+"""ONNX Runtime merges equal nodes and folds constants before it places them, so that a little work may be gone."""
 
 
 def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
@@ -48,6 +53,49 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
         lost=len(lost),
         lost_macs=sum(node.macs for node in lost) / total if total else len(lost) / max(1, len(taken)),
         nodes=tuple(node.name for node in lost[:_MOST_NAMES]),
+    )
+
+
+def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
+    """Returns in words why what a device reports cannot be the placement of this model, None where it can be.
+
+    Matched both ways are the operators that do the work, by their number, because optimisers rename and fuse them: a
+    device that reports more of them than the model has does not run it, and one that leaves some out hides where they
+    ran. None where a provider's compiled node does not say what is in it: in a profile, or in a context file.
+    """
+    nodes = job.check.node_list
+    if run.failure is not None or run.evidence not in OBSERVING or run.placement_source == "predicted":
+        return None
+    if not run.placement or any(node.op in _REPEATING for node in nodes) or _holds_compiled(run, job):
+        return None
+    expected, reported = (
+        Counter(_FAMILIES[node.op] for node in side if node.op in _FAMILIES) for side in (nodes, run.placement)
+    )
+    for family, count in sorted((reported - expected).items()):
+        return (
+            f"its placement is not this model's: it reports {count} {family} more than the {expected[family]} there are"
+        )
+    seen = name_as_model({node.name: node.provider for node in run.placement}, {node.name for node in nodes})
+    unseen = [node for node in nodes if node.op in _FAMILIES and node.name not in seen]
+    hidden: list[CheckedNode] = []
+    for family, count in sorted((expected - reported).items()):
+        hidden += sorted((node for node in unseen if _FAMILIES[node.op] == family), key=lambda node: node.macs)[:count]
+    work = sum(node.macs for node in nodes)
+    if not hidden or sum(node.macs for node in hidden) <= _MOST_UNSEEN * work:
+        return None
+    names = ", ".join(f"'{node.name}'" for node in hidden[:5]) + (", ..." if len(hidden) > 5 else "")
+    return f"its placement is not whole: {len(hidden)} nodes that do the model's work ran nowhere, as {names}"
+
+
+def _holds_compiled(run: DeviceRun, job: Job) -> bool:
+    """Returns True if a provider's node stands for others: one of a context file, or in a profile of its own kind."""
+    if any(node.op == "EPContext" for node in run.placement):
+        return job.model.suffix == ".onnx" and any(
+            node.op_type == "EPContext" for node in skim_model(job.model).graph.node
+        )
+    known = {node.op for node in job.check.node_list} | _FAMILIES.keys()
+    return run.placement_source == "profile" and any(
+        node.provider != CPU_PROVIDER and node.op not in known for node in run.placement
     )
 
 
