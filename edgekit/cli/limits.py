@@ -51,7 +51,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.min_top1_agreement is not None:
             given["granted_samples"] = 0
-        return msgspec.structs.replace(thresholds, task=self._limit(thresholds.task), **given)
+        task = thresholds.task if self.metric is None else load_metric(self.metric)
+        return msgspec.structs.replace(thresholds, task=self._limit(task), **given)
 
     def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
         given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share}

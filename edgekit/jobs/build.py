@@ -63,7 +63,7 @@ def build(
     with work_folder() as work, staged_entries(out) as staging:
         job = BuildJob(recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress)
         inputs = _read_inputs(source, data, job)
-        built = [_build_target(inputs, target, job, verify=verify) for target in targets]
+        built = [_build_target(inputs, target, job) for target in targets]
         reports = _verify_all(built, progress) if verify else {}
         report = BuildReport(
             model=source.name,
@@ -159,10 +159,10 @@ def _calibrate(
         return error
 
 
-def _build_target(inputs: BuildInputs, target: Target, job: BuildJob, *, verify: bool) -> BuiltBundle | EdgekitError:
+def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:
     job.progress(f"build for {target.name}")
     try:
-        return make_bundle(inputs, target, job, job.work / target.name, layers=verify)
+        return make_bundle(inputs, target, job, job.work / target.name)
     except EdgekitError as error:
         return error
 

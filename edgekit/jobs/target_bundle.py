@@ -80,8 +80,8 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path, *, layers: bool) -> BuiltBundle:
-    """Makes and writes the bundle of one target; with `layers` it keeps how they compare with the float model's.
+def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> BuiltBundle:
+    """Makes and writes the bundle of one target.
 
     Raises:
         EdgekitError: the model cannot be made for this target.
@@ -110,8 +110,7 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path, 
     notes += told
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
     contents = _collect(inputs, target, precision, quantized, converted, check, job.recipe)
-    if layers:
-        contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
+    contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
     models: dict[Step, Model] = {"prepare": inputs.prepared}
     if quantized is not None:
         models["quantize"] = quantized.model

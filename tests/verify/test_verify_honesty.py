@@ -21,7 +21,7 @@ from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.recipe import Data, Recipe
-from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
+from edgekit.verify.causes.honesty import describe_replay, find_half_values, find_replay, find_sameness
 from edgekit.verify.metrics.dependence import (
     compare_device_outputs,
     count_dimensions,
@@ -98,6 +98,34 @@ def test_a_bundle_that_gives_the_float_models_bits_is_no_replay(bundle: Bundle) 
     assert find_replay(bundle, [COUNT + 1], listed(chosen), listed(chosen)) is None  # no row whose own output is known
     manifest = msgspec.structs.replace(bundle.manifest, precision="fp32")
     assert find_replay(msgspec.structs.replace(bundle, manifest=manifest), rows, listed(chosen), listed(chosen)) is None
+
+
+def test_a_run_of_the_float_model_on_kernels_of_its_own_is_told(bundle: Bundle) -> None:
+    rng = np.random.default_rng(0)
+
+    def run_float(noise: float) -> Lie:
+        return lambda _: [
+            {"y": row["y"] + (noise * rng.normal(size=row["y"].shape)).astype(np.float32)}
+            for row in read_outputs(bundle.golden)
+        ]
+
+    run = ask(bundle, run_float(1e-5))
+    assert not run.passed
+    assert "dB nearer to the float model's than the bundle's own model does" in run.findings[0]
+    noise = float(np.std(next(iter(ask_outputs(bundle)))["y"] - next(iter(read_outputs(bundle.golden)))["y"]))
+    assert not ask(bundle, run_float(noise)).findings
+
+
+@pytest.mark.parametrize("classes", [1, 2, 10])
+def test_an_honest_device_that_happens_to_lie_near_the_float_model_is_no_replay(classes: int) -> None:
+    """On a coarse grid a device that rounds otherwise may hit the float model's value, the more the fewer there are."""
+    rng, accused = np.random.default_rng(classes), 0
+    for _ in range(1000):
+        wanted = rng.normal(size=(3, 1, classes))
+        own = np.round((wanted + rng.normal(scale=0.02, size=wanted.shape)) * 20) / 20
+        got = own + rng.choice([-0.05, 0.0, 0.0, 0.05], size=own.shape)
+        accused += describe_replay(list(zip(wanted, own, got, strict=True)), 3) is not None
+    assert accused <= 1
 
 
 @pytest.mark.parametrize(

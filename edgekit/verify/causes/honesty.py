@@ -1,5 +1,6 @@
 """Devices that lie: outputs of other samples, of another precision, or of the reference itself."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +11,15 @@ from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array
+from edgekit.verify.metrics.dependence import CHANCE, measure_chance
+from edgekit.verify.metrics.tensor_metrics import decibels, distance_energy
 
 _LOOKED_AT = 8
 _LEAST_VALUES = 16
+_MUCH_CLOSER = 100.0
+"""20 dB: what is left of the distance where a device computes the float model with kernels of its own."""
+_MOST_VALUES = 16
+"""So many values of a sample at most err on their own: they come from the same layers."""
 
 
 def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
@@ -59,31 +66,52 @@ def _is_on_grid(values: Array) -> bool:
 
 
 def find_replay(bundle: Bundle, indices: Sequence[int], reference: Samples, got: Samples) -> str | None:
-    """Returns a finding where a device gives the float model's outputs to the bit and the bundle's own model does not.
+    """Returns a finding where a device gives what the float model does, and not what the bundle's own model does.
 
-    What the bundle's model gives is known for the samples of its self-test; a float32 model may give the same bits.
+    What the bundle's model gives is known for the samples of its self-test. Kernels differ by much less than rounding
+    costs, so that an honest device lies as far from the float model as the bundle's model: one that lies 20 dB nearer
+    runs another model, or replays the reference. Few values may lie there by chance, which counts as in
+    `edgekit.verify.metrics.dependence`. A float32 model may give the float model's bits.
     """
-    rows = {choice.row: place for place, choice in enumerate(bundle.manifest.golden.chosen)}
-    if bundle.manifest.precision == "fp32":
+    places = {choice.row: place for place, choice in enumerate(bundle.manifest.golden.chosen)}
+    if bundle.manifest.precision == "fp32" or not places.keys() & set(indices):
         return None
+    values: list[tuple[Array, Array, Array]] = []
+    rows = 0
     try:
         expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED))
-        differs = False
         for index, wanted, found in zip(indices, reference, got, strict=False):
-            if index not in rows:
-                continue
-            own = expected[rows[index]]
-            floats = {name: value for name, value in wanted.items() if value.dtype.kind == "f" and name in own}
-            if not floats or any(not _is_same(value, found.get(name)) for name, value in floats.items()):
+            own = expected[places[index]] if index in places else {}
+            names = [name for name, value in wanted.items() if name in own and value.dtype.kind == "f"]
+            if any(name not in found or found[name].shape != wanted[name].shape for name in names):
                 return None
-            differs = differs or any(not _is_same(value, own[name]) for name, value in floats.items())
+            values += [(wanted[name], own[name], found[name]) for name in names]
+            rows += bool(names)
     except (EdgekitError, IndexError):
         return None
-    if not differs:
+    return describe_replay(values, rows)
+
+
+def describe_replay(values: Sequence[tuple[Array, Array, Array]], rows: int) -> str | None:
+    """Returns the finding of `find_replay` for float outputs of so many samples, None where there is none.
+
+    Each is a triple: what the float model gives, what the bundle's own model gives, and what the device gave.
+    """
+    apart = sum(distance_energy(wanted, own) for wanted, own, _ in values)
+    near = sum(distance_energy(wanted, found) for wanted, _, found in values)
+    if not 0.0 < apart < math.inf or not near * _MUCH_CLOSER < apart:
+        return None
+    if all(_is_same(wanted, found) for wanted, _, found in values):
+        return (
+            "the outputs are the float model's to the bit, and the bundle's own model does not give these:"
+            " the reference was replayed, or another model ran"
+        )
+    size = sum(wanted.size for wanted, _, _ in values)
+    if measure_chance(near, apart, min(size, _MOST_VALUES * rows)) >= CHANCE:
         return None
     return (
-        "the outputs are the float model's to the bit, and the bundle's own model does not give these:"
-        " the reference was replayed, or another model ran"
+        f"the outputs lie {decibels(apart, near):.0f} dB nearer to the float model's than the bundle's own model does:"
+        " the float model ran in its place, or the reference was replayed"
     )
 
 

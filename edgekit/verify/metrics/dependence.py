@@ -1,7 +1,7 @@
 """Whether outputs depend on their inputs as the reference's do: of another sample, or of none.
 
 Each accusation is a test of the hypothesis that the device is honest and errs by noise of its own. It is made only
-where chance would do the same in less than `_CHANCE` of such outputs; tests/verify/test_verify_false_alarms.py counts
+where chance would do the same in less than `CHANCE` of such outputs; tests/verify/test_verify_false_alarms.py counts
 how often it does.
 """
 
@@ -16,7 +16,7 @@ from edgekit.verify.metrics.compare import MeasuredSample, measure_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.metrics.sketch import Floats
 
-_CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
+CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
 """How often chance may accuse an honest output, and the same as a normal deviate: a tenth of one run in a thousand."""
 _CLOSER = 4.0
 """An output that lies at half the distance (a quarter of the energy) is clearly nearer."""
@@ -61,7 +61,7 @@ def find_dependence(samples: Sequence[MeasuredSample]) -> str | None:
     error = sum(errors.error_energy for _, errors in later)
     stale = sum(row.stale_energy or 0.0 for row, _ in later)
     dims = min(count_dimensions(reference), count_dimensions(got - reference))
-    if stale * _CLOSER < error and _measure_chance(stale, error, len(later) * dims) < _CHANCE:
+    if stale * _CLOSER < error and measure_chance(stale, error, len(later) * dims) < CHANCE:
         return "follows the sample before, not its own"
     energy = sum(row.errors.reference_energy for row in samples if row.errors is not None)
     return find_permutation(reference, got) or find_independence(reference, got, energy)
@@ -100,9 +100,9 @@ def find_permutation(reference: Floats, got: Floats) -> str | None:
         if first * _CLOSER < own[index]:
             nearest[index] = int(distances.argmin())
             # No match tells more than one of all pairs of samples would by chance: classes that saturate coincide.
-            chances[index] = max(_measure_chance(first, second, dims), 1.0 / count**2)
+            chances[index] = max(measure_chance(first, second, dims), 1.0 / count**2)
     moved = _list_cycles(nearest.tolist())
-    if not moved or float(np.prod(chances[moved])) >= _CHANCE:
+    if not moved or float(np.prod(chances[moved])) >= CHANCE:
         return None
     return f"came back for other samples: that of sample {moved[0]} belongs to sample {nearest[moved[0]]}"
 
@@ -130,7 +130,7 @@ def find_independence(reference: Floats, got: Floats, energy: float) -> str | No
     return f"does not follow its inputs: what varies from sample to sample correlates by {correlation:.2f} only"
 
 
-def _measure_chance(near: float, far: float, dims: float) -> float:
+def measure_chance(near: float, far: float, dims: float) -> float:
     """Returns how likely a point falls that near by chance: the share of a ball's volume within a smaller radius.
 
     Both are energies, squares of the radius.
