@@ -211,7 +211,7 @@ def test_entropy_counts_magnitudes_without_zeros(low: float, high: float, levels
 )  # fmt: skip
 def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, least: float, most: float) -> None:
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {{ a = Neg(x) {node} }}'
-    function = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")))["a"]
+    function = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
     assert saturation_of(function) == (least, most)
     assert saturation_of(None) == (-np.inf, np.inf)
     far = np.array([least - 1.0, least - 9.0])
