@@ -181,8 +181,8 @@ def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
     return _View(proto, folder).graph(proto.graph, None)
 
 
-def view_part(graph: onnx.GraphProto, opset: int) -> Graph:
-    """Returns a graph alone, of a model of this opset, with the types and shapes that it holds."""
+def view_part(graph: onnx.GraphProto, opset: int = 1) -> Graph:
+    """Returns a graph alone, of a model of this opset if that counts, with the types and shapes that it holds."""
     model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])
     return _View(model, Path()).graph(graph, None)
 

@@ -22,7 +22,7 @@ from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
-from edgekit.quantize.graph.graph import refuse_huge
+from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.goal_search import Search, Searched, plan_sparingly, search_quantization
 from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan

@@ -6,10 +6,10 @@ import msgspec
 import onnx
 
 from edgekit.errors import DataError, ModelError
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.weights.float_weights import find_float_weights
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
 from edgekit.quantize.qdq.compact import compact_qdq

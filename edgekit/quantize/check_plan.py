@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq.build import plan_calibration, plan_graph
 from edgekit.quantize.ranges.methods import RANGE_METHODS, TensorRange
@@ -99,7 +99,7 @@ def _show(plan: QuantPlan, field: str) -> str:
 
 
 def _odd_nodes(plan: QuantPlan, graph: Graph) -> Iterator[_Complaint]:
-    ops = {node.name: node.op_type for node in graph.proto.graph.node}
+    ops = {node.name: node.op_type for node in graph.nodes}
     for node in plan.float_nodes:
         if node.name not in ops:
             yield f"keeps node '{node.name}' float, which does not exist", suggest_name(node.name, ops)

@@ -7,11 +7,12 @@ import msgspec
 import onnx
 
 from edgekit.errors import DataError, ModelError, UsageError
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.graph.float_graph import float_activations, range_source
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
-from edgekit.quantize.graph.graph import Graph, float_activations, range_source
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
 from edgekit.target import Precision, Quantization, Target
@@ -25,9 +26,9 @@ _FOLLOWERS = frozenset(
 """Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like)."""
 
 _OTHER_FLOATS = {
-    onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.DOUBLE: "double precision",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
+    "float16": "float16",
+    "float64": "double precision",
+    "bfloat16": "bfloat16",
 }
 """Floats that no provider quantizes."""
 
@@ -137,7 +138,7 @@ def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
     """Returns True if a plan leaves a node to be quantized that does not wait for a quantized neighbour."""
     idle = {node.name for node in plan.float_nodes}
     if plan.scheme == "ort":
-        idle |= {node.name for node in graph.proto.graph.node if node.op_type in _FOLLOWERS}
+        idle |= {node.name for node in graph.nodes if node.op_type in _FOLLOWERS}
     return any(node.name not in idle for node in _float_computing(graph))
 
 
@@ -156,25 +157,23 @@ def relieve_tensors(
     kept = {node.name: node for node in plan.float_nodes}
     for name in names:
         maker = graph.producers.get(name)
-        for node in (*([maker] if maker is not None else []), *graph.consumers.get(name, ())):
+        for node in (*([maker] if maker is not None else []), *graph.readers(name)):
             reason = f"it makes or reads '{name}', which 8 bits do not hold"
             kept.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
     return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
 
 
 def _op_types(graph: Graph, rules: Quantization) -> tuple[str, ...]:
-    present = {node.op_type for node in graph.proto.graph.node} - set(rules.float_ops)
+    present = {node.op_type for node in graph.nodes} - set(rules.float_ops)
     if rules.op_types:
         return tuple(sorted(present & set(rules.op_types)))
     allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
     return tuple(sorted(allowed))
 
 
-def _float_computing(graph: Graph) -> list[onnx.NodeProto]:
+def _float_computing(graph: Graph) -> list[Node]:
     return [
-        node
-        for node in graph.proto.graph.node
-        if any(graph.is_float(name) and name not in graph.initializers for name in node.input)
+        node for node in graph.nodes if any(graph.is_float(name) and name not in graph.constants for name in node.input)
     ]
 
 
@@ -184,8 +183,8 @@ def _float_nodes(
     boundless = find_infinite_tensors(graph)
     unmeasured = {name for name in float_activations(graph) if name not in measured}
     islands = delicate | find_float_regions(graph)
-    for node in graph.proto.graph.node:
-        kinds = {graph.elem_types.get(name, 0) for name in (*node.input, *node.output)}
+    for node in graph.nodes:
+        kinds = {graph.values[name].dtype for name in (*node.input, *node.output) if name in graph.values}
         other = next((text for kind, text in _OTHER_FLOATS.items() if kind in kinds), None)
         if other is not None:
             yield FloatNode(name=node.name, op=node.op_type, reason=f"it computes in {other}")
@@ -206,7 +205,7 @@ def _float_nodes(
 
 def _wide_tensors(graph: Graph, nodes: set[str], exact: dict[str, TensorRange]) -> dict[str, TensorRange]:
     """Returns the float activations that some nodes read or make, in graph order, with their range."""
-    members = [node for node in graph.proto.graph.node if node.name in nodes]
+    members = [node for node in graph.nodes if node.name in nodes]
     touched = {name for node in members for name in (*node.input, *node.output)}
     return {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
 
@@ -218,7 +217,7 @@ def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]
     grid = Grid(scale=1 / 256, zero_point=-128 if activation == "int8" else 0)
     return {
         node.output[0]: grid
-        for node in graph.proto.graph.node
+        for node in graph.nodes
         if node.op_type in {"Softmax", "Sigmoid"} and node.op_type in op_types and graph.is_float(node.output[0])
     }
 
@@ -227,30 +226,30 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
     axes: dict[str, int] = {}
     if not rules.weight_symmetric:
         return axes
-    for node in graph.proto.graph.node:
+    for node in graph.nodes:
         if node.op_type in rules.per_channel_ops and len(node.input) > 1:
             axis = _channel_axis(graph, node)
-            if axis is not None and graph.consumers[node.input[1]] == (node,):
+            if axis is not None and graph.readers(node.input[1]) == (node,):
                 axes[node.input[1]] = axis
     return axes
 
 
-def _channel_axis(graph: Graph, node: onnx.NodeProto) -> int | None:
+def _channel_axis(graph: Graph, node: Node) -> int | None:
     """Returns the output-channel axis of a weighted node's constant weight, None where a scale per channel cannot be.
 
     A grouped ConvTranspose shares an axis between groups, so its int32 bias could not follow the weight's scales, and
     ONNX Runtime's quantizer fails on a Gemm with a bias of two dimensions.
     """
-    weight = graph.initializers.get(node.input[1])
+    weight = graph.constants.get(node.input[1])
     if weight is None or weight.data_type != onnx.TensorProto.FLOAT:
         return None
-    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    attributes = node.attributes
     if node.op_type == "Conv":
         return 0
     if node.op_type == "ConvTranspose":
         return 1 if attributes.get("group", 1) == 1 else None
     if node.op_type == "Gemm":
-        bias = graph.initializers.get(node.input[2]) if len(node.input) > 2 else None
+        bias = graph.constants.get(node.input[2]) if len(node.input) > 2 else None
         if bias is not None and len(bias.dims) > 1:
             return None
         return 0 if attributes.get("transB", 0) else 1

@@ -10,7 +10,7 @@ from quantize_models import make_model, make_samples
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 
 SEPARABLE = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
   a = Conv<kernel_shape=[1,1]>(x, w1, b1) r = Relu(a)
@@ -67,7 +67,7 @@ SLOPES = ("slope", "s1", "s2", "s3")
 
 def make_collapsing(text: str, folder: Path, decades: float = 2.0) -> Model:
     """A net whose channels differ in size as folded batch normalisation makes them, up to powers of ten."""
-    proto = read_graph(make_model(text, folder / "plain.onnx", SHAPES[text])).proto
+    proto = read_float_graph(make_model(text, folder / "plain.onnx", SHAPES[text])).model
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     arrays |= {name: np.full(SHAPES[text][name], 0.25, np.float32) for name in SLOPES if name in SHAPES[text]}
     arrays |= {name: np.array(value, np.float32) for name, value in (("zero", 0), ("six", 6)) if name in SHAPES[text]}

@@ -24,7 +24,7 @@ from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model, load_model
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import load_target
 
 TARGETS = ["nnapi", "qnn", "xnnpack"]
@@ -183,7 +183,7 @@ def test_control_flow_stays_float(tmp_path: Path) -> None:
 
 
 def test_only_what_ort_itself_raises_is_called_its_refusal(net: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    graph = read_graph(net).proto
+    graph = read_float_graph(net).model
     empty = QdqRequest(
         scheme="ort", activation="uint8", weight="int8", activation_symmetric=False, weight_symmetric=True,
         op_types=("Conv",), excluded=(), ranges={}, grids={}, axes={},

@@ -13,7 +13,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import load_target
 
 TOKENS = 8
@@ -98,6 +98,6 @@ def test_a_huge_weight_that_hides_nothing_is_left_alone(tmp_path: Path) -> None:
     proto = onnx.load(str(path))
     proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full(4, -1e9, np.float32), "b"))
     onnx.save(proto, str(path))
-    value = read_graph(load_model(path)).constant("b")
+    value = read_float_graph(load_model(path)).constant("b")
     assert value is not None
     assert value.max() == -1e9

@@ -10,7 +10,7 @@ from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, Memo, best_quick_db, judge_draft
 from edgekit.quantize.mixed_precision.relief import choose_schedule
 from edgekit.quantize.mixed_precision.score import judge_candidate
@@ -89,7 +89,7 @@ def test_moments_recover_what_correlated_inputs_lose(tmp_path: Path) -> None:
     base = rng.normal(size=(2, 16)).astype(np.float32)
     rows = [(rng.normal(size=(1, 2)).astype(np.float32) @ base) for _ in range(64)]
     calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
-    graph = read_graph(model)
+    graph = read_float_graph(model)
     plan = plan_quantization(model, calibration, load_target("qnn"), "int16", method="minmax")
 
     def score(rounding: Rounding) -> float:
@@ -148,7 +148,7 @@ def test_a_broken_plan_is_relieved_further_than_a_weak_one(
 
 
 def test_second_moments_are_tried_above_a_floor_and_judged_once(net: Model, many: Calibration) -> None:
-    graph = read_graph(net)
+    graph = read_float_graph(net)
     draft = Draft(graph=graph, calibration=many, plan=draft_plan(net, graph, many, load_target("cpu"), "int8"))
     memo = Memo()
     every, quick = judge_draft(draft, memo), judge_draft(draft, memo, floor_db=60.0)
@@ -168,7 +168,7 @@ def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Pre
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = Relu(x) }'
     model = make_model(text, tmp_path / "m.onnx")
     calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
-    graph = read_graph(model)
+    graph = read_float_graph(model)
     plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)
     (judged,) = judge_draft(Draft(graph=graph, calibration=calibration, plan=plan), Memo())
     assert (judged.method, judged.rounding, judged.relieved, judged.equalized) == ("minmax", "nearest", (), False)

@@ -9,14 +9,14 @@ from quantize_models import make_model
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, powers_of
 
 
 def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,40] y, int64[1,1] k) {
       h = Relu(x) z = MatMul(h, w) y = Softmax(z) k = ArgMax<axis=1>(y) }"""
-    points = find_compared_tensors(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 40)})))
+    points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 40)})))
     assert points == (ComparedTensor(tensor="z", reader="n2_Softmax", centred=True),)
 
 
@@ -24,12 +24,12 @@ def test_few_outputs_are_judged_with_their_features(tmp_path: Path) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,2] y) { h = Relu(x) y = MatMul(h, w) }'
     )
-    points = find_compared_tensors(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 2)})))
+    points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 2)})))
     assert [point.tensor for point in points] == ["y", "h"]
 
 
 def parts_of(folder: Path, text: str) -> list[tuple[str, tuple[int, int, int] | None]]:
-    graph = read_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', folder / "m.onnx"))
+    graph = read_float_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', folder / "m.onnx"))
     return [(point.tensor, point.part) for point in find_compared_tensors(graph)]
 
 
@@ -87,7 +87,7 @@ def test_what_a_graph_squashes_or_picks_from_is_judged(
     tmp_path: Path, nodes: str, tensor: str, reader: str, centred: bool
 ) -> None:
     text = f"(float[1,40] x) => (float[A,B] y) <int64[1] n = {{3}}> {{ z = Neg(x) {nodes} }}"
-    graph = read_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', tmp_path / "m.onnx"))
+    graph = read_float_graph(make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}', tmp_path / "m.onnx"))
     assert find_compared_tensors(graph) == (ComparedTensor(tensor=tensor, reader=reader, centred=centred),)
 
 
@@ -97,7 +97,7 @@ def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
 ) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,{size}] y)
       {{ h = Relu(x) m = MatMul(h, w) y = Neg(m) }}"""
-    points = find_compared_tensors(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, size)})))
+    points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, size)})))
     assert [(point.tensor, point.reader) for point in points] == [("y", ""), ("h", "n1_MatMul")][: len(features)]
 
 

@@ -25,7 +25,7 @@ from edgekit.quantize.equalization.equalize import (
 )
 from edgekit.quantize.equalization.pairs import find_equalization_pairs
 from edgekit.quantize.equalization.silu import RESTORED, clip_silu_tails
-from edgekit.quantize.graph.graph import float_activations, read_graph
+from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Target, load_target
 
@@ -77,7 +77,7 @@ def sqnr_db(model: Model, other: Model) -> float:
 
 
 def test_the_pairs_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model, Calibration]) -> None:
-    pairs = {pair.tensor: pair for pair in find_equalization_pairs(read_graph(unequal[0]))}
+    pairs = {pair.tensor: pair for pair in find_equalization_pairs(read_float_graph(unequal[0]))}
     assert list(pairs) == ["r", "p", "c", "f"]
     assert [step.tensor for step in pairs["p"].steps] == ["d"]
     assert (pairs["c"].ceiling, pairs["r"].ceiling) == (6, None)
@@ -90,16 +90,16 @@ def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path
     shapes: dict[str, tuple[int, ...]] = {
         "gain": (32,), "shift": (32,), "wa": (32, 8), "wb": (32, 8), "wc": (32, 40),
     }  # fmt: skip
-    pairs = find_equalization_pairs(read_graph(make_model(text, tmp_path / "m.onnx", shapes)))
+    pairs = find_equalization_pairs(read_float_graph(make_model(text, tmp_path / "m.onnx", shapes)))
     assert [(pair.tensor, pair.reshaped, len(pair.consumers)) for pair in pairs] == [("n", ("one", "two"), 3)]
 
 
 def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:
-    graph = read_graph(unequal[0])
+    graph = read_float_graph(unequal[0])
     factors = choose_factors(graph, Path(unequal[1].statistics), ())
     assert set(factors) >= {"r", "p", "c"}
     equalized = equalize_graph(graph, factors)
-    save_proto(equalized.proto, tmp_path / "equalized.onnx")
+    save_proto(equalized.model, tmp_path / "equalized.onnx")
     for sample in random_samples(unequal[0], count=4, seed=2):
         one, two = (
             CpuSession(path, SessionSettings()).run(sample)["y"]
@@ -112,10 +112,10 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
     unequal: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
     model, calibration = unequal
-    graph = read_graph(model)
+    graph = read_float_graph(model)
     factors = choose_factors(graph, Path(calibration.statistics), ())
     equalized = equalize_graph(graph, factors)
-    save_proto(equalized.proto, tmp_path / "equalized.onnx")
+    save_proto(equalized.model, tmp_path / "equalized.onnx")
     again = calibrate_model(
         load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
     )
@@ -141,15 +141,15 @@ def test_channels_are_scaled_through_joins_and_resizing_and_slopes_below_zero(tm
     }  # fmt: skip
     model = make_model(JOINED, tmp_path / "m.onnx", {**shapes, "b4": (40,)})
     calibration = calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
-    graph, seen = read_graph(model), calibration.ranges["minmax"]
-    assert (numpy_helper.to_array(graph.initializers["slope"]) < 0).any()
+    graph, seen = read_float_graph(model), calibration.ranges["minmax"]
+    assert (numpy_helper.to_array(graph.constants["slope"]) < 0).any()
     (joined,) = (pair for pair in find_equalization_pairs(graph) if pair.tensor == "z")
     assert joined.fixed == ((16, 24),)  # Two nodes read r.
     factors = choose_factors(graph, Path(calibration.statistics), (), seen)
     assert set(factors) == {"p", "z"}
     assert set(factors["z"][16:]) == {1.0}
     equalized = equalize_graph(graph, factors)
-    save_proto(equalized.proto, tmp_path / "equalized.onnx")
+    save_proto(equalized.model, tmp_path / "equalized.onnx")
     sample = next(iter(random_samples(model, count=1, seed=2)))
     one, two = (
         CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "equalized.onnx")
@@ -200,7 +200,7 @@ def test_the_command_reports_scaled_layers_and_applies_their_plan(
 
 
 def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> None:
-    graph = read_graph(unequal[0])
+    graph = read_float_graph(unequal[0])
     for factors in ({"y": (1.0,) * 40}, {"r": (1.0,)}, {"r": (0.3,) * 24}, {"r": (0.0,) * 24}, {"r": (1e300,) * 24}):
         with pytest.raises(UsageError, match="the plan cannot scale"):
             equalize_graph(graph, factors)
@@ -232,13 +232,13 @@ def gated(tmp_path: Path) -> tuple[Model, Calibration]:
 
 def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, Calibration], tmp_path: Path) -> None:
     model, calibration = gated
-    graph, seen = read_graph(model), calibration.ranges["minmax"]
+    graph, seen = read_float_graph(model), calibration.ranges["minmax"]
     assert choose_factors(graph, Path(calibration.statistics), (), seen) == {}
     factors = choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True)
     assert set(factors) == {"p", "q"}
     assert scales_silu(graph, factors)
     equalized = equalize_graph(graph, factors)
-    save_proto(equalized.proto, tmp_path / "equalized.onnx")
+    save_proto(equalized.model, tmp_path / "equalized.onnx")
     for sample in random_samples(model, count=4, seed=2):
         one, two = (
             CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "equalized.onnx")
@@ -265,7 +265,7 @@ def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
         plan = plan_quantization(model, calibration, target, "int8")
         ruined = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
         saved = quantize_model(model, plan, calibration, tmp_path / "saved.onnx").model
-        assert scales_silu(read_graph(model), plan.factors)
+        assert scales_silu(read_float_graph(model), plan.factors)
         assert sqnr_db(model, ruined) < 8
         assert sqnr_db(model, saved) > 26
         assert {node.op for node in plan.float_nodes} <= {"HardSigmoid"}
@@ -277,7 +277,7 @@ def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -
     }  # fmt: skip
     model = make_model(GATED, tmp_path / "m.onnx", shapes)
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
-    graph, seen = read_graph(model), calibration.ranges["minmax"]
+    graph, seen = read_float_graph(model), calibration.ranges["minmax"]
     assert not scales_silu(graph, choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True))
 
 
@@ -293,7 +293,7 @@ def test_low_values_that_a_gate_turns_to_nothing_get_no_integers(tmp_path: Path)
     model = save_proto(proto, tmp_path / "large.onnx")
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     seen = calibration.ranges["minmax"]
-    for method, spans in clip_silu_tails(read_graph(model), calibration).ranges.items():
+    for method, spans in clip_silu_tails(read_float_graph(model), calibration).ranges.items():
         assert -7 < spans["a"].low < -1.3, method
         assert spans["a"].high == calibration.ranges[method]["a"].high
         assert spans["b"] == calibration.ranges[method]["b"]

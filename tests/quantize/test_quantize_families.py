@@ -15,7 +15,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
 from edgekit.target import load_target
@@ -88,8 +88,8 @@ def test_a_family_that_collapses_comes_back(family: Family, tmp_path: Path) -> N
 
 def test_a_concat_that_stays_float_joins_no_ranges(tmp_path: Path) -> None:
     model = make_collapsing(DETECTOR, tmp_path)
-    graph = read_graph(model)
-    (node,) = (node for node in graph.proto.graph.node if node.op_type == "Concat")
+    graph = read_float_graph(model)
+    (node,) = (node for node in graph.nodes if node.op_type == "Concat")
     spans = {"large": TensorRange(low=-300, high=300), "scores": TensorRange(low=0, high=1)}
     assert share_ranges(graph, spans, ("Concat",))["scores"].high == 300
     assert share_ranges(graph, spans, ("Concat",), {node.name}) == spans

@@ -6,8 +6,8 @@ from quantize_models import make_model, make_samples, op_types, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions
-from edgekit.quantize.graph.graph import read_graph
 from edgekit.target import load_target
 
 FRONT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y)
@@ -17,12 +17,10 @@ SHAPES: dict[str, tuple[int, ...]] = {"dft": (64, 32), "w1": (32, 16), "w2": (16
 
 
 def test_spectral_front_end_stays_float_up_to_its_log(tmp_path: Path) -> None:
-    graph = read_graph(make_model(FRONT, tmp_path / "m.onnx", SHAPES))
-    ops = {node.op_type for node in graph.proto.graph.node if node.name in find_float_regions(graph)}
+    graph = read_float_graph(make_model(FRONT, tmp_path / "m.onnx", SHAPES))
+    ops = {node.op_type for node in graph.nodes if node.name in find_float_regions(graph)}
     assert ops == {"MatMul", "Mul", "Add", "Log"}
-    assert (
-        sum(node.op_type == "MatMul" and node.name in find_float_regions(graph) for node in graph.proto.graph.node) == 1
-    )
+    assert sum(node.op_type == "MatMul" and node.name in find_float_regions(graph) for node in graph.nodes) == 1
 
 
 def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_path: Path) -> None:
@@ -30,14 +28,14 @@ def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_p
       re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)
       e = Max(m, eps) l = Log(e) y = MatMul(l, w) }"""
     shapes: dict[str, tuple[int, ...]] = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4)}
-    graph = read_graph(make_model(text, tmp_path / "m.onnx", shapes))
-    assert len(find_float_regions(graph)) == len(graph.proto.graph.node) - 1
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", shapes))
+    assert len(find_float_regions(graph)) == len(graph.nodes) - 1
 
 
 def test_log_behind_a_network_keeps_only_its_neighbours(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,4] y) {
       h = MatMul(x, w) s = Softmax(h) y = Log(s) }"""
-    graph = read_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 4)}))
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 4)}))
     assert set(find_float_regions(graph)) == {"n1_Softmax", "n2_Log"}
 
 
@@ -74,7 +72,7 @@ ROOTS = {
 def test_the_root_of_a_spectrum_and_all_before_it_stay_float(tmp_path: Path, root: str) -> None:
     text = MAGNITUDE.replace("ROOT", root)
     weights: dict[str, tuple[int, ...]] = {"wr": (16, 1, 40), "wi": (16, 1, 40), "wh": (8, 16, 3), "wc": (8, 8, 3)}
-    islands = find_float_regions(read_graph(make_model(text, tmp_path / "m.onnx", weights)))
+    islands = find_float_regions(read_float_graph(make_model(text, tmp_path / "m.onnx", weights)))
     kinds = [name.split("_")[1] for name in islands]
     assert {"Conv", "Mul", "Add"} <= set(kinds)
     assert kinds.count("Conv") == 2
@@ -85,7 +83,7 @@ def test_a_root_within_a_network_is_no_spectrum(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,6,6] y) {
       c = Conv(x, w) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = Conv(q, v) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4, 1, 1), "v": (4, 4, 3, 3)})
-    assert not find_float_regions(read_graph(model))
+    assert not find_float_regions(read_float_graph(model))
 
 
 def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from edgekit.graph.graph import view_model
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, save_moments
-from edgekit.quantize.graph.graph import index_proto
 from edgekit.quantize.rounding.gptq import (
     LIMIT,
     Rounded,
@@ -178,7 +178,7 @@ def correct(
     qdq = make_gemm(QDQ.replace("BIAS", ", bd" if bias else ""), integers)
     spoil(qdq)
     given = {} if factors is None else {"gemm": factors}
-    round_qdq_weights(qdq, index_proto(proto), folder, rounding, given, limit)
+    round_qdq_weights(qdq, view_model(proto), folder, rounding, given, limit)
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
     return Corrected(integers=found["wq"], scale=found["ws"], bias=found["bq"], bias_scale=found["bs"])
 

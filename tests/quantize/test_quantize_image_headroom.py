@@ -16,7 +16,7 @@ from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, Search, plan_sparingly
 from edgekit.target import load_target
 
@@ -40,7 +40,7 @@ def dim(tmp_path: Path) -> tuple[Model, Samples, Calibration]:
 
 def test_ranges_reach_as_far_as_white_would(dim: tuple[Model, Samples, Calibration]) -> None:
     model, _, calibration = dim
-    before, after = (each.ranges for each in (calibration, add_image_headroom(read_graph(model), calibration)))
+    before, after = (each.ranges for each in (calibration, add_image_headroom(read_float_graph(model), calibration)))
     assert before["minmax"]["x"].high == pytest.approx(0.85, abs=0.01)
     assert {method: spans["x"].high for method, spans in after.items()} == dict.fromkeys(after, 1.0)
     assert after["minmax"]["n"].high == 1.0
@@ -54,7 +54,7 @@ def test_values_that_are_no_pixels_or_reach_white_keep_their_ranges(
     model = make_collapsing(SUBPIXEL, tmp_path)
     samples = as_samples([image + np.float32(shift) for image in smooth_images(24, brightest)])
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
-    found = add_image_headroom(read_graph(model), calibration).ranges["minmax"]
+    found = add_image_headroom(read_float_graph(model), calibration).ranges["minmax"]
     assert found["r"] == calibration.ranges["minmax"]["r"]
 
 
@@ -63,7 +63,7 @@ def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
       c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (5, 8)})
     calibration = calibrate_model(model, as_samples(smooth_images(12, 0.85)), work=tmp_path / "work")
-    assert add_image_headroom(read_graph(model), calibration) == calibration
+    assert add_image_headroom(read_float_graph(model), calibration) == calibration
 
 
 def search(

@@ -6,7 +6,7 @@ from quantize_models import make_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers
 
 CASES = {
@@ -42,7 +42,7 @@ def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Pa
     dims = ",".join(map(str, shape))
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float y) {{ y = {op}(x, w) }}'
     model = make_model(text, tmp_path / "m.onnx", {"w": weight_shape})
-    graph = read_graph(model)
+    graph = read_float_graph(model)
     (layer,) = read_layers(graph)
     where = locate_patches(graph, layer, 10_000)
     assert where is not None
@@ -60,7 +60,7 @@ def test_matrix_survives_the_way_back(tmp_path: Path) -> None:
     for name, (op, weight_shape, shape) in CASES.items():
         dims = ",".join(map(str, shape))
         text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float y) {{ y = {op}(x, w) }}'
-        graph = read_graph(make_model(text, tmp_path / f"{name}.onnx", {"w": weight_shape}))
+        graph = read_float_graph(make_model(text, tmp_path / f"{name}.onnx", {"w": weight_shape}))
         (layer,) = read_layers(graph)
         weight = graph.constant("w")
         assert weight is not None
@@ -78,10 +78,10 @@ def test_matrix_survives_the_way_back(tmp_path: Path) -> None:
 )
 def test_layers_that_cannot_be_corrected_are_left_out(body: str, tmp_path: Path) -> None:
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[4,4] x) => (float y) {{ {body} }}'
-    assert read_layers(read_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}))) == ()
+    assert read_layers(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}))) == ()
 
 
 def test_unknown_spatial_size_gives_no_cut(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,H,W] x) => (float y) { y = Conv(x, w) }'
-    graph = read_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 4, 3, 3)}))
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 4, 3, 3)}))
     assert locate_patches(graph, read_layers(graph)[0], 10) is None

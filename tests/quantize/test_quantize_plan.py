@@ -9,7 +9,7 @@ from edgekit.check.check import check_model
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.plan import relieve_tensors
 from edgekit.target import load_target
 
@@ -55,13 +55,13 @@ def test_unknown_method_gets_a_suggestion(net: Model, calibration: Calibration) 
 
 def test_16_bits_reach_through_what_only_moves_values(net: Model, calibration: Calibration) -> None:
     plan = plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmax")
-    wide = relieve_tensors(read_graph(net), plan, ("s", "g"), calibration, widens=True).wide
+    wide = relieve_tensors(read_float_graph(net), plan, ("s", "g"), calibration, widens=True).wide
     assert list(wide) == ["s", "p", "g", "f"]
 
 
 def test_a_float_tensor_takes_its_maker_and_readers_out_of_8_bits(net: Model, calibration: Calibration) -> None:
     plan = plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
-    relieved = relieve_tensors(read_graph(net), plan, ("s", "x"), calibration, widens=False)
+    relieved = relieve_tensors(read_float_graph(net), plan, ("s", "x"), calibration, widens=False)
     reasons = {node.name: node.reason for node in relieved.float_nodes if node not in plan.float_nodes}
     assert set(reasons) == {"n0_Conv", "n3_Add", "n4_MaxPool"}
     assert reasons["n0_Conv"] == "it makes or reads 'x', which 8 bits do not hold"

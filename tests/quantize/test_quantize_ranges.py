@@ -5,7 +5,7 @@ import pytest
 from quantize_models import make_model
 
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.ranges.entropy import find_entropy_threshold, least_divergent_cut
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import (
@@ -108,7 +108,7 @@ def test_silu_gives_up_the_negative_tail() -> None:
 def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {
       a = Neg(x) s = Sigmoid(a) m = Mul(a, s) t = Tanh(m) y = Mul(t, x) }"""
-    readers = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})
+    readers = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})
     assert set(readers) == {"a", "m"}
     assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
 
@@ -126,7 +126,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
       {{ a = Neg(x) {gate} }}"""
-    reader = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
+    reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
     assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
     values = np.random.default_rng(0).normal(size=100_000) * 20
     assert percentile_range(whole(values), histogram_of(values), 99.9, reader).low == -3
@@ -149,7 +149,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
 def test_a_gate_of_something_else_is_read_as_it_is(tmp_path: Path, gate: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float two = {{2}}, float three = {{3}}, float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {gate} }}"""
-    assert "a" not in find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})
+    assert "a" not in find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})
 
 
 def test_constant_zero_tensor_keeps_its_range() -> None:
@@ -211,7 +211,7 @@ def test_entropy_counts_magnitudes_without_zeros(low: float, high: float, levels
 )  # fmt: skip
 def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, least: float, most: float) -> None:
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {{ a = Neg(x) {node} }}'
-    function = find_nonlinearities(read_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
+    function = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
     assert saturation_of(function) == (least, most)
     assert saturation_of(None) == (-np.inf, np.inf)
     far = np.array([least - 1.0, least - 9.0])

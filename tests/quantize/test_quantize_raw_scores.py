@@ -7,7 +7,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.target import load_target
 
@@ -30,7 +30,7 @@ def objects(count: int, *, reach: float) -> Samples:
 
 def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp_path: Path) -> None:
     model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
-    samples, graph = objects(48, reach=3000), read_graph(model)
+    samples, graph = objects(48, reach=3000), read_float_graph(model)
     assert find_sources(graph, find_raw_scores(graph, {})) == {"s", "y"}
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8")

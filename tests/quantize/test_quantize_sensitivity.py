@@ -7,7 +7,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations, rank_plan
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
 from edgekit.quantize.qdq.build import build_qdq
@@ -31,7 +31,10 @@ def test_what_is_squared_and_magnified_is_ranked_before_what_is_not(tmp_path: Pa
 
 def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net, count=32), work=tmp_path / "many")
-    graph, plan = read_graph(net), plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
+    graph, plan = (
+        read_float_graph(net),
+        plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax"),
+    )
     statistics = Path(calibration.statistics)
     qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
     every = {error.name: error for error in rank_activations(graph, qdq, compared, statistics)}
@@ -43,7 +46,10 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
 
 def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
-    graph, plan = read_graph(net), plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
+    graph, plan = (
+        read_float_graph(net),
+        plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax"),
+    )
     proto, names = switch_activations(build_qdq(graph, plan, Path(calibration.statistics), "m"), graph)
     sample = next(iter(random_samples(net)))
     off = CpuSession(proto.SerializeToString(), WEIGHTS_ONLY).run({**sample, SWITCHES: np.zeros(len(names), bool)})

@@ -16,7 +16,7 @@ from edgekit.model.outputs import OutputKind, StatedOutput, check_outputs
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.raw_scores import FLOOR
 from edgekit.recipe import load_recipe
 
@@ -70,7 +70,7 @@ def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,12,12] x) => (float[1,1,12,12] y) {
       c = Conv<pads=[1,1,1,1]>(x, w1, b1) r = Relu(c) y = Conv<pads=[1,1,1,1]>(r, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (1, 8, 3, 3)})
-    samples, graph = as_samples(smooth_images(12, 0.85)), read_graph(model)
+    samples, graph = as_samples(smooth_images(12, 0.85)), read_float_graph(model)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     assert add_image_headroom(graph, calibration).ranges["minmax"]["c"] != calibration.ranges["minmax"]["c"]
     stated = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})

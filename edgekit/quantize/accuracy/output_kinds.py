@@ -6,9 +6,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges.nonlinearities import sigmoid
 

@@ -14,7 +14,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.sqnr import ratio_db
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 
 MOST_SAMPLES = 256
 """So many tell half a point, which is one changed answer of 200; more cost time."""
@@ -95,7 +95,7 @@ class Likeness:
     def __init__(self, model: Model, samples: Samples, outputs: Mapping[str, StatedOutput]) -> None:
         session = CpuSession(model.path, SessionSettings())
         few = [session.run(sample) for sample in select_samples(samples, spread_indices(samples.count, _GUESSED_FROM))]
-        self._readings = _choose_outputs(read_output_kinds(read_graph(model), few, outputs))
+        self._readings = _choose_outputs(read_output_kinds(read_float_graph(model), few, outputs))
         self._shapes = {name: few[0][name].shape for name in self._readings}
         self._broken: set[str] = set()
         self._records: dict[str, list[Array]] = {name: [] for name in self._readings}

@@ -8,6 +8,7 @@ import msgspec
 
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.progress import Progress, say_nothing
@@ -18,7 +19,7 @@ from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.graph import Graph, float_activations, read_graph, set_weights_aside
+from edgekit.quantize.graph.float_graph import float_activations, read_float_graph, set_weights_aside
 from edgekit.quantize.ranges.histogram import HistogramCollector
 from edgekit.quantize.ranges.methods import (
     AUTO_METHODS,
@@ -99,7 +100,7 @@ def calibrate_model(
     """
     methods = _check_methods(methods)
     work.mkdir(parents=True, exist_ok=True)
-    graph = set_weights_aside(read_graph(model), work / "float.onnx")
+    graph = set_weights_aside(read_float_graph(model), work / "float.onnx")
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.accuracy.output_kinds import may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
 # White of floats and of bytes.
@@ -29,7 +29,7 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     done where pixels lie between 0 and 1, or 255.
     """
     seen = calibration.ranges["minmax"]
-    fed = [value.name for value in graph.proto.graph.input if _is_image(graph, value.name, {})]
+    fed = [value.name for value in graph.proto.input if _is_image(graph, value.name, {})]
     whites = [white for name in fed for white in _find_white(seen, name)]
     if not makes_images(graph, calibration.outputs) or not whites or len(whites) < len(fed):
         return calibration

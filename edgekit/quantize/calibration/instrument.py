@@ -8,11 +8,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
 from edgekit.quantize.graph.attention_masks import MASK_VALUE, AttentionScores, find_attention_scores
+from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
-from edgekit.quantize.graph.graph import Graph, float_activations, folded_activations, known_bounds
 from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers, spread_positions
 
 LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
@@ -80,16 +81,14 @@ def instrument_graph(
     """
     aliases, unsized, layers = folded_activations(graph), _find_unsized(graph), read_layers(graph)
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
-    names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.shapes.get(name, ())]
+    names = [name for name in float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
     bounds = {name: known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     extremes = _list_extremes(graph, names, layers)
     names = list(dict.fromkeys(name for name, _ in extremes))
     lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
     sums = tuple(name for name in names if name in graph.producers and graph.producers[name].op_type in _NAN_OPS)
-    ranks = {name: len(shape) for name, shape in graph.shapes.items()}
-    measured = {name for name, _ in lows}
-    scores = [each for each in find_attention_scores(graph.proto.graph, ranks) if each.tensor in measured]
-    scores = [each for each in scores if ranks.get(each.tensor)]
+    measured = {name for name, _ in lows if graph.dims(name)}
+    scores = [each for each in find_attention_scores(graph) if each.tensor in measured]
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
     builder.extremes(LOWS, "ReduceMin", lows)
@@ -134,27 +133,27 @@ def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) 
 def _find_unsized(graph: Graph) -> frozenset[str]:
     """Returns the tensors of unknown size behind an operator that lets data decide it: they may be empty."""
     found: set[str] = set()
-    for node in graph.proto.graph.node:
+    for node in graph.nodes:
         if node.op_type in _SHAPED_BY_DATA or not found.isdisjoint(node.input):
             found.update(node.output)
-    return frozenset(name for name in found if None in graph.shapes.get(name, (None,)))
+    return frozenset(name for name in found if graph.static_shape(name) is None)
 
 
 def _count_entries(graph: Graph, name: str, axis: int | None) -> int:
     axis = 1 if _is_image(graph, name, axis) else axis
-    return 1 if axis is None else graph.shapes[name][axis] or 1
+    return 1 if axis is None else graph.dims(name)[axis] or 1
 
 
 def _count_pickable(graph: Graph, name: str) -> int:
     """Returns how many values there are to pick from: only those of the first element where the batch is not known."""
-    first, *rest = graph.shapes.get(name, ()) or (None,)
+    first, *rest = graph.dims(name) or (None,)
     known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
     return math.prod(known) if rest and len(known) == len(rest) + 1 else 0
 
 
 def _is_image(graph: Graph, name: str, axis: int | None) -> bool:
     """Returns True for one image of known channels: its extremes are taken a plane."""
-    shape = graph.shapes.get(name, ())
+    shape = graph.dims(name)
     return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
@@ -166,7 +165,7 @@ def _layout(graph: Graph, name: str, axis: int | None) -> int:
     """
     if not _is_image(graph, name, axis):
         return _OTHER
-    whole = (graph.shapes[name][1] or 1) % _BLOCK == 0
+    whole = (graph.dims(name)[1] or 1) % _BLOCK == 0
     is_blocked = whole and name in graph.producers and graph.producers[name].op_type in _BLOCKED_OPS
     return _BLOCKED if is_blocked else _PLANES
 
@@ -176,7 +175,7 @@ class _Builder:
 
     def __init__(self, graph: Graph) -> None:
         self.proto = onnx.ModelProto()
-        self.proto.CopyFrom(graph.proto)
+        self.proto.CopyFrom(graph.model)
         self._graph = graph
         self._count = 0
         self._stored: set[str] = set()
@@ -199,7 +198,7 @@ class _Builder:
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
         """Adds a reduction to one value, or to one for each index of an axis."""
-        rank = len(self._graph.shapes.get(name, ()))
+        rank = len(self._graph.dims(name))
         source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
         others = None if axis is None else [at for at in range(rank) if at != axis]
         reduced = self._reduce_axes(op, source, others, keepdims=0)
@@ -207,7 +206,7 @@ class _Builder:
 
     def lowest_score(self, scores: AttentionScores) -> str:
         """Adds the lowest value that counts before a Softmax; a row that is hidden as a whole counts for nothing."""
-        rank = len(self._graph.shapes[scores.tensor])
+        rank = len(self._graph.dims(scores.tensor))
         highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
         seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
         least = self._node("Sub", [highest, self._number(scores.margin)])

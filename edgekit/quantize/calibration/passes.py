@@ -10,13 +10,13 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.data.data_check import digest_sample
 from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
+from edgekit.graph.graph import Graph, Node
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, write_proto
 from edgekit.model.tensors import Array, Tensors
@@ -26,8 +26,8 @@ from edgekit.quantize.calibration.checkpoint import Checkpoint
 from edgekit.quantize.calibration.held_out import MOST_BYTES, HeldOut
 from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, InstrumentedGraph, instrument_graph
 from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
-from edgekit.quantize.graph.graph import Graph, float_activations
 
 SETTLED_SAMPLES = 8
 """After so many measured samples what is pending is summed, and a checkpoint may be written."""
@@ -258,7 +258,7 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
         if kind := _non_finite(value):
             raise DataError(f"{subject} {kind} in input '{name}'", hint=hint)
     proto = onnx.ModelProto()
-    proto.CopyFrom(graph.proto)
+    proto.CopyFrom(graph.model)
     infinite = find_infinite_tensors(graph)
     computed = [name for name in float_activations(graph) if name in graph.producers and name not in infinite]
     del proto.graph.output[:]
@@ -267,14 +267,15 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
     for name, value in CpuSession(work / "located.onnx", SessionSettings(level=Level.ALL)).run(sample).items():
         if kind := _non_finite(value):
             maker = graph.producers[name]
-            _refuse_weights(graph, maker, work)
+            _refuse_weights(graph, maker)
             raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
     raise DataError(f"{subject} a value that is not finite", hint=hint)
 
 
-def _refuse_weights(graph: Graph, node: onnx.NodeProto, work: Path) -> None:
-    for name in (name for name in node.input if name in graph.initializers):
-        if kind := _non_finite(numpy_helper.to_array(graph.initializers[name], str(work))):
+def _refuse_weights(graph: Graph, node: Node) -> None:
+    for name in node.input:
+        value = graph.constant(name)
+        if value is not None and (kind := _non_finite(value)):
             raise ModelError(
                 f"weight '{name}' of {node.op_type} '{node.name}' holds {kind}", hint="export or train the model again"
             )

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 from onnx import numpy_helper
 
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import open_moments
 from edgekit.quantize.equalization.pairs import EqualizationPair, Step
 from edgekit.quantize.equalization.silu import invert_silu
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges.methods import TensorRange
 
@@ -63,7 +63,7 @@ def read_channel_ranges(
             is_hidden = bool(step.sigmoid) or (step.slope <= 0).any()
             floor = _estimate_floor(graph, step, statistics, seen) if is_hidden else after.low[part]
             if step.sigmoid:
-                node = next(node for node in graph.consumers[step.tensor] if node.name == step.sigmoid)
+                node = next(node for node in graph.readers(step.tensor) if node.name == step.sigmoid)
                 low, high = invert_silu(node, after.low[part], after.high[part], floor)
             else:
                 low, high = _undo(step, after.low[part], after.high[part], floor, _growth(seen, step))
@@ -103,8 +103,8 @@ def _estimate_floor(graph: Graph, step: Step, statistics: Path, seen: Mapping[st
         moments = read(layer.node)
     if moments is None:
         return lowest
-    matrix = layer.to_matrix(numpy_helper.to_array(graph.initializers[layer.weight]).astype(np.float64))
-    bias = numpy_helper.to_array(graph.initializers[layer.bias]).astype(np.float64) if layer.bias else 0.0
+    matrix = layer.to_matrix(numpy_helper.to_array(graph.constants[layer.weight]).astype(np.float64))
+    bias = numpy_helper.to_array(graph.constants[layer.bias]).astype(np.float64) if layer.bias else 0.0
     mean = (matrix * moments.mean[:, None]).sum(axis=2).reshape(-1)
     # For y = W x the variance of y is W E[xx'] W' - (W E[x])^2, a sum over the blocks of x that are kept.
     size = moments.blocks.shape[-1]

@@ -15,6 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import UsageError
+from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import drop_unread, rename_tensors
 from edgekit.model.scaling import NOTE, SUFFIX, write_powers
 from edgekit.model.tensors import Array
@@ -22,7 +23,6 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.equalization.channel_ranges import ChannelRange, read_channel_ranges
 from edgekit.quantize.equalization.pairs import EqualizationPair, find_channel_source, find_equalization_pairs
 from edgekit.quantize.equalization.silu import LEAST_RATIO, RESTORED, restore_sigmoid_inputs, saturation_of
-from edgekit.quantize.graph.graph import Graph, index_proto
 from edgekit.quantize.graph.layers import expand_channel_factors, read_layers
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
@@ -123,12 +123,12 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
             part = values[slice(*step.part)]
             powers[step.tensor] = write_powers(part)
             if step.sigmoid and (part != 1).any():
-                rank = len(graph.shapes.get(step.tensor, ())) or -pair.axis
+                rank = len(graph.dims(step.tensor)) or -pair.axis
                 sigmoids[step.sigmoid] = _along(part, pair.axis, rank)
     proto = constants.write(renamed)
     restore_sigmoid_inputs(proto, sigmoids)
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
-    return index_proto(proto)
+    return view_model(proto)
 
 
 def equalize_calibration(
@@ -144,7 +144,7 @@ def equalize_calibration(
     if not factors:
         return calibration
     pairs = [pair for pair in find_equalization_pairs(graph) if pair.tensor in factors]
-    nodes = {node.name: node for node in graph.proto.graph.node}
+    nodes = {node.name: node for node in graph.nodes}
     changed: dict[str, TensorRange] = {}
     saturations: dict[str, float] = {}
     for pair, found in read_channel_ranges(graph, pairs, Path(calibration.statistics), calibration.ranges["minmax"]):
@@ -230,7 +230,7 @@ class _Constants:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._nodes = {node.name: node for node in graph.proto.graph.node}
+        self._nodes = {node.name: node for node in graph.nodes}
         self._values: dict[tuple[str, int], Array] = {}
 
     def scale(self, pair: EqualizationPair, factors: Array) -> None:
@@ -273,7 +273,7 @@ class _Constants:
     def write(self, renamed: Mapping[str, str]) -> onnx.ModelProto:
         """Returns the graph with the scaled constants under names of their own, and tensors renamed."""
         proto = onnx.ModelProto()
-        proto.CopyFrom(self._graph.proto)
+        proto.CopyFrom(self._graph.model)
         for node in proto.graph.node:
             for _, index in [key for key in self._values if key[0] == node.name]:
                 name = f"{node.input[index]}{SUFFIX}.{node.name}"
@@ -285,6 +285,6 @@ class _Constants:
 
     def _get(self, node: str, index: int) -> Array:
         if (node, index) not in self._values:
-            tensor = self._graph.initializers[self._nodes[node].input[index]]
+            tensor = self._graph.constants[self._nodes[node].input[index]]
             self._values[node, index] = numpy_helper.to_array(tensor).astype(np.float32)
         return self._values[node, index]

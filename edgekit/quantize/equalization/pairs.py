@@ -2,13 +2,12 @@
 
 import msgspec
 import numpy as np
-import onnx
 
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 from edgekit.quantize.equalization.silu import find_silu
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_regions import find_float_regions
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 
 # The constant inputs that decide how large the channels of an output are: (input, axis of the channels), from the
@@ -147,10 +146,10 @@ def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin
     return None
 
 
-def _trace_concat(graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int, int]) -> _Origin | None:
+def _trace_concat(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
     """Returns what makes the parts that a Concat joins; those that cannot be scaled are fixed, None if all are."""
     shapes = [graph.static_shape(name) for name in node.input]
-    joined = next(item.i for item in node.attribute if item.name == "axis")
+    joined = node.integer("axis", 0)
     if any(shape is None or joined not in {axis, len(shape) + axis} for shape in shapes):
         return None
     ends = part[0] + np.cumsum([0, *(shape[axis] for shape in shapes if shape is not None)])
@@ -171,20 +170,20 @@ def _trace_concat(graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int
 
 
 def _is_read_once(graph: Graph, name: str) -> bool:
-    return _is_inner(graph, name) and len(graph.consumers[name]) == 1
+    return _is_inner(graph, name) and len(graph.readers(name)) == 1
 
 
 def _locate_channels(graph: Graph, layer: Layer) -> tuple[int, int] | None:
     """Returns the axis of the channels that a layer reads, counted from the end, and how many there are."""
-    axis, shape = layer.channel_axis(graph), graph.shapes.get(layer.source, ())
+    axis, shape = layer.channel_axis(graph), graph.dims(layer.source)
     channels = None if axis is None else shape[axis]
     return None if axis is None or channels is None else (axis - len(shape), channels)
 
 
-def _keeps_last_axis(graph: Graph, node: onnx.NodeProto) -> bool:
+def _keeps_last_axis(graph: Graph, node: Node) -> bool:
     if node.op_type != "Reshape":
         return False
-    before, after = (graph.shapes.get(name) or (None,) for name in (node.input[0], node.output[0]))
+    before, after = (graph.dims(name) or (None,) for name in (node.input[0], node.output[0]))
     return before[-1] is not None and before[-1] == after[-1]
 
 
@@ -193,7 +192,7 @@ def _find_reshaped(graph: Graph, name: str, consumers: set[str]) -> tuple[str, .
     if not _is_inner(graph, name):
         return None
     found: list[str] = []
-    for node in graph.consumers[name]:
+    for node in graph.readers(name):
         if node.name in consumers:
             continue
         inner = _find_reshaped(graph, node.output[0], consumers) if _keeps_last_axis(graph, node) else None
@@ -207,9 +206,7 @@ def _is_inner(graph: Graph, name: str) -> bool:
     return name in graph.producers and graph.is_float(name) and name not in graph.outputs | graph.captured
 
 
-def _find_constants(
-    graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int, int]
-) -> tuple[ScaledConstant, ...] | None:
+def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> tuple[ScaledConstant, ...] | None:
     """Returns the constants that scale every channel of what a node makes, None if it has none."""
     channels = part[1] - part[0]
     if node.op_type == "Mul":
@@ -221,7 +218,7 @@ def _find_constants(
     for index, own_axis in _constant_axes(node):
         if index >= len(node.input) or not node.input[index]:
             continue
-        dims = graph.initializers[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
+        dims = graph.constants[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
         if not dims or dims[own_axis] != channels:
             return None
         from_end = own_axis if own_axis < 0 else own_axis - len(dims)
@@ -229,8 +226,8 @@ def _find_constants(
     return tuple(found) or None
 
 
-def _constant_axes(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
-    numbers = {item.name: item.i for item in node.attribute}
+def _constant_axes(node: Node) -> tuple[tuple[int, int], ...]:
+    numbers = node.attributes
     if node.op_type == "Gemm":
         return (1, 0 if numbers.get("transB", 0) else 1), (2, -1)
     # Its weight [inputs, outputs / groups, ...] has an axis of channels that the groups share.
@@ -240,7 +237,7 @@ def _constant_axes(node: onnx.NodeProto) -> tuple[tuple[int, int], ...]:
 
 
 def _pass_back(
-    graph: Graph, node: onnx.NodeProto, axis: int, part: tuple[int, int]
+    graph: Graph, node: Node, axis: int, part: tuple[int, int]
 ) -> tuple[Step, tuple[ScaledConstant, ...], float | None] | None:
     """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
     channels = part[1] - part[0]
@@ -252,7 +249,7 @@ def _pass_back(
     if sigmoid is not None:
         return msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name), (), None
     if node.op_type in _POOLING:
-        shapes = [graph.shapes.get(name) or (None,) * -axis for name in (node.input[0], node.output[0])]
+        shapes = [graph.dims(name) or (None,) * -axis for name in (node.input[0], node.output[0])]
         keeps = all(len(shape) >= -axis and shape[axis] == channels for shape in shapes)
         return (msgspec.structs.replace(step, pooled=True), (), None) if keeps else None
     index = _find_constant_input(graph, node) if node.op_type == "Add" else None
@@ -270,12 +267,12 @@ def _unchanged(tensor: str, output: str, part: tuple[int, int]) -> Step:
     return Step(tensor=tensor, output=output, part=part, shift=np.zeros(size), slope=np.ones(size))
 
 
-def _read_slope(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Array, float | None] | None:
+def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float | None] | None:
     """Returns what an activation multiplies negative values by, and its ceiling; None if it does something else."""
     if node.op_type == "Relu":
         return np.ones(channels), None
     if node.op_type == "LeakyRelu":
-        slope = next((item.f for item in node.attribute if item.name == "alpha"), 0.01)
+        slope = node.attributes.get("alpha", 0.01)
         return (np.full(channels, slope), None) if slope > 0 else None
     if node.op_type == "PRelu":
         value = graph.constant(node.input[1])
@@ -290,12 +287,12 @@ def _read_slope(graph: Graph, node: onnx.NodeProto, channels: int) -> tuple[Arra
     return np.ones(channels), None if high is None else float(high.reshape(-1)[0])
 
 
-def _find_constant_input(graph: Graph, node: onnx.NodeProto) -> int | None:
+def _find_constant_input(graph: Graph, node: Node) -> int | None:
     """Returns which of two inputs is a float constant, None if both or none are."""
     found = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
     return found[0] if len(found) == 1 and len(node.input) == 2 else None
 
 
 def _holds_channels(graph: Graph, name: str, axis: int, channels: int) -> bool:
-    dims = graph.initializers[name].dims
+    dims = graph.constants[name].dims
     return len(dims) >= -axis and dims[axis] == channels

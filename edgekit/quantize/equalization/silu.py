@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.scaling import SUFFIX
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 from edgekit.quantize.ranges.nonlinearities import sigmoid
 
@@ -33,7 +33,7 @@ _KNEE, _FAR = 1.3, 40.0
 _HALVINGS = 60
 
 
-def find_silu(graph: Graph, product: onnx.NodeProto) -> onnx.NodeProto | None:
+def find_silu(graph: Graph, product: Node) -> Node | None:
     """Returns the Sigmoid or HardSigmoid of x where a node computes x times that and nothing else reads either."""
     if product.op_type != "Mul" or len(product.input) != 2:
         return None
@@ -41,14 +41,14 @@ def find_silu(graph: Graph, product: onnx.NodeProto) -> onnx.NodeProto | None:
         node = graph.producers.get(squashed)
         if node is None or node.op_type not in {"Sigmoid", "HardSigmoid"} or node.input[0] != name:
             continue
-        readers = {reader.name for reader in graph.consumers[name]}
-        alone = readers == {node.name, product.name} and len(graph.consumers[squashed]) == 1
+        readers = {reader.name for reader in graph.readers(name)}
+        alone = readers == {node.name, product.name} and len(graph.readers(squashed)) == 1
         inner = {name, squashed}.isdisjoint(graph.outputs | graph.captured)
         return node if alone and inner and _numbers(node).get("beta", 0.5) == 0.5 else None
     return None
 
 
-def saturation_of(node: onnx.NodeProto) -> float:
+def saturation_of(node: Node) -> float:
     """Returns how far from 0 a Sigmoid or HardSigmoid still changes."""
     return _SIGMOID_REACH if node.op_type == "Sigmoid" else 0.5 / _numbers(node).get("alpha", 0.2)
 
@@ -60,7 +60,7 @@ def clip_silu_tails(graph: Graph, calibration: Calibration) -> Calibration:
     """
     seen = calibration.ranges["minmax"]
     lows: dict[str, float] = {}
-    for product in graph.proto.graph.node:
+    for product in graph.nodes:
         node = find_silu(graph, product)
         if node is not None and product.output[0] in seen:
             made = seen[product.output[0]]
@@ -70,7 +70,7 @@ def clip_silu_tails(graph: Graph, calibration: Calibration) -> Calibration:
     )
 
 
-def invert_silu(node: onnx.NodeProto, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
+def invert_silu(node: Node, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
     """Returns the lowest and highest value that matter of each channel of x, from those of x times its sigmoid, `node`.
 
     `floor` is about the lowest value of each channel. Where the product is next to nothing it does not count.
@@ -85,7 +85,7 @@ def invert_silu(node: onnx.NodeProto, low: Array, high: Array, floor: Array) -> 
     return np.maximum(np.minimum(floor, 0.0), -enough), above
 
 
-def _negligible_below(node: onnx.NodeProto, reach: Array) -> Array:
+def _negligible_below(node: Node, reach: Array) -> Array:
     """Returns how far below 0 the product of x and its sigmoid is next to nothing beside what it reaches."""
     places = np.linspace(_KNEE, _FAR, 4096)
     rest = np.abs(-places * _squash(node, -places))
@@ -114,11 +114,11 @@ def restore_sigmoid_inputs(proto: onnx.ModelProto, factors: Mapping[str, Array])
             graph.value_info[-1].name = restored
 
 
-def _squash(node: onnx.NodeProto, values: Array) -> Array:
+def _squash(node: Node, values: Array) -> Array:
     if node.op_type == "Sigmoid":
         return sigmoid(values)
     return np.clip(values * _numbers(node).get("alpha", 0.2) + 0.5, 0, 1)
 
 
-def _numbers(node: onnx.NodeProto) -> dict[str, float]:
-    return {item.name: item.f for item in node.attribute if item.type == onnx.AttributeProto.FLOAT}
+def _numbers(node: Node) -> dict[str, float]:
+    return {name: value for name, value in node.attributes.items() if isinstance(value, float)}

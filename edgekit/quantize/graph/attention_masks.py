@@ -1,12 +1,13 @@
 """Attention masks: large negative numbers before a Softmax, which must not stretch the range of the scores."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.tensors import Array
 
 MASK_VALUE = -1e4
@@ -36,38 +37,31 @@ def clamp_masks(graph: onnx.GraphProto) -> None:
 
     Masks are added to scores, chosen instead of them, or are a product of 0 or 1 and such a constant.
     """
-    producers = {name: node for node in graph.node for name in node.output}
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    for node in list(_masking_nodes(graph, producers)):
+    view, made = view_part(graph), set[str]()
+    for node in _masking_nodes(view):
         for index, name in enumerate(node.input):
-            tensor = initializers.get(name)
-            if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT:
-                continue
-            value = numpy_helper.to_array(tensor)
-            if not _is_mask(value):
+            value = view.constant(name) if view.is_float_constant(name) else None
+            if value is None or not _is_mask(value):
                 continue
             clamped = f"{name}.edgekit.bounded"
-            if clamped not in initializers:
-                initializers[clamped] = numpy_helper.from_array(np.maximum(value, np.float32(MASK_VALUE)), clamped)
-                graph.initializer.append(initializers[clamped])
-            node.input[index] = clamped
+            if clamped not in made:
+                made.add(clamped)
+                clamped_value = np.maximum(value, np.float32(MASK_VALUE))
+                graph.initializer.append(numpy_helper.from_array(clamped_value, clamped))
+            node.proto.input[index] = clamped
 
 
-def find_attention_scores(graph: onnx.GraphProto, ranks: Mapping[str, int]) -> tuple[AttentionScores, ...]:
-    """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that.
-
-    `ranks` says how many axes a tensor has.
-    """
-    producers = {name: node for node in graph.node for name in node.output}
+def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
+    """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that."""
     found: dict[str, float] = {}
     front = [
         (node.input[0], SCORE_MARGIN)
-        for node in graph.node
-        if node.op_type == "Softmax" and _axis(node) in {-1, ranks.get(node.input[0], 0) - 1}
+        for node in graph.nodes
+        if node.op_type == "Softmax" and node.integer("axis", -1) in {-1, len(graph.dims(node.input[0])) - 1}
     ]
     for _ in range(_MOST_STEPS):
         found.update((name, max(margin, found.get(name, 0.0))) for name, margin in front)
-        makers = [(producers[name], margin) for name, margin in front if name in producers]
+        makers = [(graph.producers[name], margin) for name, margin in front if name in graph.producers]
         front = [(node.input[0], margin) for node, margin in makers if node.op_type in _SHAPE_OPS]
         front += [(name, BIAS_MARGIN) for node, _ in makers if node.op_type == "Add" for name in node.input]
     return tuple(AttentionScores(tensor=name, margin=margin) for name, margin in found.items())
@@ -78,21 +72,17 @@ def is_masked(low: float, high: float, lowest_counting: float) -> bool:
     return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
 
 
-def _axis(node: onnx.NodeProto) -> int:
-    return next((item.i for item in node.attribute if item.name == "axis"), -1)
-
-
 def _is_mask(value: Array) -> bool:
     return bool((value < MASK_VALUE).any()) and not np.isnan(value).any() and bool(value.max() < -MASK_VALUE)
 
 
-def _masking_nodes(graph: onnx.GraphProto, producers: dict[str, onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+def _masking_nodes(graph: Graph) -> Iterator[Node]:
     """Yields the nodes through which a mask may reach a Softmax, the nearest first."""
-    reached: set[int] = set()
-    front = [node.input[0] for node in graph.node if node.op_type == "Softmax"]
+    reached: set[Node] = set()
+    front = [node.input[0] for node in graph.nodes if node.op_type == "Softmax"]
     for _ in range(_MOST_STEPS):
-        nodes = {id(producers[name]): producers[name] for name in front if name in producers}
-        nodes = {key: node for key, node in nodes.items() if key not in reached}
-        reached.update(nodes)
-        yield from (node for node in nodes.values() if node.op_type in _MASKING_OPS)
-        front = [name for node in nodes.values() if node.op_type in _MASKING_OPS | _SHAPE_OPS for name in node.input]
+        nodes = dict.fromkeys(graph.producers[name] for name in front if name in graph.producers)
+        new = [node for node in nodes if node not in reached]
+        reached.update(new)
+        yield from (node for node in new if node.op_type in _MASKING_OPS)
+        front = [name for node in new if node.op_type in _MASKING_OPS | _SHAPE_OPS for name in node.input]

@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-import onnx
 
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import find_raw_scores
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
@@ -47,7 +46,7 @@ def find_compared_tensors(
     """Returns the float tensors that stand for the outputs of a graph, of which `outputs` states what they are."""
     found: list[ComparedTensor] = []
     infinite, raw_scores = find_infinite_tensors(graph), find_raw_scores(graph, outputs or {})
-    for value in graph.proto.graph.output:
+    for value in graph.proto.output:
         compared = msgspec.structs.replace(
             _trace_back(graph, value.name),
             is_raw_score=value.name in raw_scores,
@@ -95,13 +94,13 @@ def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
         return None
     axis, ends = inner
     if node.op_type == "Transpose":
-        order = next((list(item.ints) for item in node.attribute if item.name == "perm"), list(range(len(shape)))[::-1])
+        order = node.entries("perm") or tuple(range(len(shape)))[::-1]
         return order.index(axis), ends
     return inner if before[: axis + 1] == shape[: axis + 1] else None
 
 
-def _find_concat_parts(graph: Graph, node: onnx.NodeProto, rank: int) -> tuple[int, tuple[int, ...]] | None:
-    axis = next(item.i for item in node.attribute if item.name == "axis") % rank
+def _find_concat_parts(graph: Graph, node: Node, rank: int) -> tuple[int, tuple[int, ...]] | None:
+    axis = node.integer("axis", 0) % rank
     inner = {_find_parts(graph, name) for name in node.input}
     if len(inner) == 1:
         (parts,) = inner

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import onnx
 from onnx import numpy_helper
 
-from edgekit.quantize.graph.graph import Graph
+from edgekit.graph.graph import Graph, Node
 
 # Where the front end of a network ends, and its layers begin.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
@@ -39,16 +38,16 @@ def find_infinite_tensors(graph: Graph) -> frozenset[str]:
     A Where that hides what an ArgMax must not find is an example. They have no range, so they stay float.
     """
     found: set[str] = set()
-    for node in graph.proto.graph.node:
+    for node in graph.nodes:
         made = node.op_type in _CONSTANT_BESIDE and _puts_infinity(graph, node)
         if made or (node.op_type in _PASSING and not found.isdisjoint(node.input)):
             found.update(name for name in node.output if graph.is_float(name))
     return frozenset(found)
 
 
-def _puts_infinity(graph: Graph, node: onnx.NodeProto) -> bool:
-    tensors = [graph.initializers[name] for name in node.input if graph.is_float_constant(name)]
-    tensors += [attribute.t for attribute in node.attribute if attribute.name == "value"]
+def _puts_infinity(graph: Graph, node: Node) -> bool:
+    tensors = [graph.constants[name] for name in node.input if graph.is_float_constant(name)]
+    tensors += [attribute.t for attribute in node.proto.attribute if attribute.name == "value"]
     # Weights that were set aside are too large to be such a constant.
     values = [numpy_helper.to_array(tensor) for tensor in tensors if not tensor.external_data]
     return any(value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values)
@@ -63,7 +62,7 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
     al., arXiv:1607.05666) is like its Log. A constant that is not finite has no scale.
     """
     reasons: dict[str, str] = {}
-    for node in graph.proto.graph.node:
+    for node in graph.nodes:
         if any(_is_infinite(graph, name) for name in node.input):
             reasons.setdefault(node.name, "a constant of it is not finite")
         if node.output and graph.is_float(node.output[0]):
@@ -73,7 +72,7 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
     return reasons
 
 
-def _amplifying(graph: Graph, node: onnx.NodeProto) -> Iterator[tuple[onnx.NodeProto, str]]:
+def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
     """Yields the nodes whose rounding errors a Log or the root of a spectrum amplifies, itself first, and its kind."""
     # The slopes 1/x and 1/(2 sqrt x) have no bound near 0, and the power of a spectrum spans many decades: most of its
     # values lie far below any integer's step. tools/bench/collapse trains such nets.
@@ -88,22 +87,22 @@ def _amplifying(graph: Graph, node: onnx.NodeProto) -> Iterator[tuple[onnx.NodeP
             yield member, "root of a spectrum"
 
 
-def _is_root(graph: Graph, node: onnx.NodeProto) -> bool:
+def _is_root(graph: Graph, node: Node) -> bool:
     return not _normalisation(graph, node) if node.op_type == "Sqrt" else 0 < _exponent(graph, node) < 1
 
 
-def _is_spectrum(graph: Graph, nodes: list[onnx.NodeProto]) -> bool:
+def _is_spectrum(graph: Graph, nodes: list[Node]) -> bool:
     """Returns True if nodes transform the inputs of a graph linearly and square the result, or take its transform."""
     return all(node.op_type in _LINEAR | _SPECTRAL for node in nodes) and any(
         node.op_type in _SPECTRAL or _exponent(graph, node) == 2 or _is_own_square(node) for node in nodes
     )
 
 
-def _is_own_square(node: onnx.NodeProto) -> bool:
+def _is_own_square(node: Node) -> bool:
     return node.op_type == "Mul" and len(set(node.input)) == 1
 
 
-def _exponent(graph: Graph, node: onnx.NodeProto) -> float:
+def _exponent(graph: Graph, node: Node) -> float:
     """Returns the exponent of a Pow, 0 where it is no one number or the node no Pow."""
     value = graph.constant(node.input[1]) if node.op_type == "Pow" else None
     return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else 0.0
@@ -116,7 +115,7 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     reduction (and the square before it) over the root to the product with what is normalised, or a Softmax spelled out.
     """
     reasons: dict[str, str] = {}
-    for node in graph.proto.graph.node:
+    for node in graph.nodes:
         if not node.output or not graph.is_float(node.output[0]):
             continue
         kind, find_members = _HIGH_PRECISION.get(node.op_type, ("", None))
@@ -125,14 +124,14 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     return reasons
 
 
-def _normalisation(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _normalisation(graph: Graph, root: Node) -> list[Node]:
     """Returns the nodes of x -> (x - mean) / sqrt(var) around its root, [] where a root is something else."""
     before, after = _mean_and_variance(graph, root), _normalised(graph, root)
     return [root, *before, *after] if before and after else []
 
 
-def _mean_and_variance(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
-    found: dict[str, onnx.NodeProto] = {}
+def _mean_and_variance(graph: Graph, root: Node) -> list[Node]:
+    found: dict[str, Node] = {}
     waiting = [root]
     while waiting and len(found) < _MOST_NODES:
         node = waiting.pop()
@@ -147,12 +146,12 @@ def _mean_and_variance(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProt
     return list(found.values()) if any(node.op_type in _REDUCING for node in found.values()) else []
 
 
-def _normalised(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _normalised(graph: Graph, root: Node) -> list[Node]:
     # Exporters write x / sqrt(v), x * (1 / sqrt(v)) or x * (scale / sqrt(v)): at most three nodes behind the root.
-    found: list[onnx.NodeProto] = []
+    found: list[Node] = []
     name = root.output[0]
     for allowed in ({"Reciprocal", "Div"}, {"Mul", "Div"}, {"Mul", "Div"}):
-        readers = [node for node in graph.consumers.get(name, ()) if node.op_type in allowed]
+        readers = [node for node in graph.readers(name) if node.op_type in allowed]
         if len(readers) != 1:
             break
         found.append(readers[0])
@@ -163,9 +162,9 @@ def _normalised(graph: Graph, root: onnx.NodeProto) -> list[onnx.NodeProto]:
     return found
 
 
-def _softmax(graph: Graph, exponential: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _softmax(graph: Graph, exponential: Node) -> list[Node]:
     """Returns the nodes of a Softmax spelled out as Exp, ReduceSum and Div, [] where an Exp is something else."""
-    readers = graph.consumers.get(exponential.output[0], ())
+    readers = graph.readers(exponential.output[0])
     sums = [node for node in readers if node.op_type == "ReduceSum"]
     quotients = [node for node in readers if node.op_type == "Div"]
     if not sums or not quotients:
@@ -178,25 +177,23 @@ def _softmax(graph: Graph, exponential: onnx.NodeProto) -> list[onnx.NodeProto]:
 _HIGH_PRECISION = {"Sqrt": ("normalisation", _normalisation), "Exp": ("softmax", _softmax)}
 
 
-def _ancestors(graph: Graph, node: onnx.NodeProto, stop: frozenset[str] = frozenset()) -> list[onnx.NodeProto]:
+def _ancestors(graph: Graph, node: Node, stop: frozenset[str] = frozenset()) -> list[Node]:
     return _walk(node, lambda current: _producers(graph, current), stop)
 
 
-def _descendants(graph: Graph, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    def readers(current: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        yield from (reader for name in current.output for reader in graph.consumers.get(name, ()))
+def _descendants(graph: Graph, node: Node) -> list[Node]:
+    def readers(current: Node) -> Iterator[Node]:
+        yield from (reader for name in current.output for reader in graph.readers(name))
 
     return _walk(node, readers, frozenset())
 
 
-def _producers(graph: Graph, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+def _producers(graph: Graph, node: Node) -> Iterator[Node]:
     yield from (graph.producers[name] for name in node.input if name in graph.producers)
 
 
-def _walk(
-    start: onnx.NodeProto, step: Callable[[onnx.NodeProto], Iterator[onnx.NodeProto]], stop: frozenset[str]
-) -> list[onnx.NodeProto]:
-    found: dict[str, onnx.NodeProto] = {}
+def _walk(start: Node, step: Callable[[Node], Iterator[Node]], stop: frozenset[str]) -> list[Node]:
+    found: dict[str, Node] = {}
     waiting = [start]
     while waiting:
         for node in step(waiting.pop()):
@@ -206,7 +203,7 @@ def _walk(
     return list(found.values())
 
 
-def _count_layers(nodes: list[onnx.NodeProto]) -> int:
+def _count_layers(nodes: list[Node]) -> int:
     return sum(node.op_type in _LAYERS for node in nodes)
 
 

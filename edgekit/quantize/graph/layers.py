@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import onnx
 
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.graph import Graph
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     def channel_axis(self, graph: Graph) -> int | None:
         """Returns the axis of the source that the weight sums over, None where its size is not known."""
-        shape = graph.shapes.get(self.source, ())
+        shape = graph.dims(self.source)
         axis = 1 if self.op == "Conv" else len(shape) - 1
         return axis if len(shape) > 1 and shape[axis] else None
 
@@ -75,12 +75,12 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_layers(graph: Graph) -> tuple[Layer, ...]:
     """Returns the layers whose weight is constant and theirs alone, in graph order."""
-    return tuple(layer for node in graph.proto.graph.node for layer in _read_layer(graph, node))
+    return tuple(layer for node in graph.nodes for layer in _read_layer(graph, node))
 
 
 def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
     """Returns where about `count` patches lie, spread over where a layer works; None where sizes are not known."""
-    shape = graph.shapes.get(layer.source, ())
+    shape = graph.dims(layer.source)
     if layer.op != "Conv":
         rows = shape[-2] if len(shape) > 1 else None
         return None if rows is None else PatchIndices(gathers=((len(shape) - 2, spread_positions(rows, count)),))
@@ -105,14 +105,14 @@ def spread_positions(size: int, count: int) -> Array:
     return ((np.arange(len(jitter)) + jitter) * (size / max(1, len(jitter)))).astype(np.int64).clip(0, size - 1)
 
 
-def _read_layer(graph: Graph, node: onnx.NodeProto) -> Iterator[Layer]:
+def _read_layer(graph: Graph, node: Node) -> Iterator[Layer]:
     if node.op_type not in {"Conv", "Gemm", "MatMul"} or node.domain not in {"", "ai.onnx"}:
         return
-    weight = graph.initializers.get(node.input[1])
-    alone = graph.consumers[node.input[1]] == (node,) and node.input[1] not in graph.captured | graph.outputs
-    if weight is None or not alone or weight.data_type != onnx.TensorProto.FLOAT or node.input[0] in graph.initializers:
+    weight = graph.constants.get(node.input[1])
+    alone = graph.readers(node.input[1]) == (node,) and node.input[1] not in graph.captured | graph.outputs
+    if weight is None or not alone or weight.data_type != onnx.TensorProto.FLOAT or node.input[0] in graph.constants:
         return
-    numbers = {item.name: item.i if item.type == onnx.AttributeProto.INT else item.f for item in node.attribute}
+    numbers = node.attributes
     bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 and node.input[2] else None
     if bias is not None and not _own_vector(graph, bias):
         return
@@ -128,13 +128,13 @@ def _read_layer(graph: Graph, node: onnx.NodeProto) -> Iterator[Layer]:
 
 
 def _own_vector(graph: Graph, name: str) -> bool:
-    tensor = graph.initializers.get(name)
-    return tensor is not None and len(tensor.dims) == 1 and len(graph.consumers[name]) == 1
+    tensor = graph.constants.get(name)
+    return tensor is not None and len(tensor.dims) == 1 and len(graph.readers(name)) == 1
 
 
 def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
-    kernel = tuple(graph.initializers[layer.weight].dims[2:])
-    stride, dilation, begin, sizes = _conv_geometry(graph.consumers[layer.weight][0], spatial, kernel)
+    kernel = tuple(graph.constants[layer.weight].dims[2:])
+    stride, dilation, begin, sizes = _conv_geometry(graph.readers(layer.weight)[0], spatial, kernel)
     wanted = count
     gathers: list[tuple[int, Array]] = []
     inside: list[Array] = []
@@ -150,11 +150,10 @@ def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], c
 
 
 def _conv_geometry(
-    node: onnx.NodeProto, spatial: tuple[int, ...], kernel: tuple[int, ...]
+    node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[Array, Array, Array, tuple[int, ...]]:
     """Returns stride, dilation, padding before and output size of each spatial axis (ONNX operator Conv)."""
-    lists = {item.name: list(item.ints) for item in node.attribute}
-    auto = next((item.s.decode() for item in node.attribute if item.name == "auto_pad"), "NOTSET")
+    lists, auto = node.attributes, node.attributes.get("auto_pad", "NOTSET")
     rank = len(kernel)
     stride, dilation = np.array(lists.get("strides") or [1] * rank), np.array(lists.get("dilations") or [1] * rank)
     reach, size = (np.array(kernel) - 1) * dilation + 1, np.array(spatial)

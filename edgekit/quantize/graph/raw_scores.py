@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.graph import Graph
 
 FLOOR = -8.0
 """Scores below it are all the same: a sigmoid makes less than 4e-4 of them."""
@@ -46,8 +46,8 @@ def find_sources(graph: Graph, names: Collection[str]) -> frozenset[str]:
     waiting = sorted(names)
     while waiting:
         name = waiting.pop()
-        readers = graph.consumers.get(name, ())
-        if name in graph.initializers or not all(found.issuperset(node.output) for node in readers):
+        readers = graph.readers(name)
+        if name in graph.constants or not all(found.issuperset(node.output) for node in readers):
             continue
         found.add(name)
         maker = graph.producers.get(name)

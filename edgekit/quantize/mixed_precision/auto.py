@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, scales_silu
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.graph import Graph, read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import (
     FAITHFUL_DB,
     NOTABLE_DB,
@@ -98,7 +99,7 @@ def plan_quantization(
         DataError: the calibration is of another model.
         ModelError: no node of the model can be quantized.
     """
-    graph = read_graph(model)
+    graph = read_float_graph(model)
     plan = draft_plan(model, graph, calibration, target, precision)
     if method not in {"auto", "best"}:
         return choose_ranges(plan, calibration, method, "nearest")

@@ -9,9 +9,9 @@ import onnx
 
 from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
+from edgekit.graph.graph import Graph
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import judge_candidate
 from edgekit.quantize.mixed_precision.variants import strip_weights
@@ -142,7 +142,7 @@ def _digest_draft(draft: Draft, floor_db: float) -> str:
         maker = graph.producers.get(each.tensor)
         if each.reader and (maker is None or maker.name in floats):
             leading.add(each.reader)
-    nodes = [node for node in graph.proto.graph.node if node.name in leading]
+    nodes = [node for node in graph.nodes if node.name in leading]
     made, ops = {name for node in nodes for name in node.output}, {node.op_type for node in nodes}
     kept = [msgspec.structs.replace(node, reason="") for node in plan.float_nodes if node.name in leading]
     facts = msgspec.structs.replace(

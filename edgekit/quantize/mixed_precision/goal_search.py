@@ -15,7 +15,7 @@ from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.image_headroom import makes_images
-from edgekit.quantize.graph.graph import read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.relief import GOOD_DB, relieve_step
@@ -103,7 +103,7 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     """
     search.progress(f"{search.target.name}: choose ranges and roundings")
     first = _plan_first(search)
-    is_image_net = makes_images(read_graph(search.model), search.calibration.outputs)
+    is_image_net = makes_images(read_float_graph(search.model), search.calibration.outputs)
     is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not is_image_net)
     if is_sure or search.precision != "int8":
         return first, None

@@ -3,11 +3,12 @@
 import msgspec
 
 from edgekit._files import digest_bytes
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.silu import clip_silu_tails
-from edgekit.quantize.graph.graph import Graph, range_source
+from edgekit.quantize.graph.float_graph import range_source
 from edgekit.quantize.mixed_precision.candidates import Draft, Memo, choose_again, choose_ranges
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
 from edgekit.quantize.plan import Candidate, QuantPlan, quantizes_any, relieve_tensors

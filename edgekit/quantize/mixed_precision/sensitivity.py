@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import onnx
 
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.mixed_precision.score import has_held_out, open_graph, powers_of
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
 from edgekit.quantize.plan import QuantPlan

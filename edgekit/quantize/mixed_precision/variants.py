@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.quantize.graph.graph import Graph
+from edgekit.graph.graph import Graph
 
 SWITCHES = "edgekit.switches"
 """The input that says which activations are quantized."""
@@ -16,7 +16,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     Load it with ONNX Runtime's optimizer WeightBiasQuantization switched off, which would quantize them again.
     """
     proto = _copy(qdq)
-    floats = {node.name: node for node in graph.proto.graph.node}
+    floats = {node.name: node for node in graph.nodes}
     wanted: set[str] = set()
     for node in proto.graph.node:
         source = floats.get(node.name)
@@ -29,7 +29,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     clashing = wanted & made
     for node in [node for node in proto.graph.node if node.output and node.output[0] in clashing]:
         proto.graph.node.remove(node)
-    proto.graph.initializer.extend(graph.initializers[name] for name in sorted(wanted - present))
+    proto.graph.initializer.extend(graph.constants[name] for name in sorted(wanted - present))
     return proto
 
 
@@ -38,14 +38,14 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
 
     The extra input SWITCHES, bool [N], says for each whether its readers see it through the Q and DQ of `qdq`.
     """
-    proto = _copy(graph.proto)
+    proto = _copy(graph.model)
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     sites = {
         node.input[0].removesuffix("_QuantizeLinear_Input"): node
         for node in qdq.graph.node
         if node.op_type == "QuantizeLinear"
     }
-    made = {*graph.producers, *(value.name for value in graph.proto.graph.input)}
+    made = {*graph.producers, *graph.inputs}
     names = tuple(name for name in sites if name in made)
     for parameter in sorted({parameter for name in names for parameter in sites[name].input[1:]}):
         proto.graph.initializer.append(stored[parameter])

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import onnx
 
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, order_nodes
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
-from edgekit.quantize.graph.graph import Graph, read_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
 from edgekit.quantize.rounding.gptq import LIMIT, REDUCED_LIMIT
@@ -26,7 +27,7 @@ def plan_graph(model: Model, plan: QuantPlan) -> Graph:
         ModelError: the model is quantized already, or older than opset 13.
         UsageError: the plan is not of this model.
     """
-    return equalize_graph(read_graph(model), plan.factors)
+    return equalize_graph(read_float_graph(model), plan.factors)
 
 
 def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
@@ -35,7 +36,7 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    return equalize_calibration(read_graph(model), calibration, plan.factors) if plan.factors else calibration
+    return equalize_calibration(read_float_graph(model), calibration, plan.factors) if plan.factors else calibration
 
 
 def build_qdq(graph: Graph, plan: QuantPlan, statistics: Path, subject: str) -> onnx.ModelProto:
@@ -54,7 +55,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    placed = place_qdq(graph.proto, _request(plan, graph), subject)
+    placed = place_qdq(graph.model, _request(plan, graph), subject)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
     nodes = order_nodes(placed.graph)
     del placed.graph.node[:]

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-import onnx
 
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.quantize.ranges.histogram import Histogram
 
@@ -64,9 +63,9 @@ def find_nonlinearities(graph: Graph, outputs: Mapping[str, StatedOutput]) -> di
     raw_scores = find_raw_scores(graph, outputs)
     readers: dict[str, Nonlinearity] = dict.fromkeys(find_sources(graph, raw_scores), _raw_score)
     readers |= dict.fromkeys(find_sources(graph, raw_scores & outputs.keys()), _stated_score)
-    for name, nodes in graph.consumers.items():
-        if name in graph.outputs | graph.captured or name in graph.initializers:
-            continue
+    hidden = graph.outputs | graph.captured | graph.constants.keys()
+    for name in (name for name in graph.consumers if name not in hidden):
+        nodes = graph.readers(name)
         ops = sorted(node.op_type for node in nodes)
         if len(ops) == 1 and ops[0] in _BY_OP:
             readers[name] = _BY_OP[ops[0]]
@@ -80,14 +79,14 @@ def match_nonlinearity(reader: Nonlinearity | None, histogram: Histogram) -> Non
     return None if reader is _raw_score and not are_raw_scores(histogram.centers, histogram.counts) else reader
 
 
-def _find_silu(graph: Graph, name: str, nodes: tuple[onnx.NodeProto, ...]) -> Iterator[Nonlinearity]:
+def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Nonlinearity]:
     """Yields SiLU or HardSwish where two nodes begin it: one is the product, the other leads to it by itself."""
     for product, first in (nodes, nodes[::-1]):
-        steps: list[onnx.NodeProto] = []
+        steps: list[Node] = []
         node = first
         while product.op_type == "Mul" and node is not product and len(steps) < _MOST_STEPS:
             steps.append(node)
-            readers = graph.consumers.get(node.output[0], ())
+            readers = graph.readers(node.output[0])
             node = readers[0] if len(readers) == 1 else product
         if steps and set(product.input) == {name, steps[-1].output[0]}:
             if [step.op_type for step in steps] == ["Sigmoid"]:
@@ -96,11 +95,11 @@ def _find_silu(graph: Graph, name: str, nodes: tuple[onnx.NodeProto, ...]) -> It
                 yield _hard_swish
 
 
-def _is_hard_sigmoid(graph: Graph, steps: list[onnx.NodeProto]) -> bool:
+def _is_hard_sigmoid(graph: Graph, steps: list[Node]) -> bool:
     """Returns True for Clip(x + 3, 0, 6), scaled or not, and for HardSigmoid with a slope of one sixth."""
     ops = [step.op_type for step in steps]
     if ops == ["HardSigmoid"]:
-        alpha = next((item.f for item in steps[0].attribute if item.name == "alpha"), 0.2)
+        alpha = float(steps[0].attributes.get("alpha", 0.2))
         return abs(alpha - 1 / 6) < _CLOSE
     if ops[:2] != ["Add", "Clip"] or not set(ops[2:]) <= {"Mul", "Div"}:
         return False

@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from edgekit.quantize.graph.graph import Graph, range_source
+from edgekit.graph.graph import Graph
+from edgekit.quantize.graph.float_graph import range_source
 from edgekit.quantize.ranges.methods import TensorRange
 
 _PASSING = frozenset({"AveragePool", "Resize"})
@@ -55,11 +56,11 @@ def _join(graph: Graph, ops: Collection[str], floats: Collection[str]) -> dict[s
             name = leaders[name]
         return name
 
-    for node in graph.proto.graph.node:
+    for node in graph.nodes:
         if node.op_type not in ops or node.name in floats:
             continue
         names = [name for name in (*node.output[:1], *node.input) if graph.is_float(name)]
-        roots = [find(_find_source(graph, name)) for name in names if name not in graph.initializers]
+        roots = [find(_find_source(graph, name)) for name in names if name not in graph.constants]
         for root in roots:
             leaders[root] = roots[0]
     return {name: find(name) for name in list(leaders)}

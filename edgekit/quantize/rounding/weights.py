@@ -12,9 +12,9 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit._files import replacing_file
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
-from edgekit.quantize.graph.graph import Graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.rounding.gptq import (
     LIMIT,
@@ -103,7 +103,7 @@ def _correct_layer(
     rounding: Rounding,
 ) -> dict[str, Array] | None:
     """Returns integers, scale [channels] and corrected bias of a layer, remembered; None where it has no moments."""
-    weight = numpy_helper.to_array(graph.initializers[layer.weight])
+    weight = numpy_helper.to_array(graph.constants[layer.weight])
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
     matrix, least = layer.to_matrix(weight), np.abs(bias) * _INT32_MARGIN / place.step
