@@ -100,6 +100,9 @@ def _rewrite(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
         pytest.param(lambda b: (b / "signature.json").write_bytes(b"{" * 20_000), "larger than", id="large"),
         pytest.param(lambda b: (b / "signature.json").write_bytes(b"[" * 9_000), "malformed", id="deep"),
         pytest.param(lambda b: (b / "signature.json").write_bytes(b"\xff"), "malformed", id="no text"),
+        pytest.param(
+            lambda b: ((b / "signature.json").unlink(), (b / "signature.json").mkdir()), "no regular file", id="folder"
+        ),
     ],
 )
 def test_a_bad_signature_is_refused(signed: Path, public: Path, damage: Callable[[Path], object], message: str) -> None:

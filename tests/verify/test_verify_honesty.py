@@ -95,6 +95,8 @@ def test_a_bundle_that_gives_the_float_models_bits_is_no_replay(bundle: Bundle) 
     assert find_replay(bundle, rows, listed(own), listed(own)) is None
     assert "to the bit" in str(find_replay(bundle, rows, listed(chosen), listed(chosen)))
     assert find_replay(bundle, rows, listed(chosen), listed(own)) is None
+    retyped: list[Tensors] = [{"y": row["y"].view(np.int32)} for row in chosen]
+    assert find_replay(bundle, rows, listed(chosen), listed(retyped)) is None
     assert find_replay(bundle, [COUNT + 1], listed(chosen), listed(chosen)) is None  # no row whose own output is known
     manifest = msgspec.structs.replace(bundle.manifest, precision="fp32")
     assert find_replay(msgspec.structs.replace(bundle, manifest=manifest), rows, listed(chosen), listed(chosen)) is None
@@ -229,6 +231,15 @@ def test_outputs_that_did_not_come_back_are_no_half_precision() -> None:
     found: list[Tensors] = [{"y": rows[0]["y"].astype(np.float16).astype(np.float32), "other": np.ones(16)}]
     (note,) = find_half_values(listed(rows), listed(found))
     assert "output 'y'" in note
+
+
+@pytest.mark.parametrize(("spread", "words"), [(1.0, "is the same for every sample"), (1e-3, "None")])
+def test_a_constant_output_is_told_unless_the_reference_hardly_moves(spread: float, words: str) -> None:
+    rng = np.random.default_rng(0)
+    rows: list[Tensors] = [{"y": 10.0 + spread * rng.normal(size=(1, 8))} for _ in range(8)]
+    same: list[Tensors] = [{"y": np.full((1, 8), 10.0)} for _ in range(8)]
+    (report,) = compare_device_outputs(listed(rows), listed(same))
+    assert words in str(report.mismatch)
 
 
 def test_values_on_an_integer_grid_are_no_half_precision() -> None:
