@@ -30,7 +30,10 @@ from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
 WRITTEN: Mapping[str, tuple[type, str]] = {
-    "recipe.toml": (Recipe, "`build --recipe FILE`, `quantize --recipe FILE`: the options of a build, to keep in the repository."),
+    "recipe.toml": (
+        Recipe,
+        "`build --recipe FILE`, `quantize --recipe FILE`: the options of a build, to keep in the repository.",
+    ),
     "preprocess.toml": (Preprocess, "`--preprocess FILE`: how the model wants images. An app must do the same."),
     "metric.toml": (TaskLimit, "`--metric FILE.toml`, and `[metric]` of a recipe."),
     "devices.toml": (ListedDevice, "`--on-file FILE`: one `[[device]]` each, with these keys."),
