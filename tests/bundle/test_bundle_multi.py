@@ -56,6 +56,12 @@ def test_the_order_of_the_bundles_changes_no_byte(bundles: list[Bundle], folder:
     }
 
 
+def test_the_only_variant_need_not_be_named(bundles: list[Bundle], tmp_path: Path) -> None:
+    folder = join_bundles(bundles[:1], tmp_path / "one").folder
+    with opened_bundle(folder) as bundle:
+        assert bundle.sha256 == bundles[0].sha256
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_variant_is_opened_from_an_archive(bundles: list[Bundle], folder: Path, tmp_path: Path, kind: str) -> None:
     entries = {f"top/{name}": path for name, path in list_files(folder).items()}

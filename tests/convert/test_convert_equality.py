@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write_form
-from onnx import helper
+from onnx import helper, parser
 
 from edgekit.convert.convert import convert_model
 from edgekit.convert.equality import MAX_SAMPLES, Equality, compare_onnx, compare_with_source
@@ -181,6 +181,15 @@ def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path
     assert "m.onnx" not in found.skipped
     with pytest.raises(RuntimeRefusal):
         compare_onnx(model, model, draw_samples(model.inputs))
+
+
+def test_a_sequence_beside_a_tensor_is_not_compared(tmp_path: Path) -> None:
+    text = "g (float[2] x) => (float[2] y, seq(float[2]) s) { y = Neg(x)  s = SequenceConstruct(x, y) }"
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    model = load_model(tmp_path / "m.onnx")
+    assert compare_onnx(model, model).skipped == "its inputs or outputs are no tensors"
+    assert compare_onnx(model, model, draw_samples(model.inputs)).skipped == "its inputs or outputs are no tensors"
 
 
 def test_given_samples_are_run(tmp_path: Path) -> None:

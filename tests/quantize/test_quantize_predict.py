@@ -272,6 +272,8 @@ def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
     loss = measure.judge([record] * 3)
     assert (loss.estimate, loss.agreement) == pytest.approx((lost, 2 / 3))
     assert loss.interval == pytest.approx((lost, lost))
+    turned = measure.record(chances[..., :2], chances[:, ::-1, :2], reading)
+    assert measure.judge([turned] * 3).estimate == pytest.approx(1.7 / 2)  # only the class that there was counts
     rare = np.pad(record, ((0, 0), (0, 1))) + np.array([[0.0, 0, 1.0], [0, 0, 1.0]] + [[0, 0, 0]] * 4)
     assert measure.judge([rare] * 3).estimate == pytest.approx(lost)
 
