@@ -23,7 +23,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
     for tried in report.steps:
-        more = ", channels evened out" if tried.equalized else ""
+        more = ", channels equalized" if tried.equalized else ""
         more += f", {len(tried.relieved)} out of 8 bits" if tried.relieved else ""
         yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
     seen = report.calibration

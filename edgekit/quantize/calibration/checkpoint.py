@@ -20,6 +20,7 @@ from edgekit.model.tensors import Array
 _MAGIC = b"edgekit calibration 1\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
+# A million samples have headers of 40 MB. Both chosen by hand.
 _MAX_HEADER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
 # Plain numbers, little endian where that matters: no objects, no structures.

@@ -13,7 +13,7 @@ from edgekit.model.tensors import Array, Tensors
 # Samples that rounding learned from praise what is fitted to them, so some are kept from it, but of few all are needed.
 # The numbers are chosen by hand; tools/bench/quantize_zoo.py shows what is found with them.
 MOST_SAMPLES = 16
-MOST_BYTES = 64 << 20
+MOST_BYTES = 64 << 20  # of inputs and outputs together: they are in the cache, and in memory
 FEWEST_SAMPLES = 8
 """With fewer samples in all none is held out."""
 

@@ -26,6 +26,7 @@ The share cut off at an end by percentile-99.9 is then known to 0.009 points (`t
 tools/bench/calibrate_ratio.py.
 """
 
+# Operators whose output is as long as the data say (ONNX operators of these names).
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 # How many channels ONNX Runtime lays side by side in its blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
 # (onnxruntime/core/mlas/lib/platform.cpp, NchwcBlockSize).

@@ -1,1 +1,1 @@
-"""Cross-layer equalization: channels of unequal size evened out between layers."""
+"""Cross-layer equalization: unequal channels scaled between layers."""

@@ -34,7 +34,7 @@ class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
         """Which channels of the pair they are."""
         return slice(self.start, self.start + len(self.low))
 
-    def reach(self) -> Array:
+    def magnitude(self) -> Array:
         """Returns the largest magnitude of each channel."""
         return np.asarray(np.maximum(np.abs(self.low), np.abs(self.high)))
 

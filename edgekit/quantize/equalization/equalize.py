@@ -33,6 +33,7 @@ _PASSES = 2
 # a factor without bound. Chosen by hand; 2^-13 is below any step of 8 bits.
 _LEAST_SHARE = 1e-4
 _TINY = float(np.finfo(np.float32).tiny)
+# Operators whose weights share a scale where they have none a channel.
 _ONE_SCALE_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # A channel below a Clip's end may grow up to this share of it: samples do not show all. Chosen by hand.
 _CEILING_SHARE = 0.9
@@ -57,17 +58,17 @@ def choose_factors(
         UsageError: the calibration's statistics are gone.
     """
     found = list(read_channel_ranges(graph, find_equalization_pairs(graph), statistics, seen or {}))
-    pairs, reaches = [pair for pair, _ in found], {pair.tensor: _reach(pair, ranges) for pair, ranges in found}
+    pairs, magnitudes = [pair for pair, _ in found], {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
     unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}
     if through_silu and unscaled:
-        total = _equalize(graph, pairs, reaches, per_channel, frozenset())
+        total = _equalize(graph, pairs, magnitudes, per_channel, frozenset())
         unscaled = {
             step.sigmoid
             for pair in pairs
             for step in pair.steps
             if step.sigmoid and np.ptp(np.log2(total[pair.tensor][slice(*step.part)])) < np.log2(LEAST_RATIO)
         }
-    total = _equalize(graph, pairs, reaches, per_channel, unscaled)
+    total = _equalize(graph, pairs, magnitudes, per_channel, unscaled)
     return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
 
 
@@ -82,18 +83,18 @@ def scales_silu(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> bool:
 def _equalize(
     graph: Graph,
     pairs: Sequence[EqualizationPair],
-    reaches: Mapping[str, Array],
+    magnitudes: Mapping[str, Array],
     per_channel: Collection[str],
     unscaled: Collection[str],
 ) -> dict[str, Array]:
     """Returns the factors of the channels of each pair, which are 1 before the sigmoids that are to stay `unscaled`."""
     constants = _Constants(graph)
-    total = {name: np.ones(len(reach)) for name, reach in reaches.items()}
+    total = {name: np.ones(len(magnitude)) for name, magnitude in magnitudes.items()}
     for _ in range(_PASSES):
         for pair in pairs:
-            reach = reaches[pair.tensor] * total[pair.tensor]
+            magnitude = magnitudes[pair.tensor] * total[pair.tensor]
             made_by = constants.producer_sizes(pair, per_channel)
-            factors = balance_channels(reach, made_by, constants.consumer_sizes(pair, per_channel), pair.ceiling)
+            factors = balance_channels(magnitude, made_by, constants.consumer_sizes(pair, per_channel), pair.ceiling)
             for start, stop in (*pair.fixed, *(step.part for step in pair.steps if step.sigmoid in unscaled)):
                 factors[start:stop] = 1.0
             constants.scale(pair, factors)
@@ -176,38 +177,38 @@ def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dic
     return {node: factors[source] for node, source in sources.items() if source in factors}
 
 
-def _reach(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
+def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
     """Returns how far each channel reaches; before a slope that is a share of the tensor there, if that is larger."""
-    own = ranges[pair.tensor].reach()
+    own = ranges[pair.tensor].magnitude()
     share = own / max(float(own.max()), _TINY)
     for step in (step for step in pair.steps if step.sigmoid or (step.negative_only and (step.slope != 1).any())):
-        before = ranges[step.tensor].reach()
+        before = ranges[step.tensor].magnitude()
         part = slice(*step.part)
         share[part] = np.maximum(share[part], before / max(float(before.max()), _TINY))
     return np.asarray(share * own.max())
 
 
-def balance_channels(reach: Array, made_by: Array, read_by: Array | None, ceiling: float | None) -> Array:
+def balance_channels(magnitude: Array, made_by: Array, read_by: Array | None, ceiling: float | None) -> Array:
     """Returns factors, powers of two, that make the sizes of channels and of the weights behind them alike.
 
-    `reach` is the largest value of each channel, `made_by` and `read_by` the largest weight that makes and that reads
-    it; None where the scale of each channel's weights is its own. The largest channel keeps its size; one that reaches
-    the ceiling keeps it too.
+    `magnitude` is the largest value of each channel, `made_by` and `read_by` the largest weight that makes and that
+    reads it; None where the scale of each channel's weights is its own. The largest channel keeps its size; one that
+    reaches the ceiling keeps it too.
     """
-    if not reach.max() > 0:
-        return np.ones(len(reach))
-    reach = np.maximum(reach, _LEAST_SHARE * reach.max())
-    size = np.maximum(reach / reach.max(), made_by)
+    if not magnitude.max() > 0:
+        return np.ones(len(magnitude))
+    magnitude = np.maximum(magnitude, _LEAST_SHARE * magnitude.max())
+    size = np.maximum(magnitude / magnitude.max(), made_by)
     # sqrt(r2 / r1) is what gives both the same size sqrt(r1 r2), so that the product of their shares of the whole
     # range is largest (Nagel et al., section 4.1; SmoothQuant, section 4, with alpha = 1/2).
     factors = 1 / size if read_by is None else np.sqrt(np.maximum(read_by, _LEAST_SHARE) / size)
     if ceiling is None:
-        return _round_to_power(factors * reach.max() / (reach * factors).max())
+        return _round_to_power(factors * magnitude.max() / (magnitude * factors).max())
     # A Clip cuts every channel at one height and commutes with no factor. The paper puts a Relu in the place of a
     # Relu6; here channels that touch the end stay as they are, and others stay below it.
-    full = reach > _CEILING_SHARE * ceiling
-    anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (reach * factors).max() / reach.max()
-    limit = 2 ** np.floor(np.log2(_CEILING_SHARE * ceiling / reach))
+    full = magnitude > _CEILING_SHARE * ceiling
+    anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (magnitude * factors).max() / magnitude.max()
+    limit = 2 ** np.floor(np.log2(_CEILING_SHARE * ceiling / magnitude))
     return np.where(full, 1.0, np.minimum(_round_to_power(factors / anchor), limit))
 
 

@@ -19,6 +19,7 @@ MASK_VALUE = -1e4
 SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
 """How far below the highest score of a row scores still count, and how far below the highest bias biases do."""
 
+# What may lie between a mask and a Softmax: shapes and types of it, and how it meets the scores.
 _SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast"})
 _MASKING_OPS = frozenset({"Add", "Where", "Mul", "Sub"})
 # Exporters put up to about ten nodes (Unsqueeze, Cast, Sub, Mul, Where ...) between a mask and its Softmax.

@@ -12,6 +12,7 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.raw_scores import find_raw_scores
 
+# What may lie between the tensor to compare and an output.
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
 _SELECTION_OPS = frozenset({"ArgMax", "TopK"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})

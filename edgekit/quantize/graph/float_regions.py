@@ -9,11 +9,12 @@ from edgekit.graph.graph import Graph, Node
 
 # Where the front end of a network ends, and its layers begin.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
+# What makes a mean or a sum of squares.
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
 # A normalisation spelled out by an exporter has about ten nodes; chosen by hand, so that a walk ends.
 _MOST_NODES = 24
-# What may lie between the inputs of a graph and the power of their spectrum: a network has other activations.
 _SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
+# What may lie between the inputs of a graph and the power of their spectrum: a network has other activations.
 _LINEAR = frozenset(
     {
         "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
@@ -22,7 +23,7 @@ _LINEAR = frozenset(
     }
 )  # fmt: skip
 
-# Operators that put a constant beside values: minus infinity is there to lose against them.
+# Operators that put a constant beside values, minus infinity to lose against them, and those that hand it on.
 _CONSTANT_BESIDE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
 _PASSING = _CONSTANT_BESIDE | frozenset(
     {

@@ -13,6 +13,7 @@ from edgekit.quantize.ranges.nonlinearities import Nonlinearity, saturation_of
 LEVELS = 255
 """Steps between the lowest and the highest of 256 integers."""
 _LARGEST = float(np.finfo(np.float32).max)
+# From the whole range to a fiftieth of it; chosen by hand.
 _FACTORS = np.linspace(1.0, 0.02, 50).tolist()
 
 
@@ -124,6 +125,7 @@ def entropy_range(exact: TensorRange, histogram: Histogram) -> TensorRange:
 PLAIN_METHODS = ("minmax", "moving-average")
 """The range methods that need no histogram."""
 
+# A thousandth and a ten-thousandth of the values: those cut off are about 4 and 0.4 of the 4096 picked from a sample.
 PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
 
 AUTO_METHODS = ("minmax", "mse", *PERCENTS)
