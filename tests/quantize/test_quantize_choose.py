@@ -44,13 +44,13 @@ def test_targets_that_differ_in_sign_share_the_judgement(net: Model, many: Calib
     assert len(memo.judged) == 1
 
 
-GATED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) {
+SILU_NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40] y) {
   c = Conv(x, w1, b1) s = Sigmoid(c) m = Mul(c, s)
   p = GlobalAveragePool(m) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
 
 
 def test_company_of_other_targets_changes_no_plan(tmp_path: Path) -> None:
-    model = make_model(GATED, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
+    model = make_model(SILU_NET, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
     calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
     targets = {name: load_target(name) for name in ("nnapi", "qnn", "xnnpack", "cpu")}
     alone = {name: plan_quantization(model, calibration, target, "int8") for name, target in targets.items()}

@@ -31,7 +31,7 @@ from edgekit.target import Target, load_target
 
 
 @pytest.mark.parametrize(
-    ("reach", "rows", "columns", "ceiling", "factors"),
+    ("magnitude", "made_by", "read_by", "ceiling", "factors"),
     [
         ([16.0, 1.0], [0.0, 0.0], None, None, [1, 16]),
         ([16.0, 1.0], [0.0, 0.0], [1.0, 1.0], None, [1, 4]),
@@ -48,10 +48,14 @@ from edgekit.target import Target, load_target
     ],
 )
 def test_factors_equalize_channels_and_weights(
-    reach: list[float], rows: list[float], columns: list[float] | None, ceiling: float | None, factors: list[float]
+    magnitude: list[float],
+    made_by: list[float],
+    read_by: list[float] | None,
+    ceiling: float | None,
+    factors: list[float],
 ) -> None:
-    weights = None if columns is None else np.array(columns)
-    assert balance_channels(np.array(reach), np.array(rows), weights, ceiling).tolist() == factors
+    weights = None if read_by is None else np.array(read_by)
+    assert balance_channels(np.array(magnitude), np.array(made_by), weights, ceiling).tolist() == factors
 
 
 @pytest.fixture
@@ -183,7 +187,7 @@ def test_unequal_channels_come_back(
     assert again.model.sha256 == saved.sha256
 
 
-@pytest.mark.parametrize(("net", "scaled"), [("unequal", "r"), ("gated", "p")])
+@pytest.mark.parametrize(("net", "scaled"), [("unequal", "r"), ("silu_net", "p")])
 def test_the_command_reports_scaled_layers_and_applies_their_plan(
     request: pytest.FixtureRequest, tmp_path: Path, net: str, scaled: str
 ) -> None:
@@ -206,17 +210,17 @@ def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> No
             equalize_graph(graph, factors)
 
 
-GATED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
+SILU_NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
   a = Conv(x, w1, b1) s = Sigmoid(a) p = Mul(a, s) b = Conv(p, w2, b2) h = HardSigmoid<alpha=0.16666667>(b)
   q = Mul(h, b) y = Conv(q, w3, b3) }"""
 
 
 @pytest.fixture
-def gated(tmp_path: Path) -> tuple[Model, Calibration]:
+def silu_net(tmp_path: Path) -> tuple[Model, Calibration]:
     shapes: dict[str, tuple[int, ...]] = {
         "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
     }  # fmt: skip
-    proto = onnx.load(make_model(GATED, tmp_path / "even.onnx", shapes).path)
+    proto = onnx.load(make_model(SILU_NET, tmp_path / "even.onnx", shapes).path)
     held, rng = {tensor.name: tensor for tensor in proto.graph.initializer}, np.random.default_rng(4)
     for made, read in (("w1", "w2"), ("w2", "w3")):
         factors = (10 ** rng.uniform(-2.5, 0, 24)).astype(np.float32)
@@ -230,8 +234,8 @@ def gated(tmp_path: Path) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
 
-def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, Calibration], tmp_path: Path) -> None:
-    model, calibration = gated
+def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model, Calibration], tmp_path: Path) -> None:
+    model, calibration = silu_net
     graph, seen = read_float_graph(model), calibration.ranges["minmax"]
     assert choose_factors(graph, Path(calibration.statistics), (), seen) == {}
     factors = choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True)
@@ -257,9 +261,9 @@ def test_channels_are_scaled_through_gates_to_the_last_bit(gated: tuple[Model, C
 
 
 def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
-    gated: tuple[Model, Calibration], tmp_path: Path
+    silu_net: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = gated
+    model, calibration = silu_net
     for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
         stock = plan_quantization(model, calibration, target, "int8", method="minmax")
         plan = plan_quantization(model, calibration, target, "int8")
@@ -275,13 +279,13 @@ def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -
     shapes: dict[str, tuple[int, ...]] = {
         "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
     }  # fmt: skip
-    model = make_model(GATED, tmp_path / "m.onnx", shapes)
+    model = make_model(SILU_NET, tmp_path / "m.onnx", shapes)
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     graph, seen = read_float_graph(model), calibration.ranges["minmax"]
     assert not scales_silu(graph, choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True))
 
 
-def test_low_values_that_a_gate_turns_to_nothing_get_no_integers(tmp_path: Path) -> None:
+def test_low_values_that_silu_turns_to_nothing_get_no_integers(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]>
       g (float[1,3,12,12] x) => (float[1,24,12,12] p, float[1,24,12,12] q) {
       a = Conv(x, w1, b1) s = Sigmoid(a) p = Mul(a, s)

@@ -72,8 +72,8 @@ ROOTS = {
 def test_the_root_of_a_spectrum_and_all_before_it_stay_float(tmp_path: Path, root: str) -> None:
     text = MAGNITUDE.replace("ROOT", root)
     weights: dict[str, tuple[int, ...]] = {"wr": (16, 1, 40), "wi": (16, 1, 40), "wh": (8, 16, 3), "wc": (8, 8, 3)}
-    islands = find_float_regions(read_float_graph(make_model(text, tmp_path / "m.onnx", weights)))
-    kinds = [name.split("_")[1] for name in islands]
+    regions = find_float_regions(read_float_graph(make_model(text, tmp_path / "m.onnx", weights)))
+    kinds = [name.split("_")[1] for name in regions]
     assert {"Conv", "Mul", "Add"} <= set(kinds)
     assert kinds.count("Conv") == 2
     assert "Relu" not in kinds

@@ -16,18 +16,18 @@ SAMPLE = {"image": np.random.default_rng(0).random((1, 1, 32, 32), dtype=np.floa
 
 def test_the_demo_halves_and_stays_close(tmp_path: Path) -> None:
     model = load_model(MODEL)
-    halved = convert_to_fp16(model, (), tmp_path / "h.onnx")
-    assert halved.clamped == ()
-    assert halved.model.size_bytes < 0.55 * model.size_bytes
-    assert {spec.dtype for spec in (*halved.model.inputs, *halved.model.outputs)} == {"float32"}
+    converted = convert_to_fp16(model, (), tmp_path / "h.onnx")
+    assert converted.clamped == ()
+    assert converted.model.size_bytes < 0.55 * model.size_bytes
+    assert {spec.dtype for spec in (*converted.model.inputs, *converted.model.outputs)} == {"float32"}
     want = CpuSession(model.path, SessionSettings()).run(SAMPLE)["logits"]
-    got = CpuSession(halved.model.path, SessionSettings()).run(SAMPLE)["logits"]
+    got = CpuSession(converted.model.path, SessionSettings()).run(SAMPLE)["logits"]
     np.testing.assert_allclose(got, want, atol=0.02)
 
 
 def test_kept_nodes_stay_float32(tmp_path: Path) -> None:
-    halved = convert_to_fp16(load_model(MODEL), ("classifier",), tmp_path / "h.onnx")
-    graph = read_proto(halved.model).graph
+    converted = convert_to_fp16(load_model(MODEL), ("classifier",), tmp_path / "h.onnx")
+    graph = read_proto(converted.model).graph
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     (classifier,) = (node for node in graph.node if node.name == "classifier")
     assert types[classifier.input[1]] == 1
@@ -41,8 +41,8 @@ def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     proto_path = parse_model(text, tmp_path / "m.onnx")
     prepared = prepare_model(load_model(proto_path), tmp_path / "p.onnx", {})
     kept = [node.name for node in read_proto(prepared).graph.node if node.op_type in {"Abs", "Neg"}]
-    halved = convert_to_fp16(prepared, kept, tmp_path / "h.onnx")
-    names = [node.name for node in read_proto(halved.model).graph.node]
+    converted = convert_to_fp16(prepared, kept, tmp_path / "h.onnx")
+    names = [node.name for node in read_proto(converted.model).graph.node]
     assert len(set(names)) == len(names)
 
 

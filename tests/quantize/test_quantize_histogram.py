@@ -41,13 +41,13 @@ def test_zeros_have_a_bin_of_their_own() -> None:
 
 
 def test_bins_double_when_a_value_falls_outside() -> None:
-    grower = HistogramCollector()
-    grower.add(np.array([[0.75, -0.25, 0.0, 0.7501]], np.float32))
-    first = grower.freeze()
+    collector = HistogramCollector()
+    collector.add(np.array([[0.75, -0.25, 0.0, 0.7501]], np.float32))
+    first = collector.freeze()
     assert first.centers.tolist() == [(-512 + 0.5) / 2048, 0.0, (1536 + 0.5) / 2048]
     assert (first.counts.tolist(), first.total) == ([1, 1, 2], 4)
-    grower.add(np.array([[0.0, 0.0, 3.0]], np.float32))
-    second = grower.freeze()
+    collector.add(np.array([[0.0, 0.0, 3.0]], np.float32))
+    second = collector.freeze()
     assert second.centers.tolist() == [(-128 + 0.5) / 512, 0.0, (384 + 0.5) / 512, (1536 + 0.5) / 512]
     assert second.counts.tolist() == [1, 3, 2, 1]
     assert second.parts[:2].tolist() == [[1, 1, 2, 0], [0, 2, 0, 1]]
@@ -55,9 +55,9 @@ def test_bins_double_when_a_value_falls_outside() -> None:
 
 
 def test_a_state_that_is_none_is_not_restored() -> None:
-    grower, other = HistogramCollector(), HistogramCollector()
-    grower.add(np.array([[1.0, 2.0, 0.0]], np.float32))
-    state = grower.state()
+    collector, other = HistogramCollector(), HistogramCollector()
+    collector.add(np.array([[1.0, 2.0, 0.0]], np.float32))
+    state = collector.state()
     cases = ((0, -126, True), (0, -127, False), (0, 128, True), (0, 129, False), (1, -1, False), (-1, -1, False))
     for place, value, good in cases:
         changed = state.copy()
@@ -68,7 +68,7 @@ def test_a_state_that_is_none_is_not_restored() -> None:
     assert np.array_equal(other.state(), state)
     other.add(np.zeros((1, 0), np.float32))
     other.add(np.array([[1.0]], np.float32))
-    assert np.array_equal(grower.state(), state)
+    assert np.array_equal(collector.state(), state)
 
 
 def every_sample(kind: str, seed: int) -> np.ndarray:

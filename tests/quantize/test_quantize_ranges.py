@@ -21,9 +21,9 @@ from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, saturati
 
 
 def histogram_of(values: Array) -> Histogram:
-    grower = HistogramCollector()
-    grower.add(values.reshape(1, -1))
-    return grower.freeze()
+    collector = HistogramCollector()
+    collector.add(values.reshape(1, -1))
+    return collector.freeze()
 
 
 def whole(values: Array) -> TensorRange:
@@ -113,7 +113,7 @@ def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
     assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
 
 
-GATES = {
+HARD_SWISHES = {
     "paddle": "h = Add(a, three) c = Clip(h, zero, six) p = Mul(a, c) y = Div(p, six)",
     "split": "h = Add(a, three) c = Clip(h, zero, six) g = Mul(c, sixth) y = Mul(a, g)",
     "sigmoid": "g = HardSigmoid<alpha = 0.16666667, beta = 0.5>(a) y = Mul(a, g)",
@@ -121,11 +121,11 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> None:
+@pytest.mark.parametrize("body", HARD_SWISHES.values(), ids=HARD_SWISHES)
+def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
-      {{ a = Neg(x) {gate} }}"""
+      {{ a = Neg(x) {body} }}"""
     reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
     assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
     values = np.random.default_rng(0).normal(size=100_000) * 20
@@ -134,7 +134,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
 
 
 @pytest.mark.parametrize(
-    "gate",
+    "body",
     [
         "h = Add(a, two) c = Clip(h, zero, six) y = Mul(a, c)",
         "h = Add(a, three) c = Clip(h, three, six) y = Mul(a, c)",
@@ -146,9 +146,9 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, gate: str) -> 
         "g = Sigmoid(a) h = Sigmoid(g) y = Mul(a, h)",
     ],
 )
-def test_a_gate_of_something_else_is_read_as_it_is(tmp_path: Path, gate: str) -> None:
+def test_a_product_with_something_else_is_read_as_it_is(tmp_path: Path, body: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-      <float two = {{2}}, float three = {{3}}, float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {gate} }}"""
+      <float two = {{2}}, float three = {{3}}, float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {body} }}"""
     assert "a" not in find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})
 
 

@@ -104,7 +104,7 @@ def calibrate_model(
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)
-    found = measure_samples(task, cache, progress or say_nothing)
+    found = measure_samples(task, progress or say_nothing)
     if fitting:
         save_held_out(work, found.held_out)
         save_moments(work / "moments.npz", found.statistics.moments())
@@ -117,8 +117,8 @@ def calibrate_model(
         is_exact=found.is_exact,
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
-        notes=found.notes,
-        ranges=_choose_ranges(graph, found.aliases, found.statistics, methods, outputs or {}),
+        notes=tuple(found.cache.notes),
+        ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods, outputs or {}),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
     )
@@ -142,12 +142,11 @@ def _make_task(
         graph=graph,
         samples=samples,
         work=work,
+        cache=cache,
         indices=indices,
-        others=tuple(sorted(set(range(samples.count)) - set(indices))),
         compared=tuple(sorted(compared)),
         picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
-        expected=() if cache is None else cache.digests,
     )
 
 

@@ -37,58 +37,51 @@ _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
 _PROGRESS_SECONDS = 2.0  # chosen by hand
 
 
-class Measurements(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the passes; `known` samples were not run, and `notes` says what was wrong with the cache.
-
-    `is_exact` says that every value of every tensor is in its histogram.
-    """
-
-    statistics: ActivationStatistics
-    held_out: HeldOut
-    aliases: dict[str, str]
-    is_exact: bool
-    seen: dict[int, bytes]
-    known: int
-    notes: tuple[str, ...]
-
-
 class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be measured: everything of the samples at `indices`, extremes of the `others`.
 
-    `compared` are the tensors that held-out samples keep. `expected` holds the sha256 of each sample where it is known
-    before.
+    `compared` are the tensors that held-out samples keep. `picked` and `patch_samples` are as for `instrument_graph`.
     """
 
     model: Model
     graph: Graph
     samples: Samples
     work: Path
+    cache: CacheSettings | None
     indices: tuple[int, ...]
-    others: tuple[int, ...]
     compared: tuple[str, ...]
     picked: int
     patch_samples: int
-    expected: tuple[bytes, ...]
 
-    def instrument(self) -> InstrumentedGraph:
-        """Returns the graph that measures everything."""
-        return instrument_graph(self.graph, self.compared, picked=self.picked, patch_samples=self.patch_samples)
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The positions of the samples of which only extremes are wanted."""
+        return tuple(sorted(set(range(self.samples.count)) - set(self.indices)))
 
 
-class _Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured so far, of the samples in `seen` (the sha256 of each by its position)."""
+class Measurements(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured so far, of the samples in `seen` (the sha256 of each by its position); `known` were not run."""
 
     task: CalibrationTask
     cache: CalibrationCache
+    instrumented: InstrumentedGraph
     statistics: ActivationStatistics
     held_out: HeldOut
     seen: dict[int, bytes]
+    known: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every value of every tensor is in its histogram."""
+        return not self.task.others and all(count < self.task.picked for _, count in self.instrumented.picks)
 
     def everything(self) -> dict[str, Array]:
+        """Returns the arrays that hold all that was measured."""
         held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
         return self.statistics.extremes() | self.statistics.sums() | held
 
     def restore(self, found: Checkpoint) -> bool:
+        """Goes on from a checkpoint; returns False if it does not fit, and then this is of no use."""
         self.seen.clear()
         self.seen.update(found.seen)
         held = {name[5:]: array for name, array in found.arrays.items() if name.startswith("held.")}
@@ -96,7 +89,7 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.statistics.restore(others) and self.held_out.restore(held)
 
 
-def measure_samples(task: CalibrationTask, settings: CacheSettings | None, progress: Progress) -> Measurements:
+def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
     """Runs the instrumented model over all samples that the cache does not know.
 
     Raises:
@@ -104,7 +97,8 @@ def measure_samples(task: CalibrationTask, settings: CacheSettings | None, progr
         ModelError: nothing in the model computes in float32.
         OutputError: the cache cannot be written.
     """
-    whole = _write(task.instrument(), task.work / "instrumented.onnx")
+    whole = instrument_graph(task.graph, task.compared, picked=task.picked, patch_samples=task.patch_samples)
+    whole = _write(whole, task.work / "instrumented.onnx")
     if not (whole.highs or whole.bounds):
         raise ModelError(
             f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32",
@@ -112,7 +106,7 @@ def measure_samples(task: CalibrationTask, settings: CacheSettings | None, progr
         )
     # Histograms and patches cost several times what extremes do (tools/bench/calibrate_ratio.py): samples that are not
     # needed for them are run without.
-    with open_cache(settings, _key(task, whole), progress) as cache:
+    with open_cache(task.cache, _key(task, whole), progress) as cache:
         run = _resume(task, whole, cache)
         known, count = len(run.seen), task.samples.count
         if known == count:
@@ -123,15 +117,7 @@ def measure_samples(task: CalibrationTask, settings: CacheSettings | None, progr
         release_memory()
         _measure_extremes(run)
         release_memory()
-    return Measurements(
-        statistics=run.statistics,
-        held_out=run.held_out,
-        aliases=whole.aliases,
-        is_exact=not task.others and all(count < task.picked for _, count in whole.picks),
-        seen=run.seen,
-        known=known,
-        notes=tuple(cache.notes),
-    )
+    return msgspec.structs.replace(run, known=known)
 
 
 def _key(task: CalibrationTask, whole: InstrumentedGraph) -> str:
@@ -147,14 +133,14 @@ def _key(task: CalibrationTask, whole: InstrumentedGraph) -> str:
     return digest_bytes(msgspec.json.encode(facts, order="sorted"))
 
 
-def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> _Run:
+def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> Measurements:
     """Returns a run that knows what the cache has of its samples."""
     run = _begin(task, whole, cache)
-    if not task.expected:
+    if task.cache is None:
         return run
     most_bytes = sum(array.nbytes for array in run.everything().values()) + MOST_BYTES + _SLACK_BYTES
     most_bytes += _SAMPLE_BYTES * task.samples.count
-    order, digests = (*task.indices, *task.others), dict(enumerate(task.expected))
+    order, digests = (*task.indices, *task.others), dict(enumerate(task.cache.digests))
     for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):
         if not count or len(run.seen) < needed:
             continue
@@ -167,9 +153,9 @@ def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationC
     return run
 
 
-def _begin(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> _Run:
-    held_out = HeldOut(len(task.indices), task.compared)
-    return _Run(task=task, cache=cache, statistics=ActivationStatistics(whole), held_out=held_out, seen={})
+def _begin(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> Measurements:
+    statistics, held_out = ActivationStatistics(whole), HeldOut(len(task.indices), task.compared)
+    return Measurements(task=task, cache=cache, instrumented=whole, statistics=statistics, held_out=held_out, seen={})
 
 
 def _write(instrumented: InstrumentedGraph, path: Path) -> InstrumentedGraph:
@@ -178,7 +164,7 @@ def _write(instrumented: InstrumentedGraph, path: Path) -> InstrumentedGraph:
     return msgspec.structs.replace(instrumented, proto=onnx.ModelProto())
 
 
-def _measure(run: _Run) -> None:
+def _measure(run: Measurements) -> None:
     """Takes in everything of the samples to measure, as far as they are not known."""
     indices, cache = run.task.indices, run.cache
     for _ in _pass(run, indices, learning=True):
@@ -188,7 +174,7 @@ def _measure(run: _Run) -> None:
             cache.save(_MEASURED, run.seen, run.everything, now=ended)
 
 
-def _measure_extremes(run: _Run) -> None:
+def _measure_extremes(run: Measurements) -> None:
     """Takes in the extremes of the other samples, as far as they are not known."""
     task, cache = run.task, run.cache
     if task.indices and len(run.seen) < task.samples.count:
@@ -202,7 +188,7 @@ def _measure_extremes(run: _Run) -> None:
         raise
 
 
-def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
+def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
     """Takes in samples one by one and yields after each: then the statistics hold exactly the samples seen."""
     task = run.task
     todo = [index for index in indices if index not in run.seen]
@@ -219,26 +205,21 @@ def _pass(run: _Run, indices: Sequence[int], *, learning: bool) -> Iterator[None
             run.cache.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         digest = digest_sample(sample)
         # Two passes and a cache take samples by their position: a source that shuffles would mix them up.
-        if task.expected and task.expected[index] != digest:
+        if task.cache is not None and task.cache.digests[index] != digest:
             raise DataError(
                 f"sample {index} of '{task.samples.source}' is another one than before",
                 hint="it must give the same at each pass",
             )
-        values = _run(session, sample, index, task.samples.source)
+        try:
+            values = session.run(sample)
+        except RuntimeRefusal as error:
+            text = f"sample {index} of '{task.samples.source}' does not run: {error.message}"
+            raise DataError(text, hint="mend the sample or the model") from error
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
         run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
         run.seen[index] = digest
         yield
-
-
-def _run(session: CpuSession, sample: Tensors, index: int, source: str) -> Tensors:
-    try:
-        return session.run(sample)
-    except RuntimeRefusal as error:
-        raise DataError(
-            f"sample {index} of '{source}' does not run: {error.message}", hint="mend the sample or the model"
-        ) from error
 
 
 def _has_non_finite(values: Tensors) -> bool:

@@ -35,9 +35,8 @@ et al., arXiv:1906.04721, section 4.2). gptq: so that the layer's output errs le
 least squares to inputs that carry the noise of their own quantization, then gptq.
 """
 
-# A bias is int32 and its step that of the input times that of the weight: a weight's scale must be so large that the
-# bias fits. ONNX Runtime's quantizer does the same (_adjust_weight_scale_for_int32_bias in qdq_quantizer.py), but only
-# for the weights and biases that it was given. The margin is for float32's rounding.
+# A bias is int32 with the step of the input times that of the weight, which must be so large that the bias fits: ONNX
+# Runtime's _adjust_weight_scale_for_int32_bias (qdq_quantizer.py) sees to it before weights are corrected, not after.
 _INT32_MARGIN = 1.001 / (2**31 - 1)
 
 
