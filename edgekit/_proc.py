@@ -24,8 +24,8 @@ _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
 _JOIN_S = 1.0
+# The children that run now, in whichever thread: an interrupted command ends them all.
 _RUNNING: set[int] = set()
-"""The children that run now, in whichever thread: an interrupted command ends them all."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

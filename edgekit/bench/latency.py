@@ -18,12 +18,12 @@ _DRIFT_LEAST = 12
 _DRIFT_POINTS = 200
 _FAST = 1e-9
 
-# A table, because scipy would be a dependency for one function; larger degrees by Cornish and Fisher's first term.
+# Student's t for 95 %, two-sided, by degrees of freedom from 1. A table, because scipy would be a dependency for one
+# function; larger degrees by Cornish and Fisher's first term.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""Student's t for 95 %, two-sided, by degrees of freedom from 1."""
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):

@@ -186,6 +186,7 @@ def _find_fatal(case: Case) -> Iterator[Finding]:
             yield Finding(nodes=(node.name,), word=node.reasons[0] if node.reasons else node.op)
 
 
+# What each rewrite of `edgekit prepare` does, by its id.
 _REWRITTEN: Mapping[str, str] = {
     "drop-copies": "remove {count} of Identity or Dropout, which only hand on their input",
     "sum-to-add": "write {count} of Sum as Add, which is the same",
@@ -204,7 +205,6 @@ _REWRITTEN: Mapping[str, str] = {
     "split-gelu": "write {count} of Gelu with Erf",
     "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
 }
-"""What each rewrite of `edgekit prepare` does, by its id."""
 
 ADVISERS: tuple[Adviser, ...] = (
     *(

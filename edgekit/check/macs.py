@@ -76,6 +76,7 @@ def _attention(graph: Graph, node: Node) -> int:
     return 2 * prod(query) * (key[-2] if len(key) >= 2 else 1)
 
 
+# How each operator that multiplies is counted.
 _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "Conv": _conv(1),
     "FusedConv": _conv(1),
@@ -96,4 +97,3 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "Attention": _attention,
     "MultiHeadAttention": _attention,
 }
-"""How each operator that multiplies is counted."""

@@ -13,8 +13,8 @@ from edgekit.graph.graph import Graph, Node
 
 Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
 
+# Constants as soon as shapes are static, though what they read is not.
 _SHAPE_OPS = frozenset({"Shape", "Size"})
-"""Constants as soon as shapes are static, though what they read is not."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):

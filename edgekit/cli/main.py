@@ -12,8 +12,8 @@ import click
 
 from edgekit.errors import EdgekitError
 
+# What the system says where intermediate files find no space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where intermediate files find no space."""
 YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
 

@@ -22,12 +22,12 @@ from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
 from edgekit.target import TaskLimit
 
+# Options, those that have no meaning beside them, and why.
 _ALONE = (
     ("max_drop", ("method", "plan", "plan_only"), "plans by itself"),
     ("plan", ("method", "plan_only"), "is applied as it stands"),
     ("plan_only", ("out", "html", "labels"), "writes no model and measures none"),
 )
-"""Options, those that have no meaning beside them, and why."""
 
 
 @click.command(short_help="Make a static INT8 model for a target.")

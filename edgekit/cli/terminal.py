@@ -30,8 +30,8 @@ from edgekit.verify.two_models import ModelComparison
 __all__ = ["print_table", "show_json", "show_line", "show_lines", "showing_progress"]
 """What commands import from here though it is made elsewhere."""
 
+# Operators whose fate tells nothing by itself.
 _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
-"""Operators whose fate tells nothing by itself."""
 
 
 def show_build(report: BuildReport) -> None:

@@ -15,8 +15,8 @@ FOLDED = "folded"
 _TOKEN = re.compile(r"_token_\d+$")
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_)+")
 _MOST_LAYOUT_NODES = 4
+# What ONNX Runtime puts around a node that it gives another layout or type.
 _LAYOUT_OPS = frozenset({"Transpose", "ReorderOutput", "ReorderInput", "Cast"})
-"""What ONNX Runtime puts around a node that it gives another layout or type."""
 
 
 class OpFate(msgspec.Struct, frozen=True, kw_only=True):

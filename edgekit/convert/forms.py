@@ -23,8 +23,8 @@ ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime
 """The name of the file of each style."""
 
 _NAMED_NODES = 10
+# Levels at which Q and DQ nodes stay, for debugging: that INT8 does not stick there is what was asked for.
 _WITHOUT_FUSION = frozenset({Level.DISABLED, Level.BASIC})
-"""Levels at which Q and DQ nodes stay, for debugging: that INT8 does not stick there is what was asked for."""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):

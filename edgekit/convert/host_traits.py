@@ -11,6 +11,7 @@ import onnx
 from edgekit.convert.ort_format.report import OrtNode
 from edgekit.model.model import iterate_graphs
 
+# What gives the same bits on every machine: moves of data, comparisons, and the arithmetic that IEEE 754 rounds.
 _EXACT_OPS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",
     "ConstantOfShape", "DepthToSpace", "DequantizeLinear", "Div", "Equal", "Expand", "EyeLike", "Flatten", "Floor",
@@ -19,7 +20,6 @@ _EXACT_OPS = frozenset({
     "Reshape", "Round", "Scatter", "ScatterElements", "ScatterND", "Shape", "Sign", "Size", "Slice", "SpaceToDepth",
     "Split", "Sqrt", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
 })  # fmt: skip
-"""What gives the same bits on every machine: moves of data, comparisons, and the arithmetic that IEEE 754 rounds."""
 
 
 def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:

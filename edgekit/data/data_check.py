@@ -14,8 +14,8 @@ FEW_SAMPLES = 32
 """With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
 _FAR = 100.0
 _PIXELS = (0.0, 255.0)
+# Values between 0 and 255 that reach this are pixels that were resized, whole numbers of them any pixels.
 _LEAST_PIXEL = 64.0
-"""Values between 0 and 255 that reach this are pixels that were resized, whole numbers of them any pixels."""
 _SOUND = 32768.0
 
 

@@ -11,8 +11,8 @@ from edgekit.data.labels import Label, LabelKind, read_task_labels
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.model.tensors import TensorSpec
 
+# Without data of its own for verification, one sample in four is kept from calibration and verifies.
 _GOLDEN_SHARE = 4
-"""Without data of its own for verification, one sample in four is kept from calibration and verifies."""
 _MAX_GOLDEN_SAMPLES = 64
 
 

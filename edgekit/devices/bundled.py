@@ -9,8 +9,8 @@ from edgekit.devices.labelled import address_of, kind_of
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Verification
 
+# Operators whose results have a shape that follows from the values: it need not be that of the float model.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
-"""Operators whose results have a shape that follows from the values: it need not be that of the float model."""
 
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:

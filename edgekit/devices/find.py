@@ -47,19 +47,19 @@ _DEVICES: dict[str, Device] = {
     **{f"coreml:{units}": CoreMl(units=units) for units in UNITS},
 }
 
+# Devices by what stands before the colon; the rest is their address.
 _REMOTE: dict[str, Callable[[str], Device]] = {
     "adb": lambda serial: AdbDevice(serial=check_serial(serial)),
     "ssh": lambda host: SshDevice(host=check_host(host)),
 }
-"""Devices by what stands before the colon; the rest is their address."""
 
+# The providers of devices that run those only, and so only their targets.
 _PROVIDERS = {
     "qnn-htp-sim": frozenset({QNN}),
     "xnnpack-wasm": frozenset({XNNPACK}),
     "coreml": frozenset({COREML}),
     "android": ANDROID,
 }
-"""The providers of devices that run those only, and so only their targets."""
 
 _INSTALLERS: dict[str, Callable[[Progress], None]] = {
     "xnnpack-wasm": install_xnnpack_wasm,
@@ -67,13 +67,13 @@ _INSTALLERS: dict[str, Callable[[Progress], None]] = {
 }
 
 
+# What runs models in a device; in those that are not named here it is the ONNX Runtime of this Python.
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {
     "qnn-htp-sim": find_qnn_versions,
     "android": find_android_versions,
     "xnnpack-wasm": find_wasm_versions,
     "arm64": find_arm64_versions,
 }
-"""What runs models in a device; in those that are not named here it is the ONNX Runtime of this Python."""
 
 
 def device_names() -> tuple[str, ...]:

@@ -24,16 +24,16 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target
 
+# The devices that run a provider's own code, by provider, the best first.
 _ORACLES = {
     qnn_sim.PROVIDER: ("qnn-htp-sim",),
     android.NNAPI: ("android", "android:x86_64"),
     android.XNNPACK: ("android", "android:x86_64"),
     coreml.PROVIDER: ("coreml",),
 }
-"""The devices that run a provider's own code, by provider, the best first."""
 
+# What ONNX Runtime's layout change adds to the name of a node that it makes anew.
 _TOKEN = re.compile(r"_token_\d+$")
-"""What ONNX Runtime's layout change adds to the name of a node that it makes anew."""
 
 _MAX_SAMPLE_ELEMENTS = 1 << 27
 

@@ -14,9 +14,10 @@ from edgekit.model.tensors import Array
 
 MAIN_DOMAINS = ("", "ai.onnx")
 _SMALL_ELEMENTS = 1 << 14
+# Sparse constants of more elements are not written out.
 _MOST_DENSE = 1 << 24
-"""Sparse constants of more elements are not written out."""
 
+# The attributes of Constant (ONNX operator Constant 13) that are neither a tensor nor sparse.
 _FORMS: Mapping[str, Callable[[onnx.AttributeProto], Any]] = {
     "value_float": lambda attribute: np.asarray(attribute.f, np.float32),
     "value_floats": lambda attribute: np.asarray(attribute.floats, np.float32),
@@ -25,7 +26,6 @@ _FORMS: Mapping[str, Callable[[onnx.AttributeProto], Any]] = {
     "value_string": lambda attribute: np.asarray(attribute.s, object),
     "value_strings": lambda attribute: np.asarray(list(attribute.strings), object),
 }
-"""The attributes of Constant (ONNX operator Constant 13) that are neither a tensor nor sparse."""
 
 
 def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:

@@ -9,9 +9,10 @@ from onnx import helper, shape_inference
 from edgekit.graph.constants import is_small
 from edgekit.model.model import iterate_graphs
 
+# Inference reads shapes, axes and indices, which are smaller.
 _MOST_BYTES = 1 << 14
-"""Inference reads shapes, axes and indices, which are smaller."""
 _CONTRIB = "com.microsoft"
+# Operators of ORT that onnx cannot infer: the operator, and which inputs, that give the same shape and type.
 _LIKENESSES: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "QuantizeLinear": ("QuantizeLinear", (0, 1, 2)),
     "DequantizeLinear": ("DequantizeLinear", (0, 1, 2)),
@@ -24,7 +25,6 @@ _LIKENESSES: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "FusedConv": ("Conv", (0, 1)),
     "FusedGemm": ("Gemm", (0, 1)),
 }
-"""Operators of ORT that onnx cannot infer: the operator, and which inputs, that give the same shape and type."""
 
 
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:

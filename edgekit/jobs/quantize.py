@@ -35,8 +35,8 @@ from edgekit.target import Precision, Target, TaskLimit
 from edgekit.verify.tasks.drop import TOP1, measure_drop
 from edgekit.verify.tasks.tasks import find_metric
 
+# Methods that choose a range method by what they measure.
 _OPEN_METHODS = frozenset({"auto", "best"})
-"""Methods that choose a range method by what they measure."""
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):

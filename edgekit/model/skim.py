@@ -18,6 +18,7 @@ MAX_DATA_BYTES = 1 << 17
 
 # Subgraphs within subgraphs: protobuf itself stops at 100 messages, and each graph is three (graph, node, attribute).
 _MAX_DEPTH = 64
+# Which fields of a message hold messages with tensors in them.
 _INSIDE: dict[str, dict[int, str]] = {
     "model": {7: "graph"},
     "graph": {1: "node", 5: "tensor"},
@@ -26,7 +27,6 @@ _INSIDE: dict[str, dict[int, str]] = {
     "tensor": {},
     "constant": {},
 }
-"""Which fields of a message hold messages with tensors in them."""
 _TENSORS = frozenset({"tensor", "constant"})
 _RAW_DATA = 9
 _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})

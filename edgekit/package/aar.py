@@ -16,8 +16,8 @@ from edgekit.package.variant import Identity, Variant, list_entries
 
 _JAVA = Path(__file__).parent / "far" / "java"
 _STAND_IN = b"package edgekit.loader;"
+# The API level from which Microsoft's onnxruntime-android runs.
 _OLDEST_API = 24
-"""The API level from which Microsoft's onnxruntime-android runs."""
 
 
 def collect_aar(

@@ -14,8 +14,8 @@ from onnx import TensorProto, defs, helper
 from edgekit.model.model import iterate_graphs
 from edgekit.prepare.shapes.infer import infer_types
 
+# How the names of inserted casts, and of the values between them, begin: ONNX Runtime's and ours.
 _INSERTED = re.compile(r"(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
-"""How the names of inserted casts, and of the values between them, begin: ONNX Runtime's and ours."""
 
 
 def guard_half(proto: onnx.ModelProto) -> None:

@@ -19,8 +19,8 @@ Layout = Literal["nchw", "nhwc"]
 LAYOUTS: Mapping[str, Layout] = {"nchw": "nchw", "nhwc": "nhwc"}
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16}
 _CHANNELS = frozenset({1, 3, 4})
+# What is added to the name of an input for the tensor that takes its place inside.
 _INNER = "/edgekit"
-"""What is added to the name of an input for the tensor that takes its place inside."""
 
 
 class InterfaceChanges(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from xml.etree import ElementTree as ET
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 
+# What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters.
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters."""
 
 
 def render_junit(reports: Sequence[VerifyReport]) -> bytes:

@@ -21,10 +21,10 @@ EXPECTED = "expected.npz"
 CANDIDATES = 16
 """So many golden samples are looked at, spread evenly, to choose from."""
 
+# As a share of the largest number of the output: kernels differ by their order of sums and by how they round.
 _LEAST_TOLERANCE: dict[Precision, float] = {"int8": 0.02, "int16": 0.005, "fp16": 0.01, "fp32": 0.001}
-"""As a share of the largest number of the output: kernels differ by their order of sums and by how they round."""
+# A device may be as far from the expected output again as that is from the float model's at its worst.
 _ERROR_FACTOR = 2.0
-"""A device may be as far from the expected output again as that is from the float model's at its worst."""
 _RUNNABLE: tuple[Form, ...] = ("onnx", "full", "runtime")
 
 
@@ -123,12 +123,12 @@ def _median_energy(seen: Sequence[_Seen]) -> _Seen:
     return sorted(seen, key=lambda item: item.energy)[len(seen) // 2]
 
 
+# What the samples are chosen for, in the order of choice.
 _REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
     "worst-error": lambda seen: max(seen, key=lambda item: item.noise),
     "extreme": lambda seen: max(seen, key=lambda item: item.reach),
     "typical": _median_energy,
 }
-"""What the samples are chosen for, in the order of choice."""
 
 
 def _set_tolerance(seen: Sequence[_Seen], fixed: Collection[str], share: float) -> dict[str, float]:

@@ -22,13 +22,13 @@ class Dependency(msgspec.Struct, frozen=True, kw_only=True):
 SWIFT_PACKAGE = "https://github.com/microsoft/onnxruntime-swift-package-manager"
 """ONNX Runtime for SwiftPM, by Microsoft; its product is `onnxruntime`."""
 
+# By provider: group, artifact, its name in the manifest's `versions`, and the version that this edgekit knows.
 _PLUGINS = {
     "QNNExecutionProvider": (
         ("com.qualcomm.qti", "onnxruntime-android-qnn", "onnxruntime-qnn", "2.7.0"),
         ("com.qualcomm.qti", "qnn-runtime", "qairt", "2.51.0"),
     ),
 }
-"""By provider: group, artifact, its name in the manifest's `versions`, and the version that this edgekit knows."""
 
 
 def list_android_dependencies(provider: str, versions: Mapping[str, str], minimum_ort: str) -> tuple[Dependency, ...]:

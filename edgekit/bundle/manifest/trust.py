@@ -100,6 +100,7 @@ _PROVIDERS: Mapping[str, Mapping[str, str]] = {
     "XnnpackExecutionProvider": {"intra_op_num_threads": _NUMBER},
 }
 
+# What manifest and `target.json` both say: apps read the one, devices the other.
 _TOLD: Mapping[str, Callable[[Target], object]] = {
     "target": lambda target: target.name,
     "settings": lambda target: target.settings,
@@ -112,7 +113,6 @@ _TOLD: Mapping[str, Callable[[Target], object]] = {
     "verification": lambda target: target.verification,
     "fallback": lambda target: target.fallback,
 }
-"""What manifest and `target.json` both say: apps read the one, devices the other."""
 
 
 def check_requests(manifest: Manifest, source: str) -> None:

@@ -20,8 +20,8 @@ CANONICAL_VERSION = 1
 """Grows with each change of the layout, since that changes every digest."""
 
 KNOWN_FORMATS = ("5", "6")
+# What is compared at once: small enough to stay in a CPU's cache, three times as fast as a MiB.
 _CHUNK_BYTES = 1 << 16
-"""What is compared at once: small enough to stay in a CPU's cache, three times as fast as a MiB."""
 
 
 def canonicalize_file(path: Path) -> None:

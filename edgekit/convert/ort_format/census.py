@@ -8,14 +8,14 @@ import msgspec
 
 from edgekit.convert.ort_format.report import ABSENT_NODE, OrtGraph, OrtNode, SavedOptimization, bare_op
 
+# The order in which a session replays them (ORT's `graph_transformer_utils.cc`).
 _REPLAY_ORDER = ("QDQSelectorActionTransformer", "ConvActivationFusion", "MatMulNBitsFusion")
-"""The order in which a session replays them (ORT's `graph_transformer_utils.cc`)."""
 
+# What ORT's CPU provider has 8-bit kernels for, and what nearly all the work is made of.
 _FLOAT_OPS = {
     "Conv": "Conv", "com.microsoft.FusedConv": "Conv", "Gemm": "Gemm", "com.microsoft.FusedGemm": "Gemm",
     "MatMul": "MatMul", "com.microsoft.FusedMatMul": "MatMul",
 }  # fmt: skip
-"""What ORT's CPU provider has 8-bit kernels for, and what nearly all the work is made of."""
 
 _ACTIVATIONS = frozenset({"Relu", "Clip", "LeakyRelu"})
 

@@ -13,6 +13,7 @@ from edgekit.convert.ort_format.tables import Record, iterate_graphs, number, re
 
 _INPUT, _OUTPUT = 0, 1
 
+# Operator -> type parameter -> the arguments of that type, from the schemas of ONNX and of ORT's contrib operators.
 _TYPES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
     ":QLinearMatMul:10": {
         "T1": ((_INPUT, 0), (_INPUT, 2)),
@@ -36,7 +37,6 @@ _TYPES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
         "T3": ((_INPUT, 2), (_INPUT, 3), (_INPUT, 6), (_OUTPUT, 0)),
     },
 }
-"""Operator -> type parameter -> the arguments of that type, from the schemas of ONNX and of ORT's contrib operators."""
 
 
 def mend_saved(root: Record) -> None:
@@ -72,8 +72,8 @@ def _split(_saved: Record, opset: int) -> str:
     return ":Split:18" if opset >= 18 else ":Split:13"
 
 
+# The operator that an action produces, by the action's name and the model's opset.
 _PRODUCED: Mapping[str, Callable[[Record, int], str]] = {"MatMul": _matmul, "dropSplitQDQ": _split}
-"""The operator that an action produces, by the action's name and the model's opset."""
 
 
 def _add_types(root: Record, ops: set[str]) -> None:

@@ -15,11 +15,11 @@ from edgekit.errors import UsageError
 _HEADER = "# For ONNX Runtime's build.sh --minimal_build extended --include_ops_by_config\n"
 _MAIN_DOMAIN = "ai.onnx"
 _ALL = "!no_ops_specified_means_all_ops_are_required"
+# What the config calls an element type; integers are called as in C++.
 _TYPES = {
     "float32": "float", "float64": "double", "float16": "MLFloat16", "bfloat16": "BFloat16", "string": "std::string",
     "bool": "bool",
 }  # fmt: skip
-"""What the config calls an element type; integers are called as in C++."""
 
 Operators = dict[tuple[str, int], frozenset[str]]
 """Operators by domain and opset."""

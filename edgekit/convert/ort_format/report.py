@@ -24,12 +24,12 @@ from edgekit.model.model import tensor_dtype
 ABSENT_NODE = 0xFFFFFFFF
 """The node index that a saved optimisation writes where it has no node (ORT's kEmptyNodeIndex)."""
 
+# ORT's `core/flatbuffers/schema/README.md`: version 5 brought the kernel type strings, version 6 the float8 types.
 _WRITERS = {
     "4": "ONNX Runtime 1.12 or older",
     "5": "ONNX Runtime 1.13 or 1.14",
     "6": "ONNX Runtime 1.15 or newer",
 }
-"""ORT's `core/flatbuffers/schema/README.md`: version 5 brought the kernel type strings, version 6 the float8 types."""
 
 
 class OrtNode(msgspec.Struct, frozen=True, kw_only=True):

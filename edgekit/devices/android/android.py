@@ -24,8 +24,8 @@ X86_64 = "x86_64"
 
 _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
+# What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
 _FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
-"""What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h)."""
 _LAST_FEATURE_LEVEL = 1_000_008
 
 

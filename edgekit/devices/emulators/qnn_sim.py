@@ -22,9 +22,10 @@ ARCH_SOCS: Mapping[str, str] = {f"v{arch}": soc for arch, soc in HTP_SOCS.items(
 """One SoC number for each architecture of the HTP; the simulator computes by architecture."""
 
 _NO_DEVICE = frozenset({14, 22, 23, 24, 44, 79, 80, 81, 98, 121})
+# The SoC numbers that onnxruntime-qnn 2.7.0 makes a device for (measured: 0 to 130).
 _KNOWN_SOCS = frozenset(str(number) for number in range(1, 124) if number not in _NO_DEVICE)
-"""The SoC numbers that onnxruntime-qnn 2.7.0 makes a device for (measured: 0 to 130)."""
 
+# Options that mean something to a session on a device; the provider takes any other word without complaint.
 _OPTIONS = frozenset({
     "backend_type", "backend_path", "soc_model", "htp_arch", "device_id", "enable_htp_fp16_precision",
     "htp_bf16_enable", "htp_performance_mode", "htp_graph_finalization_optimization_mode", "qnn_context_priority",
@@ -33,7 +34,6 @@ _OPTIONS = frozenset({
     "extended_udma", "enable_htp_monolithic_lstm", "enable_htp_fp16_clamp_overflow",
     "enable_block_quant_weight_optimization", "disable_file_mapped_weights", "skip_qnn_version_check",
 })  # fmt: skip
-"""Options that mean something to a session on a device; the provider takes any other word without complaint."""
 
 _FALLBACK = "session.disable_cpu_ep_fallback"
 _FALLBACK_REFUSED = "fallback to CPU EP has been explicitly disabled"

@@ -21,6 +21,7 @@ PROVIDER = "CoreMLExecutionProvider"
 UNITS = {"all": "ALL", "cpu": "CPUOnly", "gpu": "CPUAndGPU", "ane": "CPUAndNeuralEngine"}
 """What `coreml:UNITS` may name, and the provider's word for it."""
 
+# The provider's options but its cache, and their values; from ORT's coreml_options.cc.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "ModelFormat": ("MLProgram", "NeuralNetwork"),
     "MLComputeUnits": tuple(UNITS.values()),
@@ -30,7 +31,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "ProfileComputePlan": ("0", "1"),
     "AllowLowPrecisionAccumulationOnGPU": ("0", "1"),
 }
-"""The provider's options but its cache, and their values; from ORT's coreml_options.cc."""
 
 
 class CoreMl(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,14 +11,14 @@ from edgekit.model.model import find_reads
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
+# Inputs that say how large a result is: a provider reads them when it builds its graph, in full precision.
 _EXACT_INPUTS = {"Resize": (1, 2), "Upsample": (1,)}
-"""Inputs that say how large a result is: a provider reads them when it builds its graph, in full precision."""
 
+# Operators that compute nothing, or whose attributes or bodies fix the type of their outputs.
 _UNTOUCHED = frozenset({
     "Cast", "CastLike", "Constant", "ConstantOfShape", "EyeLike", "If", "Loop", "Scan", "RandomNormal",
     "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial",
 })  # fmt: skip
-"""Operators that compute nothing, or whose attributes or bodies fix the type of their outputs."""
 
 
 class _Rounding(msgspec.Struct, kw_only=True):

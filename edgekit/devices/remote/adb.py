@@ -25,6 +25,7 @@ BASE = "/data/local/tmp/edgekit"
 """Files that come slower than this are given up: adb's client itself waits for ever."""
 
 _SERIAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+# What adb says of a device that cannot be used, the same in our words, and what to do next.
 _STATES = (
     (
         "authoriz",  # "unauthorized", or "still authorizing" just before
@@ -37,7 +38,6 @@ _STATES = (
     ("not found", "adb knows no device '{serial}'", "{find}"),
     ("no devices", "adb knows no device", "adb devices -l"),
 )
-"""What adb says of a device that cannot be used, the same in our words, and what to do next."""
 
 
 class AdbLink(msgspec.Struct, frozen=True, kw_only=True):

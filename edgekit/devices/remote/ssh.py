@@ -25,10 +25,10 @@ from edgekit.devices.remote.remote import (
 from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
 from edgekit.errors import DeviceError, EdgekitError
 
+# No questions, no endless waits, and none of the forwardings that the user's configuration may ask for.
 _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ClearAllForwardings=yes",
 )  # fmt: skip
-"""No questions, no endless waits, and none of the forwardings that the user's configuration may ask for."""
 
 _SHARED_S = 30
 _HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'

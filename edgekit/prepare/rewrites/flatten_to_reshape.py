@@ -5,8 +5,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 FIX_ID = "flatten-to-reshape"
+# The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
 _SHAPES = {0: (1, -1), 1: (0, -1)}
-"""The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest."""
 
 
 def write_flattens(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.graph.rewrite import Writer, replace_nodes
 
 FIX_ID = "index-to-int32"
+# Which input of an operator holds indices and may have 32 bits.
 _INDEXED = {"Gather": 1, "GatherElements": 1}
-"""Which input of an operator holds indices and may have 32 bits."""
 
 
 def narrow_indices(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:

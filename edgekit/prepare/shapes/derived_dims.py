@@ -23,6 +23,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.FloorDiv: lambda left, right: Fraction(left // right),
     ast.Mod: operator.mod,
 }
+# What sympy writes, in upper or lower case: exporters print its formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "floor": _floor,
     "ceil": _ceil,
@@ -30,7 +31,6 @@ _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "max": max,
     "min": min,
 }
-"""What sympy writes, in upper or lower case: exporters print its formulas."""
 _MAX_LENGTH = 200
 
 

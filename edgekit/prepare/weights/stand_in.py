@@ -8,10 +8,10 @@ from onnx import helper
 
 from edgekit.model.model import iterate_graphs
 
+# Operators that change each element by itself, and the attribute that tells their stand-ins apart.
 _ALPHAS = {"HardSwish": 2.0, "Mish": 3.0, "Swish": 4.0}
-"""Operators that change each element by itself, and the attribute that tells their stand-ins apart."""
+# It has a kernel, keeps type and shape, and no rule of the basic level knows it.
 _STAND_IN = "Celu"
-"""It has a kernel, keeps type and shape, and no rule of the basic level knows it."""
 
 
 def put_stand_ins(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
