@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test check docs bench mutants fuzz lock format clean
+.PHONY: demo test test-fast check docs bench mutants fuzz lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -13,6 +13,9 @@ test: .venv/dev.stamp  ## install what the tests need, then run them all
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
 	$(PYTEST) $(WORKERS)
+
+test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for the loop at the desk
+	$(PYTEST) $(WORKERS) -m 'not slow and not faults'
 
 check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, types, layers, sizes
 	$(BIN)/ruff check .

@@ -24,7 +24,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TARGETS = Path(__file__).parents[1] / "targets"
+SLOW_FIXTURES = frozenset({"arm_runner", "browser", "demo_build", "host_runner", "tutorial"})
 CANNOT_RUN_IN_CI = ("needs a Mac", "needs ../shared/zoo", "needs a user who is not root")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Counts as slow whatever waits for one of the fixtures that take seconds."""
+    if isinstance(item, pytest.Function) and not SLOW_FIXTURES.isdisjoint(item.fixturenames):
+        item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

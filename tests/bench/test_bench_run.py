@@ -19,6 +19,8 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence
 
+pytestmark = pytest.mark.slow
+
 HOST = DeviceChoice(names=("host",))
 QUICK = Effort(runs=20, seconds=5)
 

@@ -15,10 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from placement_agreement import observe_qnn
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime_qnn") is None,
-    reason="needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("onnxruntime_qnn") is None,
+        reason="needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0",
+    ),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.parametrize("kind", ["float", "uint8", "int8"])

@@ -24,7 +24,7 @@ from edgekit.prepare.opset import read_opset
 from edgekit.prepare.tidy import name_nodes
 from edgekit.target import load_target
 
-pytestmark = pytest.mark.fuzz
+pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
 
 DATA = Path(loader.DATA_DIR)
 EACH = None if settings().max_examples > 1000 else 3

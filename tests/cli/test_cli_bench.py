@@ -9,6 +9,8 @@ from demo_paths import MODEL
 
 from edgekit.cli.main import run_command
 
+pytestmark = pytest.mark.slow
+
 KEYS = {
     "device", "provider", "median_ms", "mean_ms", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "std_ms",
     "throughput_per_s", "load_ms", "peak_rss_bytes", "warmup", "iterations", "threads",

@@ -12,7 +12,10 @@ from onnx import helper
 from edgekit.convert.host_traits import describe_traits
 from edgekit.convert.ort_form import OrtOptions
 
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"needs arm64: {MISSING and MISSING.command}")
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=f"needs arm64: {MISSING and MISSING.command}"),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.parametrize(("make", "options"), [(make_float, ARM), (make_qdq, RUNTIME)])

@@ -16,6 +16,8 @@ from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, Usage
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 needs_qnn = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_qnn") is None,
     reason="needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0",

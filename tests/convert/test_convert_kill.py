@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from convert_models import make_float
+
+pytestmark = pytest.mark.slow
 
 ATTEMPTS = 30
 PROGRAM = """

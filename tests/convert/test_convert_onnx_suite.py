@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
 
 from convert_onnx_suite import check_case, check_light, list_cases, list_light
 
+pytestmark = pytest.mark.slow
+
 EVERY = 40
 REFUSED_BY_WRITER = "We do not support type"
 """What ONNX Runtime's own writer says of optional types."""

@@ -11,6 +11,8 @@ import pytest
 from far_root.client import Adb
 from far_root.keeper import Far, far_side
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["native", "arm"])
 def far(request: pytest.FixtureRequest) -> Generator[Far]:

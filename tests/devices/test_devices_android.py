@@ -25,6 +25,8 @@ from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 
 def present(name: str, target: str = "xnnpack") -> Android:
     device = find_device(name, load_target(target))

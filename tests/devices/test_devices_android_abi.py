@@ -16,6 +16,8 @@ from edgekit.devices.android.compilers import Compiler, find_compiler
 from edgekit.devices.android.elf import read_library
 from edgekit.devices.android.stand_in import android_sources, list_stand_ins, write_imports
 
+pytestmark = pytest.mark.slow
+
 ABI_SOURCES = Path(__file__).parent / "android_abi"
 CHECKS = re.findall(r"^CHECK\((\w+)\)", (ABI_SOURCES / "checks.c").read_text(), re.MULTILINE)
 THREAD_VARIABLES = 7

@@ -23,6 +23,8 @@ from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 TARGETS = {
     "host": "nnapi",
     "emulated": "nnapi",

@@ -21,6 +21,8 @@ from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import EdgekitError
 
+pytestmark = pytest.mark.slow
+
 STEP_S, JOB_S = 25.0, 40.0
 SHORT_S = 4.0
 BOUND_S = 45.0

@@ -21,6 +21,8 @@ from edgekit.devices.remote.ssh import SshDevice
 from edgekit.evidence import Evidence
 from edgekit.verify.devices.device_layers import find_device_layer
 
+pytestmark = pytest.mark.slow
+
 
 class Altered(msgspec.Struct, frozen=True, kw_only=True):
     """A device that is handed the model with other weights."""

@@ -27,6 +27,8 @@ from edgekit.devices.remote.store import KEPT_SETS
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 
+pytestmark = pytest.mark.slow
+
 _HOSTILE = "a b'$(touch owned);\"&#.onnx"
 
 _HANGING_RUN = """

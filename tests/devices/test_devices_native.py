@@ -24,6 +24,8 @@ from edgekit.evidence import Evidence
 from edgekit.model.tensors import DTYPES, Tensors
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 300_000
 PAIRS = [("host:native", "host"), ("arm64:native", "arm64")]
 JOB = {"model": "none.onnx", "provider": "CPUExecutionProvider"}

@@ -17,7 +17,7 @@ from edgekit._proc import run_process
 from edgekit.devices.local.runner import host_abi, runner_sources
 from edgekit.devices.process.exchange import encode_tensors
 
-pytestmark = pytest.mark.fuzz
+pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
 
 HEADER = {"name": "x", "dtype": "float32", "shape": [1, 4, 8, 8], "size_bytes": 1024}
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))

@@ -23,6 +23,8 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 
 def run_plugin(job: Job, work: Path) -> DeviceRun:
     """Runs a job with the runner of this machine and Qualcomm's provider library."""

@@ -15,6 +15,8 @@ from edgekit.devices.self_test import try_device
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["host", "emulated", "xnnpack-wasm", "qnn-htp-sim", "arm64"])
 def test_every_emulator_that_is_here_passes(name: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from doc_pages import ROOT
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("mkdocs", reason="mkdocs is missing: pip install -r tools/lock/docs.txt")
 
 _FETCHED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?https?://[^>]*>|@import|url\(\"?https?://")

@@ -8,6 +8,8 @@ import pytest
 
 from edgekit.cli.main import run_command
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 

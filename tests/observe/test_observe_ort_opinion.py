@@ -13,6 +13,8 @@ from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_demo_is_judged_for_three_providers() -> None:
     found = ask_ort_checker(MODEL)

@@ -25,6 +25,8 @@ from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import Target, load_target
 
+pytestmark = pytest.mark.slow
+
 ORACLES = {"qnn": "qnn-htp-sim", "xnnpack": "android", "nnapi": "android"}
 LEFT = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y) { '
 

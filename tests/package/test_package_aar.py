@@ -18,6 +18,8 @@ from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
 from edgekit.package.package import package_bundles
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "edgekit.models.digits_mobilenet"
 POM = "{http://maven.apache.org/POM/4.0.0}"

@@ -20,6 +20,8 @@ from edgekit.errors import BundleError, UsageError
 from edgekit.package.package import package_bundles
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 

@@ -14,6 +14,8 @@ from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
 from edgekit.package.package import PackageReport, package_bundles
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NAME = "digits_mobilenet"
 

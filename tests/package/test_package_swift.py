@@ -11,6 +11,8 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.errors import OutputError, UsageError
 from edgekit.package.package import package_bundles
 
+pytestmark = pytest.mark.slow
+
 COREML = "digits_mobilenet-coreml"
 
 

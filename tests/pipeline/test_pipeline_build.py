@@ -24,6 +24,8 @@ from edgekit.report.summary import BuildReport
 from edgekit.target import Thresholds, load_target, target_names
 from edgekit.verify.on_devices import verify_on
 
+pytestmark = pytest.mark.slow
+
 TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
 DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LABELS)
 

@@ -23,6 +23,8 @@ from edgekit.quantize.calibration.checkpoint import Checkpoint, read_checkpoint,
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import QuantizeReport
 
+pytestmark = pytest.mark.slow
+
 COUNT = 90
 BAD = 86
 """A sample that gives nothing to histograms."""

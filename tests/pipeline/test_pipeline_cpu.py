@@ -13,6 +13,8 @@ from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
 from edgekit.verify.on_devices import verify_on
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def haswell() -> None:

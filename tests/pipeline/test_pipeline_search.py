@@ -18,6 +18,8 @@ from edgekit.quantize.mixed_precision.search_state import Trial
 from edgekit.recipe import Data, Recipe
 from edgekit.report.pages.html import render_quantization
 
+pytestmark = pytest.mark.slow
+
 DATA = Data(source=str(CALIBRATION))
 RECIPE = Recipe(targets=("nnapi",), samples=32)
 

@@ -18,6 +18,8 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "arm64": {"arch": "arm64"},
     "x64-vnni": {"arch": "x64-vnni"},
