@@ -255,7 +255,7 @@ def test_labels_of_any_kind_are_matched(wanted: Array, found: Array, matches: in
 @pytest.mark.parametrize("value", [0.0, -3.5])
 def test_an_output_of_one_number_is_measured(value: float) -> None:
     errors = [measure(np.array(value, np.float32), np.array(value + 1.0, np.float32))]
-    assert errors[0].max_abs == 1.0
+    assert errors[0].max_abs == metrics.mean_abs(errors) == metrics.rmse(errors) == 1.0
     assert errors[0].top1 is None
     assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(value * value) if value else -200.0)
 
