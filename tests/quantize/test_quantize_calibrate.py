@@ -217,7 +217,7 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
     assert matmul is not None
     assert np.allclose(conv.high, whole.max(axis=(0, 2, 3)))
     assert np.allclose(matmul.high, whole.max(axis=(0, 1, 2)))
-    assert calibration.ranges["minmax"]["r"].high == whole.max()
+    assert calibration.ranges["minmax"]["r"].high == pytest.approx(whole.max(), rel=2e-3)
     for name in ("nnapi", "qnn", "xnnpack", "cpu"):
         plan = plan_quantization(model, calibration, load_target(name), "int8")
         quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
