@@ -11,7 +11,7 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.graph.float_graph import float_activations, range_source
+from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
@@ -140,27 +140,6 @@ def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
     if plan.scheme == "ort":
         idle |= {node.name for node in graph.nodes if node.op_type in _FOLLOWERS}
     return any(node.name not in idle for node in _float_computing(graph))
-
-
-def relieve_tensors(
-    graph: Graph, plan: QuantPlan, names: tuple[str, ...], calibration: Calibration, *, widens: bool
-) -> QuantPlan:
-    """Returns the plan with some activations out of 8 bits: at 16 bits over all they reach, or float with their nodes.
-
-    What only moves their values gets 16 bits too, else a Squeeze would round them to 8 bits after all. A tensor that
-    is not quantized at all needs a float producer and float readers, so that no Q or DQ touches it.
-    """
-    if widens:
-        seen = calibration.ranges["minmax"]
-        exact = {name: span for name, span in seen.items() if range_source(graph, name) in names}
-        return msgspec.structs.replace(plan, wide={**plan.wide, **exact})
-    kept = {node.name: node for node in plan.float_nodes}
-    for name in names:
-        maker = graph.producers.get(name)
-        for node in (*([maker] if maker is not None else []), *graph.readers(name)):
-            reason = f"it makes or reads '{name}', which 8 bits do not hold"
-            kept.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
-    return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
 
 
 def _op_types(graph: Graph, rules: Quantization) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.plan import relieve_tensors
+from edgekit.quantize.mixed_precision.relief import relieve_tensors
 from edgekit.target import load_target
 
 

@@ -1,5 +1,7 @@
 """Relief: the tensors that 8 bits hurt most leave them, a few more at each step, as long as that helps."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from edgekit._files import digest_bytes
@@ -8,10 +10,11 @@ from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.silu import clip_silu_tails
-from edgekit.quantize.graph.float_graph import range_source
+from edgekit.quantize.graph.activations import find_before_activation
+from edgekit.quantize.graph.float_graph import folded_activations, range_source
 from edgekit.quantize.mixed_precision.candidates import Draft, Memo, choose_again, choose_ranges
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
-from edgekit.quantize.plan import Candidate, QuantPlan, quantizes_any, relieve_tensors
+from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, quantizes_any
 from edgekit.quantize.qdq.build import build_qdq, plan_calibration, plan_graph
 from edgekit.quantize.ranges.methods import AUTO_METHODS
 from edgekit.target import Target
@@ -118,6 +121,30 @@ def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
     return clip_silu_tails(graph, add_image_headroom(graph, calibration))
 
 
+def relieve_tensors(
+    graph: Graph, plan: QuantPlan, names: Sequence[str], calibration: Calibration, *, widens: bool
+) -> QuantPlan:
+    """Returns the plan with some activations out of 8 bits: at 16 bits over all they reach, or float with their nodes.
+
+    What lies between a layer and its activation leaves 8 bits too: else a value is rounded, and cut to the range behind
+    the activation, before it reaches its 16 bits. What only moves values gets 16 bits as well, else a Squeeze would
+    round them to 8 bits after all. A tensor that is not quantized at all needs a float producer and float readers, so
+    that no Q or DQ touches it.
+    """
+    every = dict.fromkeys(each for name in names for each in (name, *find_before_activation(graph, name)))
+    if widens:
+        seen = calibration.ranges["minmax"]
+        exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
+        return msgspec.structs.replace(plan, wide={**plan.wide, **exact})
+    kept = {node.name: node for node in plan.float_nodes}
+    for name in every:
+        maker = graph.producers.get(name)
+        for node in (*([maker] if maker is not None else []), *graph.readers(name)):
+            reason = f"it makes or reads '{name}', which 8 bits do not hold"
+            kept.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
+    return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
+
+
 def _rank_tensors(draft: Draft, memo: Memo) -> tuple[str, ...]:
     """Returns the tensors whose 8 bits hurt most, worst first, remembered for the steps that follow."""
     plan = msgspec.structs.replace(draft.plan, judged=())
@@ -126,5 +153,8 @@ def _rank_tensors(draft: Draft, memo: Memo) -> tuple[str, ...]:
         unsigned = draft.use_unsigned()
         qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
         errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, closely=_MOST_RANKED)
-        memo.ranked[key] = tuple(dict.fromkeys(range_source(draft.graph, error.name) for error in errors))
+        # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
+        folded = folded_activations(draft.graph)
+        sources = (range_source(draft.graph, error.name) for error in errors)
+        memo.ranked[key] = tuple(dict.fromkeys(folded.get(name, name) for name in sources))
     return memo.ranked[key]

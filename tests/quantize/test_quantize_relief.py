@@ -1,0 +1,78 @@
+"""A tensor that leaves 8 bits is not rounded to 8 bits on its way there."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from quantize_models import make_model, random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.model.model import Model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.relief import relieve_tensors
+from edgekit.target import load_target
+
+ACTIVATIONS = {
+    "Relu": "r = Relu(c)",
+    "Clip": "r = Clip(c, zero, big)",
+    "LeakyRelu": "r = LeakyRelu<alpha=0.1>(c)",
+    "PRelu": "r = PRelu(c, slope)",
+    "HardSwish": "r = HardSwish(c)",
+    "HardSigmoid": "g = HardSigmoid<alpha=0.16666667>(c) r = Mul(c, g)",
+    "spelled out": "a = Add(c, three) g = Clip(a, zero, six) m = Mul(c, g) r = Div(m, six)",
+    "SiLU": "g = Sigmoid(c) r = Mul(c, g)",
+}
+
+
+def make_net(activation: str, folder: Path) -> tuple[Model, Calibration]:
+    """A Conv and an activation, whose second channel is 300 times as large as the others, and what evens that out."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,40,8,8] y)
+      <float zero = {{0.0}}, float three = {{3.0}}, float six = {{6.0}}, float big = {{4000.0}}> {{
+      c = Conv<kernel_shape=[1,1]>(x, w1, b1) {ACTIVATIONS[activation]}
+      d = Conv<kernel_shape=[1,1]>(r, w2) e = Relu(d) y = Conv<kernel_shape=[1,1]>(e, w3) }}"""
+    shapes = {"w1": (8, 3, 1, 1), "b1": (8,), "w2": (16, 8, 1, 1), "w3": (40, 16, 1, 1), "slope": (8, 1, 1)}
+    model = make_model(text, folder / "m.onnx", {name: shapes[name] for name in shapes if name in text})
+    proto = onnx.load(str(model.path))
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for name, part, scale in (("w1", np.s_[1], 300.0), ("w2", np.s_[:, 1], 1 / 300)):
+        value = numpy_helper.to_array(stored[name]).copy()
+        value[part] *= scale
+        stored[name].CopyFrom(numpy_helper.from_array(value, name))
+    onnx.save(proto, str(model.path))
+    return model, calibrate_model(model, random_samples(model, count=12), work=folder / "work")
+
+
+def roundings_before(proto: onnx.ModelProto, name: str) -> list[np.dtype[np.generic]]:
+    """The integer types that values go through between the first Conv and a tensor."""
+    makers = {output: node for node in proto.graph.node for output in node.output}
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    waiting, found = [makers[name if name in makers else f"{name}_QuantizeLinear_Input"]], []
+    while waiting:
+        node = waiting.pop()
+        if node.op_type == "QuantizeLinear":
+            found.append(stored[node.input[2]].dtype)
+        if node.op_type != "Conv":
+            waiting += [makers[each] for each in node.input if each in makers and each not in stored]
+    return found
+
+
+@pytest.mark.parametrize("target", ["qnn", "nnapi", "xnnpack"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_8_bits_lie_between_a_layer_and_what_left_8_bits(activation: str, target: str, tmp_path: Path) -> None:
+    model, calibration = make_net(activation, tmp_path)
+    plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+    widens = target == "qnn"
+    relieved = relieve_tensors(read_float_graph(model), plan, ("r",), calibration, widens=widens)
+    made = quantize_model(model, relieved, calibration, tmp_path / "q.onnx").model
+    assert {dtype.name for dtype in roundings_before(onnx.load(str(made.path)), "r")} <= {"uint16"}
+    plain = quantize_model(model, plan, calibration, tmp_path / "p.onnx").model
+    assert sqnr_db(model, made) > sqnr_db(model, plain) + 6
+
+
+def sqnr_db(model: Model, quantized: Model) -> float:
+    sessions = [CpuSession(each.path, SessionSettings()) for each in (model, quantized)]
+    wanted, found = (np.stack([each.run(row)["y"] for row in random_samples(model, 8, seed=3)]) for each in sessions)
+    return float(10 * np.log10((wanted**2).sum() / ((wanted - found) ** 2).sum()))
