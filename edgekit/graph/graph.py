@@ -11,7 +11,7 @@ import onnx
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
 from edgekit.graph.inference import infer_model
-from edgekit.model.model import Model, tensor_dtype
+from edgekit.model.model import Model, iterate_reads, order_nodes, tensor_dtype
 from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array
 
@@ -48,7 +48,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     `index` is its place in the graph. `since` is the opset version in which its operator took the form it has. `input`
     and `output` have one entry at least, empty where there is none. Attributes are numbers, texts and tuples of them.
-    `bodies` are the graphs that it runs. `proto` is the node in the protobuf.
+    `bodies` are the graphs that it runs, `captured` what each of these reads of the graphs around it. `proto` is the
+    node in the protobuf.
     """
 
     index: int
@@ -60,7 +61,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     output: tuple[str, ...]
     attributes: dict[str, Any]
     bodies: "tuple[Graph, ...]" = ()
+    captured: tuple[str, ...] = ()
     proto: onnx.NodeProto
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What the node and its bodies read."""
+        return (*filter(None, self.input), *self.captured)
 
     def has_input(self, position: int) -> bool:
         """Returns True if there is an input at this position and its name is not empty."""
@@ -78,7 +85,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A graph in its order, without its Constant nodes, which are constants as ORT makes them.
+    """A graph in topological order, without its Constant nodes, which are constants as ORT makes them.
 
     `proto` is what was read, and `model` the file around it, for what is no graph: opsets, functions, metadata.
     `values` says what is known of tensors that are fed or computed. `values` and `constants` of a body include those
@@ -97,6 +104,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     producers: Mapping[str, Node]
     consumers: Mapping[str, tuple[Node, ...]]
     captured: frozenset[str]
+
+    @property
+    def fed(self) -> tuple[str, ...]:
+        """The inputs that a caller must give: those that are no initializers."""
+        stored = {tensor.name for tensor in self.proto.initializer}
+        return tuple(name for name in self.inputs if name not in stored)
 
     @property
     def opset(self) -> int:
@@ -217,12 +230,14 @@ class _View:
             outputs=frozenset(value.name for value in proto.output),
             producers={}, consumers={}, captured=frozenset(),
         )  # fmt: skip
-        kept = [node for node in proto.node if read_constant(node) is None]
+        ordered = proto.node if _is_ordered(proto) else order_nodes(proto)
+        kept = [node for node in ordered if read_constant(node) is None]
         nodes = tuple(self._node(node, index, shell) for index, node in enumerate(kept))
         return index_nodes(shell, nodes)
 
     def _node(self, proto: onnx.NodeProto, index: int, graph: Graph) -> Node:
         domain = "" if proto.domain in MAIN_DOMAINS else proto.domain
+        bodies = tuple(self.graph(body, graph) for body in list_bodies(proto))
         return Node(
             index=index,
             name=proto.name or f"{proto.op_type}_{index}",
@@ -232,7 +247,8 @@ class _View:
             input=tuple(proto.input) or ("",),
             output=tuple(proto.output) or ("",),
             attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
-            bodies=tuple(self.graph(body, graph) for body in list_bodies(proto)),
+            bodies=bodies,
+            captured=tuple(name for body in bodies for name in _find_free(body)),
             proto=proto,
         )
 
@@ -250,19 +266,26 @@ def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """Returns a graph with other nodes, and who makes and reads what."""
     nodes = tuple(nodes)
     consumers: dict[str, list[Node]] = {}
-    captured: set[str] = set()
     for node in nodes:
-        inner = [name for body in node.bodies for name in _find_free(body)]
-        captured.update(inner)
-        for name in (*filter(None, node.input), *inner):
+        for name in node.reads:
             consumers.setdefault(name, []).append(node)
     return msgspec.structs.replace(
         graph,
         nodes=nodes,
         producers={name: node for node in nodes for name in node.output if name},
         consumers={name: tuple(found) for name, found in consumers.items()},
-        captured=frozenset(captured),
+        captured=frozenset(name for node in nodes for name in node.captured),
     )
+
+
+def _is_ordered(graph: onnx.GraphProto) -> bool:
+    """Returns True if each node stands behind those that it reads from; bodies are looked into where it may matter."""
+    ahead = {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        if not ahead.isdisjoint(iterate_reads(node)):
+            return False
+        ahead.difference_update(node.output)
+    return True
 
 
 def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:

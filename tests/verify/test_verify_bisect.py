@@ -13,6 +13,7 @@ from verify_models import LAYERS, make_images, quantize, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
+from edgekit.graph.graph import view_model, view_part
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.target import load_target
 from edgekit.verify.devices.bisect import is_right, locate_on_device
@@ -88,7 +89,7 @@ def test_a_device_that_dies_is_wrong_from_the_first_layer(models: tuple[Model, M
 def test_a_cut_never_parts_a_node_from_its_rounding(models: tuple[Model, Model]) -> None:
     graph = read_proto(models[1]).graph
     rounded = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    cuts = plan_cuts(graph)
+    cuts = plan_cuts(view_part(graph))
     assert len(cuts) >= LAYERS
     assert not any(rounded.intersection(cut.outputs) for cut in cuts[:-1])
     assert cuts[-1].outputs == ("y",)
@@ -97,7 +98,7 @@ def test_a_cut_never_parts_a_node_from_its_rounding(models: tuple[Model, Model])
 def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp_path: Path) -> None:
     sample = next(iter(make_images(1)))
     for model in models:
-        for index, cut in enumerate(plan_cuts(read_proto(model).graph)):
+        for index, cut in enumerate(plan_cuts(view_model(read_proto(model)))):
             part = save_prefix(model, cut, tmp_path / f"{model.name}{index}.onnx")
             found = CpuSession(part.path, SessionSettings(level=Level.DISABLED)).run(sample)
             assert tuple(found) == cut.outputs
@@ -120,7 +121,7 @@ def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> N
     graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(np.array(2, np.float32), "two")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, str(tmp_path / "m.onnx"))
-    cuts = plan_cuts(graph)
+    cuts = plan_cuts(view_part(graph))
     assert [(cut.layer, cut.outputs) for cut in cuts] == [("neg", ("a",)), ("if", ("a", "b")), ("add", ("y",))]
     part = save_prefix(load_model(tmp_path / "m.onnx"), cuts[1], tmp_path / "part.onnx")
     session = CpuSession(part.path, SessionSettings())
@@ -129,5 +130,5 @@ def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> N
 
 def test_cutting_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     model = save_network(tmp_path / "network.onnx")
-    save_prefix(model, plan_cuts(read_proto(model).graph)[0], tmp_path / "part.onnx")
+    save_prefix(model, plan_cuts(view_model(read_proto(model)))[0], tmp_path / "part.onnx")
     assert load_model(model.path) == model

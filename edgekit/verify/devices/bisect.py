@@ -8,6 +8,7 @@ import msgspec
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
+from edgekit.graph.graph import view_model
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.devices.cuts import Cut, plan_cuts, save_prefix
@@ -28,7 +29,7 @@ def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float
         DeviceError: the device is not there.
     """
     model = load_model(job.model)
-    cuts = plan_cuts(read_proto(model, weights=False).graph)
+    cuts = plan_cuts(view_model(read_proto(model, weights=False)))
     runs = 1
     if not cuts or _prefix_is_right(device, job, model, cuts[-1], work / "whole", min_sqnr_db):
         return Located(layer=None, runs=runs, cuts=len(cuts))

@@ -6,7 +6,9 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit.model.model import Model, iterate_reads, order_nodes, read_proto, save_proto
+from edgekit.graph.constants import lift_constants
+from edgekit.graph.graph import Graph, Node, view_model
+from edgekit.model.model import Model, read_proto, save_proto
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
 
 
@@ -21,14 +23,14 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     layer: str
 
 
-def plan_cuts(graph: onnx.GraphProto) -> tuple[Cut, ...]:
+def plan_cuts(graph: Graph) -> tuple[Cut, ...]:
     """Returns every place to cut, in the order of computation; the last one is the whole graph.
 
     A cut never parts a node from the Q and DQ behind it, because the node would then compute in float.
     """
     nodes = _order_groups(graph)
-    last_read = {name: place for place, node in enumerate(nodes) for name in iterate_reads(node)}
-    given = {value.name for value in graph.output}
+    last_read = {name: place for place, node in enumerate(nodes) for name in node.reads}
+    given = graph.outputs
     rounded = {name for node in nodes if node.op_type == QUANTIZE for name in (node.input[0], node.output[0])}
     cuts: list[Cut] = []
     live: list[str] = []
@@ -49,26 +51,29 @@ def save_prefix(model: Model, cut: Cut, path: Path) -> Model:
     """
     proto = read_proto(model)
     graph = proto.graph
-    kept = _order_groups(graph)[: cut.nodes]
-    kept = [*_find_constants(graph, kept), *kept]
-    needed = {name for node in kept for name in iterate_reads(node)} | set(cut.outputs)
+    lift_constants(graph)
+    view = view_model(proto)
+    kept = _order_groups(view)[: cut.nodes]
+    kept = [*_find_constants(view, kept), *kept]
+    needed = {name for node in kept for name in node.reads} | set(cut.outputs)
     initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
     outputs = [value for value in graph.output if value.name in cut.outputs]
-    outputs += [onnx.ValueInfoProto(name=name) for name in cut.outputs if name not in {value.name for value in outputs}]
-    part = onnx.GraphProto(name=graph.name, node=kept, initializer=initializers, input=graph.input, output=outputs)
+    outputs += [onnx.ValueInfoProto(name=name) for name in cut.outputs if name not in view.outputs]
+    nodes = [node.proto for node in kept]
+    part = onnx.GraphProto(name=graph.name, node=nodes, initializer=initializers, input=graph.input, output=outputs)
     graph.CopyFrom(part)
     return save_proto(proto, path)
 
 
-def _order_groups(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+def _order_groups(graph: Graph) -> list[Node]:
     """Returns the computing nodes in order, the Q and DQ right behind what they round: then branches can be parted."""
     nodes = list_computing(graph)
     computed = {name for node in nodes for name in node.output}
-    rounding: dict[str, list[onnx.NodeProto]] = {}
+    rounding: dict[str, list[Node]] = {}
     for node in nodes:
         if node.op_type in {QUANTIZE, DEQUANTIZE} and computed.isdisjoint(node.input[1:]):
             rounding.setdefault(node.input[0], []).append(node)
-    ordered: dict[str, onnx.NodeProto] = {}
+    ordered: dict[str, Node] = {}
     for node in nodes:
         waiting = [node]
         while waiting:
@@ -79,13 +84,13 @@ def _order_groups(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return list(ordered.values())
 
 
-def _find_constants(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def _find_constants(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
     """Returns, in order, the constant nodes that some nodes need."""
     computed = {name for node in list_computing(graph) for name in node.output}
-    needed = {name for node in nodes for name in iterate_reads(node)}
-    found: list[onnx.NodeProto] = []
-    for node in reversed(order_nodes(graph)):
+    needed = {name for node in nodes for name in node.reads}
+    found: list[Node] = []
+    for node in reversed(graph.nodes):
         if computed.isdisjoint(node.output) and not needed.isdisjoint(node.output):
             found.append(node)
-            needed.update(iterate_reads(node))
+            needed.update(node.reads)
     return found[::-1]

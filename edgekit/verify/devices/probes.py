@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CpuSession
+from edgekit.graph.constants import lift_constants
+from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, iterate_reads, read_proto, save_proto
 from edgekit.model.tensors import TensorSpec
 from edgekit.verify.matching.grids import Grid, read_grid
@@ -41,15 +43,9 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     (ONNX Runtime keeps a group whose integers are an output too). A value that only an activation reads is not looked
     at: runtimes compute both at once.
     """
-    graph = read_proto(model, weights=False).graph
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    graph = view_model(read_proto(model, weights=False))
     computing = list_computing(graph)
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in computing:
-        for name in iterate_reads(node):
-            readers.setdefault(name, []).append(node)
-    given = {value.name for value in graph.output}
-    dynamic = {name for node in computing for name in node.output} | {value.name for value in graph.input}
+    dynamic = {name for node in computing for name in node.output}.union(graph.fed)
     starts: dict[str, tuple[str, str]] = {}
     joined: set[str] = set()
     probes: list[Probe] = []
@@ -57,9 +53,9 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
         start = _find_start(node, starts, joined)
         for name in filter(None, node.output):
             starts[name] = start
-            after = readers.get(name, [])
-            grid = read_grid(node, tensors) if node.op_type == QUANTIZE else None
-            if len(after) == 1 and name not in given and _is_fused_into(after[0], node, dynamic - tensors.keys()):
+            after = graph.consumers.get(name, ())
+            grid = read_grid(node, graph) if node.op_type == QUANTIZE else None
+            if len(after) == 1 and name not in graph.outputs and _is_fused_into(after[0], node, dynamic):
                 joined.add(name)
             elif grid is not None or not (node.op_type in _ROUNDING or any(_rounds(reader) for reader in after)):
                 probes.append(Probe(tensor=name, layer=start[0], op=start[1], grid=grid))
@@ -69,7 +65,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
 def find_sources(model: Model, probes: Iterable[Probe], wanted: Iterable[Probe]) -> tuple[Probe, ...]:
     """Returns the probes that the layers of `wanted` compute from, directly, in the order of computation."""
     stops = {probe.tensor for probe in probes}
-    _, met = _walk_back(read_proto(model, weights=False).graph, [probe.tensor for probe in wanted], stops)
+    _, met = _walk_back(view_model(read_proto(model, weights=False)), [probe.tensor for probe in wanted], stops)
     return tuple(probe for probe in probes if probe.tensor in met)
 
 
@@ -96,7 +92,8 @@ def open_layers(
     proto = read_proto(model, weights=False)
     graph = proto.graph
     names = {probe.tensor for probe in fed}
-    kept, _ = _walk_back(graph, [probe.tensor for probe in wanted], names)
+    lift_constants(graph)
+    kept, _ = _walk_back(view_model(proto), [probe.tensor for probe in wanted], names)
     nodes = [node for node in graph.node if any(name in kept for name in node.output)]
     for node in nodes:
         for place, name in enumerate(node.input):
@@ -124,41 +121,35 @@ def open_layers(
     return open_proto(proto, model)
 
 
-def _find_start(
-    node: onnx.NodeProto, starts: Mapping[str, tuple[str, str]], joined: Collection[str]
-) -> tuple[str, str]:
+def _find_start(node: Node, starts: Mapping[str, tuple[str, str]], joined: Collection[str]) -> tuple[str, str]:
     """Returns name and operator of the layer that a node belongs to: that of what it rounds or ends, or itself."""
-    value = node.input[0] if node.input else ""
     if node.op_type in _ROUNDING:
-        return starts.get(value, (value, "Input"))
+        return starts.get(node.input[0], (node.input[0], "Input"))
     before = next((name for name in node.input if name in joined), None)
     return (node.name or node.output[0], node.op_type) if before is None else starts[before]
 
 
-def _is_fused_into(reader: onnx.NodeProto, node: onnx.NodeProto, dynamic: Collection[str]) -> bool:
+def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
     if node.op_type in _ROUNDING:
         return False
     others = [name for name in reader.input if name in dynamic and name not in node.output]
     return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)
 
 
-def _rounds(node: onnx.NodeProto) -> bool:
+def _rounds(node: Node) -> bool:
     return node.op_type == QUANTIZE
 
 
-def _walk_back(
-    graph: onnx.GraphProto, wanted: Iterable[str], stops: Collection[str]
-) -> tuple[frozenset[str], frozenset[str]]:
+def _walk_back(graph: Graph, wanted: Iterable[str], stops: set[str]) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the tensors that `wanted` are computed from, `wanted` included, and the `stops` that were met before."""
-    producers = {name: node for node in graph.node for name in node.output if name}
     kept, met = set[str](), set[str]()
     waiting = list(wanted)
     while waiting:
         name = waiting.pop()
-        if name in kept or name not in producers:
+        if name in kept or name not in graph.producers:
             continue
         kept.add(name)
-        reads = set(iterate_reads(producers[name]))
-        met |= reads & set(stops)
-        waiting.extend(reads - set(stops))
+        reads = set(graph.producers[name].reads)
+        met |= reads & stops
+        waiting.extend(reads - stops)
     return frozenset(kept), frozenset(met)

@@ -65,8 +65,9 @@ def find_altered(
     for item in matched:
         nodes = pair_nodes(floats, stored, item)
         if nodes is not None:
+            protos = nodes[0].proto, nodes[1].proto
             difference = _plan(
-                _Pair(nodes=nodes, floats=floats, stored=stored, opsets=opsets, twins=twins, inputs=frozenset(inputs))
+                _Pair(nodes=protos, floats=floats, stored=stored, opsets=opsets, twins=twins, inputs=frozenset(inputs))
             )
             differences |= {} if difference is None else {item.tensor: difference}
     if not differences:

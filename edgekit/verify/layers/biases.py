@@ -1,11 +1,11 @@
 """Scales that do not fit each other: a bias is stored in steps of its input's scale times its weight's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-import onnx
 
+from edgekit.graph.graph import Node
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.weights import Initializers
 from edgekit.verify.matching.order import DEQUANTIZE
@@ -40,9 +40,12 @@ def find_mismatched_scales(stored: Initializers) -> dict[str, str]:
     if not known or sum(bias.fits for bias in known) < _MOST_FIT * len(known):
         return {}
     unfit: dict[str, str] = {}
+    readers: dict[str, list[Array]] = {}
+    for bias in known:
+        readers.setdefault(bias.reads, []).append(bias.ratios)
     for bias in known:
         if not bias.fits:
-            alike = [other.ratios for other in known if other.reads == bias.reads]
+            alike = readers[bias.reads]
             ratio = float(np.median(bias.ratios))
             is_tensor = all(np.all(np.abs(ratios / ratio - 1.0) <= _TOLERANCE) for ratios in alike)
             words = f"its scale does not fit the bias of '{bias.node}', by a factor of {1.0 / ratio:.3g}"
@@ -52,11 +55,11 @@ def find_mismatched_scales(stored: Initializers) -> dict[str, str]:
 
 
 def _list_biases(stored: Initializers) -> Iterator[_Bias]:
-    for node in stored.graph.node:
+    for node in stored.graph.nodes:
         parts = [stored.rounded.get(name) for name in node.input[:3]]
         if node.op_type not in _BIASED or len(parts) < 3 or any(part is None for part in parts):
             continue
-        found, weight, bias = (_read_scale(part, stored.tensors, stored) for part in parts if part is not None)
+        found, weight, bias = (_read_scale(part, stored) for part in parts if part is not None)
         if found is None or weight is None or bias is None or found.size != 1 or not _is_whole(node):
             continue
         if weight.size not in {1, bias.size} and bias.size != 1:
@@ -66,13 +69,13 @@ def _list_biases(stored: Initializers) -> Iterator[_Bias]:
         yield _Bias(node=node.name, reads=stored.find_source(node.input[0]), ratios=ratios)
 
 
-def _read_scale(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], stored: Initializers) -> Array | None:
+def _read_scale(node: Node, stored: Initializers) -> Array | None:
     """Returns the scale of a DQ node, None where it is computed."""
-    if node.op_type != DEQUANTIZE or node.input[1] not in tensors:
+    if node.op_type != DEQUANTIZE or node.input[1] not in stored.tensors:
         return None
     return np.asarray(stored.read(node.input[1]), dtype=np.float64).reshape(-1)
 
 
-def _is_whole(node: onnx.NodeProto) -> bool:
+def _is_whole(node: Node) -> bool:
     """Returns True for a node whose product and bias are added as they are."""
-    return all(attribute.f == 1.0 for attribute in node.attribute if attribute.name in {"alpha", "beta"})
+    return all(node.attributes.get(name, 1.0) == 1.0 for name in ("alpha", "beta"))

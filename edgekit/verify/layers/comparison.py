@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import onnx
 
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
+from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.model.scaling import read_scaling, scale_channels
 from edgekit.model.tensors import Array, Tensors
@@ -175,7 +175,7 @@ def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: T
 def _find_resized(
     every: Sequence[MatchedTensor],
     comparable: Sequence[MatchedTensor],
-    graphs: tuple[onnx.GraphProto, onnx.GraphProto],
+    graphs: tuple[Graph, Graph],
     values: tuple[Tensors, Tensors],
 ) -> dict[str, str]:
     """Returns, in words, the first tensor that has another number of elements than in A, if that is no accident.

@@ -6,6 +6,7 @@ import msgspec
 import onnx
 from onnx import numpy_helper
 
+from edgekit.graph.constants import list_constants
 from edgekit.model.model import order_nodes
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.attributes import (
@@ -15,7 +16,7 @@ from edgekit.verify.layers.attributes import (
     is_same_version,
     list_changed,
 )
-from edgekit.verify.layers.weights import Initializers, list_constants, pair_nodes
+from edgekit.verify.layers.weights import Initializers, pair_nodes
 from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 
@@ -47,8 +48,8 @@ def find_inner_differences(
     found: dict[str, InnerNode] = {}
     for item in matched:
         pair = pair_nodes(floats, stored, item)
-        if pair is not None and any(attribute.HasField("g") for attribute in pair[0].attribute):
-            inner = next(_compare_nodes(*pair, (floats.tensors, stored.tensors), opsets), None)
+        if pair is not None and pair[0].bodies:
+            inner = next(_compare_nodes(pair[0].proto, pair[1].proto, (floats.tensors, stored.tensors), opsets), None)
             found |= {} if inner is None else {item.tensor: inner}
     return found
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
-import onnx
-from onnx import external_data_helper, numpy_helper
 
+from edgekit.graph.constants import list_constants, read_array
+from edgekit.graph.graph import Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.overflows import HALF_MAX
@@ -50,31 +50,29 @@ class Initializers:
 
     def __init__(self, model: Model) -> None:
         self.model, self.proto = model, read_proto(model, weights=False)
-        self.graph = self.proto.graph
-        self.tensors: Mapping[str, onnx.TensorProto] = list_constants(self.graph)
-        self.rounded = {node.output[0]: node for node in self.graph.node if node.op_type == DEQUANTIZE}
-        self._producers = {name: node for node in self.graph.node for name in node.output if name}
-        self._folder = model.path.parent
+        self.graph = view_model(self.proto, model.path.parent)
+        self.tensors = list_constants(self.graph.proto)
+        self.rounded = {node.output[0]: node for node in self.graph.nodes if node.op_type == DEQUANTIZE}
 
-    def find_node(self, name: str) -> onnx.NodeProto | None:
+    def find_node(self, name: str) -> Node | None:
         """Returns the node that computes a tensor, looking back through Q, DQ and casts."""
-        node = self._producers.get(name)
+        node = self.graph.producers.get(name)
         while node is not None and node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"}:
-            node = self._producers.get(node.input[0])
+            node = self.graph.producers.get(node.input[0])
         return node
 
     def find_source(self, name: str) -> str:
         """Returns the name that a value had before Q, DQ and casts."""
-        node = self._producers.get(name)
+        node = self.graph.producers.get(name)
         while node is not None and node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"}:
             name = node.input[0]
-            node = self._producers.get(name)
+            node = self.graph.producers.get(name)
         return name
 
     def measure_noise(self, result: str) -> float:
         """Returns what rounding its weights adds to the result of a node, for inputs of one."""
-        node = self._producers[result]
-        by_row = node.op_type == "Conv" or any(item.name == "transB" and item.i for item in node.attribute)
+        node = self.graph.producers[result]
+        by_row = node.op_type == "Conv" or bool(node.integer("transB", 0))
         noise = 0.0
         for rounded in (self.rounded[name] for name in node.input if name in self.rounded):
             if rounded.input[0] in self.tensors and rounded.input[1] in self.tensors:
@@ -90,7 +88,7 @@ class Initializers:
         node = self.rounded.get(name)
         if node is None or any(source not in self.tensors for source in node.input):
             return None
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        axis = node.integer("axis", 1)
         values, *given = (self.read(source) for source in node.input)
         if not _is_spread(given[0], axis, values):
             return None
@@ -99,11 +97,7 @@ class Initializers:
 
     def read(self, name: str) -> Array:
         """Returns an initializer, from its external file where it lies there."""
-        tensor = onnx.TensorProto()
-        tensor.CopyFrom(self.tensors[name])
-        if external_data_helper.uses_external_data(tensor):
-            external_data_helper.load_external_data_for_tensor(tensor, str(self._folder))
-        return numpy_helper.to_array(tensor)
+        return read_array(self.tensors[name], self.graph.folder)
 
 
 def measure_weights(
@@ -130,9 +124,7 @@ def measure_weights(
     return facts
 
 
-def pair_nodes(
-    floats: "Initializers", stored: "Initializers", item: MatchedTensor
-) -> tuple[onnx.NodeProto, onnx.NodeProto] | None:
+def pair_nodes(floats: "Initializers", stored: "Initializers", item: MatchedTensor) -> tuple[Node, Node] | None:
     """Returns the nodes of both models that compute a tensor, looking back to one operator; None where there is none.
 
     A Conv whose Relu or Clip was folded gives the tensor that this gave.
@@ -142,13 +134,6 @@ def pair_nodes(
         is_folded = len(first.input) == 1 or first.op_type == "Clip"
         first = floats.find_node(first.input[0]) if is_folded else None
     return None if first is None or second is None else (first, second)
-
-
-def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Returns the initializers of a graph and what its Constant nodes hold, by name."""
-    constants = {node.output[0]: attribute.t for node in graph.node if node.op_type == "Constant"
-                 for attribute in node.attribute if attribute.name == "value"}  # fmt: skip
-    return constants | {tensor.name: tensor for tensor in graph.initializer}
 
 
 def _compare(stored: Initializers, mine: str, floats: Initializers, theirs: str) -> float | None:
@@ -177,11 +162,11 @@ def _measure_places(values: Array, wanted: Array) -> float | None:
     return float(min(places.max(), _MOST_STEPS)) * FAR_STEPS / _FAR_PLACES if 0 < far.sum() <= _ISOLATED else 0.0
 
 
-def _measure_steps(quantized: Initializers, node: onnx.NodeProto, wanted: Array) -> float:
+def _measure_steps(quantized: Initializers, node: Node, wanted: Array) -> float:
     values = quantized.read(node.input[0])
     if values.shape != wanted.shape or not values.size or wanted.dtype.kind != "f" or values.dtype.kind not in "iu":
         return 0.0
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    axis = node.integer("axis", 1)
     if not _is_spread(quantized.read(node.input[1]), axis, values):
         return 0.0
     scale = _spread(quantized.read(node.input[1]), axis, values.ndim)

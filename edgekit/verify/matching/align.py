@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
-import onnx
-
+from edgekit.graph.graph import Graph, Node
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
 
 _PASSED_OVER = frozenset({QUANTIZE, DEQUANTIZE, "Cast", "Identity", "Dropout"})
 
 
-def align_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> list[tuple[str, str]]:
+def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
     """Returns pairs of tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
     The operators of both graphs, with the shapes of their weights, are aligned as two texts are by `difflib`. Operators
@@ -21,7 +20,7 @@ def align_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> list[tuple[str, str
     pairs = [(block.a + step, block.b + step) for block in blocks for step in range(block.size)]
     alone_a = frozenset(range(len(first.nodes))) - {pair[0] for pair in pairs}
     alone_b = frozenset(range(len(second.nodes))) - {pair[1] for pair in pairs}
-    aligned = list(zip(_list_inputs(a), _list_inputs(b), strict=False))
+    aligned = list(zip(a.fed, b.fed, strict=False))
     for place_a, place_b in pairs:
         ends = zip(first.find_ends(place_a, alone_a), second.find_ends(place_b, alone_b), strict=False)
         aligned.extend(pair for pair in ends if all(pair))
@@ -31,14 +30,14 @@ def align_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> list[tuple[str, str
 class _Sequence:
     """The computing nodes of a graph in order, with what each is known by and who reads it."""
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
+    def __init__(self, graph: Graph) -> None:
         computing = list_computing(graph)
         self.nodes = [node for node in computing if node.op_type not in _PASSED_OVER]
-        self._passed = {name: node.input[0] for node in graph.node if node.op_type in _PASSED_OVER and node.input
+        self._passed = {name: node.input[0] for node in graph.nodes if node.op_type in _PASSED_OVER and node.input[0]
                         for name in node.output}  # fmt: skip
-        shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+        shapes = {name: tuple(tensor.dims) for name, tensor in graph.constants.items()}
         self.keys = [self._describe(node, shapes) for node in self.nodes]
-        self._given = {self._resolve(value.name) for value in graph.output} | {value.name for value in graph.output}
+        self._given = {self._resolve(name) for name in graph.outputs} | graph.outputs
         self._readers: dict[str, list[int]] = {}
         for place, node in enumerate(self.nodes):
             for name in dict.fromkeys(self._resolve(name) for name in node.input if name):
@@ -59,11 +58,6 @@ class _Sequence:
             name = self._passed[name]
         return name
 
-    def _describe(self, node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    def _describe(self, node: Node, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         sizes = [shapes.get(self._resolve(name), ()) for name in node.input[1:]]
         return (node.op_type, *(str(sorted(size)) for size in sizes if len(size) > 1))
-
-
-def _list_inputs(graph: onnx.GraphProto) -> list[str]:
-    constants = {tensor.name for tensor in graph.initializer}
-    return [value.name for value in graph.input if value.name not in constants]

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx import numpy_helper
 
-from edgekit.model.model import Model, order_nodes, read_proto
+from edgekit.graph.graph import Graph, Node, view_model
+from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 
@@ -129,41 +128,33 @@ def find_grids(model: Model) -> dict[str, Grid | None]:
 
     None stands for a grid that cannot be told, such as one of several scales.
     """
-    graph = read_proto(model, weights=False).graph
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    tensors |= {node.output[0]: attribute.t for node in graph.node if node.op_type == "Constant"
-                for attribute in node.attribute if attribute.name == "value"}  # fmt: skip
-    rounded = {node.output[0]: read_grid(node, tensors) for node in graph.node if node.op_type == QUANTIZE}
-    grids = {node.output[0]: rounded[node.input[0]] for node in graph.node if node.op_type == DEQUANTIZE
+    graph = view_model(read_proto(model, weights=False))
+    rounded = {node.output[0]: read_grid(node, graph) for node in graph.nodes if node.op_type == QUANTIZE}
+    grids = {node.output[0]: rounded[node.input[0]] for node in graph.nodes if node.op_type == DEQUANTIZE
              and node.input[0] in rounded}  # fmt: skip
-    return grids | {node.input[0]: rounded[node.output[0]] for node in graph.node if node.op_type == QUANTIZE}
+    return grids | {node.input[0]: rounded[node.output[0]] for node in graph.nodes if node.op_type == QUANTIZE}
 
 
-def follow_moves(grids: Mapping[str, Grid | None], graph: onnx.GraphProto) -> dict[str, Grid | None]:
+def follow_moves(grids: Mapping[str, Grid | None], graph: Graph) -> dict[str, Grid | None]:
     """Returns the grids with those of the tensors whose values are only moved before they are rounded."""
     found = dict(grids)
-    for node in reversed(order_nodes(graph)):
+    for node in reversed(graph.nodes):
         if node.op_type in _MOVERS and node.output[0] in found:
             found.setdefault(node.input[0], found[node.output[0]])
     return found
 
 
-def read_grid(node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto]) -> Grid | None:
-    """Returns the grid of a QuantizeLinear with one scale, None of another; `tensors` are the graph's initializers."""
-    given = [name for name in node.input[1:3] if name]
-    if not given or not all(name in tensors and _is_scalar(tensors[name]) for name in given):
+def read_grid(node: Node, graph: Graph) -> Grid | None:
+    """Returns the grid of a QuantizeLinear with one scale that the model file holds, None of another."""
+    given = [graph.array(name) for name in node.input[1:3] if name]
+    if not given or any(value is None or value.size != 1 for value in given):
         return None
-    scale, *zeros = (numpy_helper.to_array(tensors[name]).reshape(()) for name in given)
+    scale, *zeros = (value.reshape(()) for value in given if value is not None)
     zero = zeros[0] if zeros else np.zeros((), np.uint8)
     if zero.dtype.kind not in "iu" or not float(scale) > 0.0:
         return None
     limits = np.iinfo(zero.dtype)
     return Grid(scale=float(scale), zero=int(zero), low=int(limits.min), high=int(limits.max))
-
-
-def _is_scalar(tensor: onnx.TensorProto) -> bool:
-    """Returns True for one number whose data lies in the model file itself."""
-    return int(np.prod(tensor.dims)) == 1 and not tensor.external_data
 
 
 def _sum_along(squares: _Floats, axis: int) -> _Floats:

@@ -1,11 +1,10 @@
 """Which tensor of one model is which of another: by name, and through the Q and DQ nodes of a quantizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
-import onnx
 
-from edgekit.model.model import order_nodes
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.scaling import SUFFIX
 from edgekit.verify.matching.align import align_tensors
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
@@ -32,7 +31,7 @@ class MatchedTensor(msgspec.Struct, frozen=True, kw_only=True):
     copies_in_b: frozenset[str]
 
 
-def match_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> tuple[MatchedTensor, ...]:
+def match_tensors(a: Graph, b: Graph) -> tuple[MatchedTensor, ...]:
     """Returns the tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
     They are matched by name: ONNX Runtime's quantizer keeps the names of activations, gives a Conv whose Relu or Clip
@@ -40,33 +39,31 @@ def match_tensors(a: onnx.GraphProto, b: onnx.GraphProto) -> tuple[MatchedTensor
     (`onnxruntime.quantization.qdq_quantizer`); edgekit adds a word to the names of tensors that it scales. Where the
     order of the operators matches more of them than the names do, as after another export, the order counts.
     """
-    known_b = {name for node in b.node for name in node.output}
-    twins = {name: name + SUFFIX for name in ordered_tensors(a) if name not in known_b and name + SUFFIX in known_b}
+    made = b.producers
+    twins = {name: name + SUFFIX for name in ordered_tensors(a) if name not in made and name + SUFFIX in made}
     named = _match_pairs(a, b, [(name, twins.get(name, name)) for name in ordered_tensors(a)])
     aligned = _match_pairs(a, b, align_tensors(a, b))
     return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
 
 
-def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[str, str]]) -> tuple[MatchedTensor, ...]:
-    reads_a, reads_b = _find_readers(a), _find_readers(b)
-    producers_b = {name: node for node in b.node for name in node.output}
-    known_b = producers_b.keys() | {value.name for value in b.input}
-    rounds_a, rounds_b = _find_rounding(a), _find_rounding(b) - {value.name for value in b.output}
+def _match_pairs(a: Graph, b: Graph, pairs: Iterable[tuple[str, str]]) -> tuple[MatchedTensor, ...]:
+    known_b = b.producers.keys() | set(b.inputs)
+    rounds_a, rounds_b = _find_rounding(a), _find_rounding(b) - b.outputs
     matched: list[MatchedTensor] = []
     seen: set[str] = set()
     for name, raw in pairs:
         if raw not in known_b or (name in rounds_a and raw in rounds_b):
             continue
-        behind_a, behind_b = _look_behind(name, reads_a), _look_behind(raw, reads_b)
-        node = producers_b.get(raw)
+        behind_a, behind_b = _look_behind(name, a), _look_behind(raw, b)
+        node = b.producers.get(raw)
         if (node is None and behind_b == (raw,)) or behind_b[0] in seen:
             continue
         seen.add(behind_b[0])
         matched.append(
             MatchedTensor(
                 tensor=name,
-                layer=_name_layer(raw, node, producers_b),
-                op="Input" if node is None else _real_node(node, producers_b).op_type,
+                layer=_name_layer(raw, node, b),
+                op="Input" if node is None else _real_node(node, b).op_type,
                 in_a=behind_a[0],
                 raw_b=raw,
                 in_b=behind_b[0],
@@ -76,51 +73,46 @@ def _match_pairs(a: onnx.GraphProto, b: onnx.GraphProto, pairs: Iterable[tuple[s
     return tuple(matched)
 
 
-def _find_rounding(graph: onnx.GraphProto) -> frozenset[str]:
+def _find_rounding(graph: Graph) -> frozenset[str]:
     """Returns what Q and DQ nodes give: it belongs to what they round, a weight to the node that reads it."""
-    return frozenset(name for node in graph.node if node.op_type in {QUANTIZE, DEQUANTIZE} for name in node.output)
+    return frozenset(name for node in graph.nodes if node.op_type in {QUANTIZE, DEQUANTIZE} for name in node.output)
 
 
-def _count_alike(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[MatchedTensor]) -> int:
+def _count_alike(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> int:
     """Returns how many of the matched tensors come from the same operator in both graphs."""
-    producers_a, producers_b = ({name: node for node in graph.node for name in node.output} for graph in (a, b))
     return sum(
-        item.tensor in producers_a and _real_node(producers_a[item.tensor], producers_a).op_type == item.op
+        item.tensor in a.producers and _real_node(a.producers[item.tensor], a).op_type == item.op
         for item in matched
-        if item.raw_b in producers_b
+        if item.raw_b in b.producers
     )
 
 
-def ordered_tensors(graph: onnx.GraphProto) -> Iterable[str]:
+def ordered_tensors(graph: Graph) -> Iterable[str]:
     """Yields the inputs and what the nodes compute, in the order of computation."""
-    constants = {tensor.name for tensor in graph.initializer}
-    yield from (value.name for value in graph.input if value.name not in constants)
-    for node in order_nodes(graph):
+    yield from graph.fed
+    for node in graph.nodes:
         if node.op_type not in _CONSTANT_OPS:
             yield from (name for name in node.output if name)
 
 
-def _find_readers(graph: onnx.GraphProto) -> Mapping[str, Sequence[onnx.NodeProto]]:
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input[:1]:
-            readers.setdefault(name, []).append(node)
-    return readers
-
-
-def _look_behind(name: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> tuple[str, ...]:
+def _look_behind(name: str, graph: Graph) -> tuple[str, ...]:
     """Returns the outputs of the DQ nodes behind a tensor, or the tensor itself where it is not quantized."""
-    quantized = [node.output[0] for node in readers.get(name, ()) if node.op_type == QUANTIZE]
-    behind = [node.output[0] for q in quantized for node in readers.get(q, ()) if node.op_type == DEQUANTIZE]
+    quantized = [node.output[0] for node in _find_readers(name, graph) if node.op_type == QUANTIZE]
+    behind = [node.output[0] for q in quantized for node in _find_readers(q, graph) if node.op_type == DEQUANTIZE]
     return tuple(behind) or (name,)
 
 
-def _real_node(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> onnx.NodeProto:
+def _find_readers(name: str, graph: Graph) -> list[Node]:
+    """Returns the nodes whose first input a tensor is: that of Q and DQ nodes is what they round."""
+    return [node for node in graph.readers(name) if node.input[0] == name]
+
+
+def _real_node(node: Node, graph: Graph) -> Node:
     """Returns the node that computes a value, looking back through DQ, Q and casts."""
-    while node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"} and node.input[0] in producers:
-        node = producers[node.input[0]]
+    while node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"} and node.input[0] in graph.producers:
+        node = graph.producers[node.input[0]]
     return node
 
 
-def _name_layer(tensor: str, node: onnx.NodeProto | None, producers: Mapping[str, onnx.NodeProto]) -> str:
-    return tensor if node is None else _real_node(node, producers).name or tensor
+def _name_layer(tensor: str, node: Node | None, graph: Graph) -> str:
+    return tensor if node is None else _real_node(node, graph).name or tensor

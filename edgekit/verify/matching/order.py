@@ -1,19 +1,16 @@
 """Which nodes of a graph compute anything."""
 
-import onnx
-
-from edgekit.model.model import iterate_reads, order_nodes
+from edgekit.graph.graph import Graph, Node
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
 
-def list_computing(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+def list_computing(graph: Graph) -> list[Node]:
     """Returns, in order, the nodes whose result depends on the inputs; the others are constants."""
-    constants = {tensor.name for tensor in graph.initializer}
-    dynamic = {value.name for value in graph.input if value.name not in constants}
-    computing: list[onnx.NodeProto] = []
-    for node in order_nodes(graph):
-        if not dynamic.isdisjoint(iterate_reads(node)):
+    dynamic = set(graph.fed)
+    computing: list[Node] = []
+    for node in graph.nodes:
+        if not dynamic.isdisjoint(node.reads):
             computing.append(node)
             dynamic.update(name for name in node.output if name)
     return computing

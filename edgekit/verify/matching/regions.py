@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
-import onnx
 from onnx import TensorProto
 
+from edgekit.graph.graph import Graph, Node
 from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 
@@ -44,7 +44,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[str, ...] = ()
 
 
-def find_regions(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[MatchedTensor]) -> dict[str, Region]:
+def find_regions(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> dict[str, Region]:
     """Returns the region of each matched tensor, by its name in `a`: that of `b`, in the coarser arithmetic of both."""
     ends_a = {item.tensor: (item.in_a,) for item in matched}
     ends_b = {item.tensor: tuple(sorted(item.copies_in_b)) for item in matched}
@@ -59,23 +59,22 @@ def find_regions(a: onnx.GraphProto, b: onnx.GraphProto, matched: Sequence[Match
     }
 
 
-def _walk_all(graph: onnx.GraphProto, ends: Mapping[str, tuple[str, ...]]) -> dict[str, Region]:
-    producers = {name: node for node in graph.node for name in node.output if name}
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+def _walk_all(graph: Graph, ends: Mapping[str, tuple[str, ...]]) -> dict[str, Region]:
+    types = {name: tensor.data_type for name, tensor in graph.constants.items()}
     fed = {name: key for key, names in ends.items() for name in names}
     is_half = _uses_half(graph, types.values())
-    return {key: _walk(names, producers, fed, types, is_half=is_half) for key, names in ends.items()}
+    return {key: _walk(names, graph.producers, fed, types, is_half=is_half) for key, names in ends.items()}
 
 
 def _walk(
     names: Sequence[str],
-    producers: Mapping[str, onnx.NodeProto],
+    producers: Mapping[str, Node],
     fed: Mapping[str, str],
     types: Mapping[str, int],
     *,
     is_half: bool,
 ) -> Region:
-    nodes: dict[str, onnx.NodeProto] = {}
+    nodes: dict[str, Node] = {}
     reads, constants = dict[str, None](), set[str]()
     waiting = list(names)
     while waiting:
@@ -92,7 +91,7 @@ def _walk(
     moved = [
         node.op_type
         for node in nodes.values()
-        if not node.input or any(source in fed or source in nodes for source in node.input)
+        if not any(node.input) or any(source in fed or source in nodes for source in node.input)
     ]
     own = {producers[name].input[0] for name in names if name in producers and producers[name].op_type == DEQUANTIZE}
     return Region(
@@ -107,7 +106,7 @@ def _walk(
     )
 
 
-def _reads_integers(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> bool:
+def _reads_integers(node: Node, producers: Mapping[str, Node]) -> bool:
     """Returns True for an operator on integers, and for a DQ node behind one that is no Q node."""
     before = producers.get(node.input[0]) if node.op_type == DEQUANTIZE else None
     return node.op_type.startswith(_INTEGERS_ONLY) or (before is not None and before.op_type != QUANTIZE)
@@ -121,8 +120,7 @@ def _name_arithmetic(ops: Sequence[str], types: set[int], *, is_half: bool) -> A
     return "half" if is_half else "float"
 
 
-def _uses_half(graph: onnx.GraphProto, types: Iterable[int]) -> bool:
-    if not _HALF.isdisjoint(types) or any(value.type.tensor_type.elem_type in _HALF for value in graph.input):
+def _uses_half(graph: Graph, types: Iterable[int]) -> bool:
+    if not _HALF.isdisjoint(types) or any(graph.values[name].dtype in {"float16", "bfloat16"} for name in graph.inputs):
         return True
-    casts = (attribute.i for node in graph.node if node.op_type == "Cast" for attribute in node.attribute)
-    return any(target in _HALF for target in casts)
+    return any(node.integer("to", 0) in _HALF for node in graph.nodes if node.op_type == "Cast")
