@@ -1,0 +1,172 @@
+"""Verifies honest runs of drawn networks and counts how often one is accused of lying.
+
+    python tools/bench/false_alarms.py [--networks 100] [--runs 10] [--seed 0]
+
+Each network (perceptrons and convolutions; logits, chances, scores and images; one output value to 256) is built for a
+target and verified: first with its own golden samples, then with 2 to 64 others, on a device that computes it with
+ONNX Runtime at one of its levels of optimisation. Accused is a run that has a finding or whose output is said to follow
+other samples, and a bundle of which a file is said to be altered; figures below a limit are no accusation. At most one
+run in 1,000 may be.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from fault_subjects import listed
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden.golden import Golden, make_golden
+from edgekit.data.samples import Samples
+from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
+from edgekit.evidence import Evidence
+from edgekit.jobs.build import build
+from edgekit.model.model import load_model
+from edgekit.recipe import Data, Recipe
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run import verify_bundle
+
+MOST_SHARE = 1e-3
+_TARGETS = ("nnapi", "coreml", "xnnpack", "cpu")
+_HEADS = ("logits", "Softmax", "Sigmoid", "Tanh", "image")
+_SIZES = (2, 3, 4, 6, 8, 16, 32, 64)
+
+
+class Honest(msgspec.Struct, frozen=True, kw_only=True):
+    """Computes what it is given, and says of each node where it was predicted."""
+
+    level: Level
+    name: str = "honest"
+    evidence: Evidence = Evidence.SAME_EP
+
+    def find_missing(self) -> Missing | None:
+        """Returns None."""
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - what a device is asked
+        """Runs the samples in this process."""
+        config = {"session.enable_saved_runtime_optimizations": "1"}
+        session = CpuSession(job.model, SessionSettings(level=self.level, config=config, threads=1))
+        rows = [session.run(sample) for sample in job.samples]
+        placement = tuple(
+            PlacedNode(name=node.name, op=node.op, domain=node.domain, provider=_place(job, taken=node.taken))
+            for node in job.check.node_list
+        )
+        return DeviceRun(
+            device=self.name, evidence=self.evidence, outputs=listed(rows), placement=placement,
+            placement_source="session", load_ms=1.0, latency_ms=tuple(1.0 for _ in rows), peak_rss_bytes=1,
+            versions={}, failure=None,
+        )  # fmt: skip
+
+
+def _place(job: Job, *, taken: bool) -> str:
+    return job.target.provider if taken else CPU_PROVIDER
+
+
+def draw_network(rng: np.random.Generator, path: Path) -> tuple[int, ...]:
+    """Saves a network with random weights, and returns the shape of its input."""
+    head, classes = rng.choice(_HEADS), int(rng.choice([1, 1, 2, 2, 3, 10, 100, 256]))
+    is_image = head == "image" or rng.random() < 0.5
+    width, shape = int(rng.integers(4, 33)), (1, 3, 12, 12) if is_image else (1, 16)
+    names, nodes, weights = "x", list[onnx.NodeProto](), list[onnx.TensorProto]()
+
+    def add(op: str, *sizes: int, **attributes: object) -> None:
+        nonlocal names
+        made = f"t{len(nodes)}"
+        inputs = [names]
+        if sizes:
+            fan = int(np.prod(sizes[1:])) if op == "Conv" else sizes[0]
+            value = rng.normal(scale=(2.0 / fan) ** 0.5, size=sizes).astype(np.float32)
+            bias = rng.normal(scale=0.1, size=sizes[0] if op == "Conv" else sizes[1]).astype(np.float32)
+            weights.extend([numpy_helper.from_array(value, f"{made}.w"), numpy_helper.from_array(bias, f"{made}.b")])
+            inputs += [f"{made}.w", f"{made}.b"]
+        nodes.append(helper.make_node(op, inputs, [made], name=f"{op}{len(nodes)}", **attributes))
+        names = made
+
+    before = 3 if is_image else 16
+    for _ in range(int(rng.integers(1, 4))):
+        add("Conv", width, before, 3, 3, pads=[1] * 4) if is_image else add("Gemm", before, width)
+        add("Relu")
+        before = width
+    if head == "image":
+        add("Conv", 3, before, 3, 3, pads=[1] * 4)
+    else:
+        if is_image:
+            add("GlobalAveragePool")
+            add("Flatten")
+        add("Gemm", before, classes)
+        if head != "logits":
+            add(str(head))
+    nodes[-1].output[0] = "y"
+    made = (1, 3, 12, 12) if head == "image" else (1, classes)
+    graph = helper.make_graph(
+        nodes, "drawn", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, made)], weights,
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
+    return shape
+
+
+def draw_samples(rng: np.random.Generator, shape: tuple[int, ...], count: int) -> Samples:
+    """Returns inputs around one that they have in common, from nearly the same to all different."""
+    shared, spread = rng.normal(size=shape), float(rng.choice([0.1, 0.5, 1.0]))
+    rows = [{"x": (shared + spread * rng.normal(size=shape)).astype(np.float32)} for _ in range(count)]
+    return listed(rows)
+
+
+def verify_network(rng: np.random.Generator, runs: int, work: Path) -> Iterator[VerifyReport]:
+    """Yields the verifications of one drawn network."""
+    shape = draw_network(rng, work / "drawn.onnx")
+    np.savez(work / "data.npz", x=np.stack([row["x"][0] for row in draw_samples(rng, shape, 48)]))
+    recipe = Recipe(targets=(str(rng.choice(_TARGETS)),))
+    made = build(work / "drawn.onnx", Data(source=str(work / "data.npz")), work / "out", recipe, verify=False)
+    path = made.bundles[0].path
+    if path is None:
+        return
+    bundle, source = open_bundle(path), load_model(work / "drawn.onnx")
+    for index in range(runs):
+        samples = draw_samples(rng, shape, int(rng.choice(_SIZES)))
+        golden = make_golden(source, samples, work / f"golden{index}") if index else None
+        yield verify_once(bundle, golden, Level(rng.choice(list(Level))))
+
+
+def verify_once(bundle: Bundle, golden: Golden | None, level: Level) -> VerifyReport:
+    """Returns the verification of a bundle on an honest device."""
+    return verify_bundle(bundle, [Honest(level=level)], golden=golden)
+
+
+def list_accusations(report: VerifyReport) -> Iterator[str]:
+    """Yields what an honest device or bundle is accused of."""
+    yield from report.alterations
+    for run in report.runs:
+        yield from run.findings
+        yield from (output.mismatch for output in run.outputs if output.mismatch)
+
+
+def main() -> int:
+    """Prints what was accused, and returns 1 where it is too much."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("networks", 100), ("runs", 10), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    done, failed = 0, 0
+    for seed in range(args.seed, args.seed + args.networks):
+        with tempfile.TemporaryDirectory() as work:
+            for report in verify_network(np.random.default_rng(seed), args.runs, Path(work)):
+                found = list(list_accusations(report))
+                done, failed = done + 1, failed + bool(found)
+                for words in found:
+                    print(f"network {seed}: {words}", flush=True)
+    print(f"{failed} of {done} honest runs accused ({failed / max(1, done):.2%}, at most {MOST_SHARE:.1%} may be)")
+    return 1 if failed > max(1, MOST_SHARE * done) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
