@@ -1,11 +1,11 @@
 """One streaming pass over the samples that measures every float activation, for all targets at once."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from edgekit._files import digest_bytes
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.graph.graph import Graph
@@ -110,7 +110,7 @@ def calibrate_model(
         save_moments(work / "moments.npz", found.statistics.moments())
     return Calibration(
         model_sha256=model.sha256,
-        samples_sha256=_join_digests(found.seen),
+        samples_sha256=digest_bytes(b"".join(found.seen[index] for index in sorted(found.seen))),
         samples=len(found.seen),
         measured=len(task.indices),
         picked=task.picked,
@@ -155,10 +155,6 @@ def _check_methods(methods: Sequence[str]) -> tuple[str, ...]:
         if method not in RANGE_METHODS:
             raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
     return tuple(name for name in RANGE_METHODS if name in {*methods, *PLAIN_METHODS})
-
-
-def _join_digests(digests: Mapping[int, bytes]) -> str:
-    return hashlib.sha256(b"".join(digests[index] for index in sorted(digests))).hexdigest()
 
 
 def _choose_ranges(

@@ -50,7 +50,8 @@ class ActivationStatistics:
 
     def extremes(self) -> dict[str, Array]:
         """Returns the arrays that hold the extremes."""
-        return {f"{end}.{name}": array for end, own in self._ends().items() for name, array in own.arrays().items()}
+        ends = {"lows": self._lows, "highs": self._highs, "scores": self._scores}
+        return {f"{end}.{name}": array for end, own in ends.items() for name, array in own.arrays().items()}
 
     def sums(self) -> dict[str, Array]:
         """Returns arrays with the histograms and the moments; what was pending is summed first."""
@@ -127,9 +128,6 @@ class ActivationStatistics:
             one, two = np.broadcast_arrays(*(_or_zero(np.asarray(end)) for end in ends))
             found[each] = (one, two)
         return found
-
-    def _ends(self) -> dict[str, "_Extremes"]:
-        return {"lows": self._lows, "highs": self._highs, "scores": self._scores}
 
     def _moment_arrays(self) -> dict[str, Array]:
         return {

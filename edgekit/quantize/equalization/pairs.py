@@ -83,10 +83,19 @@ class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     """What makes some channels of a pair."""
 
-    constants: tuple[ScaledConstant, ...]
+    constants: tuple[ScaledConstant, ...] = ()
     steps: tuple[Step, ...] = ()
     fixed: tuple[tuple[int, int], ...] = ()
     ceiling: float | None = None
+
+    def join(self, other: "_Origin") -> "_Origin":
+        """Returns both together; the ceiling is that of the other if it has one."""
+        return _Origin(
+            constants=self.constants + other.constants,
+            steps=self.steps + other.steps,
+            fixed=self.fixed + other.fixed,
+            ceiling=self.ceiling if other.ceiling is None else other.ceiling,
+        )
 
 
 def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
@@ -124,25 +133,19 @@ def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> Equaliz
 
 def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin | None:
     """Returns what makes a tensor, back to the constants that decide how large its channels are."""
-    constants: tuple[ScaledConstant, ...] = ()
-    steps: tuple[Step, ...] = ()
-    ceiling: float | None = None
+    found = _Origin()
     node = graph.producers.get(name)
     while node is not None:
         made = _find_constants(graph, node, axis, part)
         if made is not None:
-            return _Origin(constants=(*constants, *made), steps=steps, ceiling=ceiling)
+            return found.join(_Origin(constants=made))
         if node.op_type == "Concat":
-            inner = _trace_concat(graph, node, axis, part) if ceiling is None else None
-            return inner and msgspec.structs.replace(
-                inner, constants=constants + inner.constants, steps=steps + inner.steps
-            )
+            inner = _trace_concat(graph, node, axis, part) if found.ceiling is None else None
+            return inner and found.join(inner)
         passed = _pass_back(graph, node, axis, part)
-        if passed is None or not (passed[0].sigmoid or _is_read_once(graph, passed[0].tensor)):
+        if passed is None or not (passed.steps[0].sigmoid or _is_read_once(graph, passed.steps[0].tensor)):
             return None
-        steps, constants = (*steps, passed[0]), (*constants, *passed[1])
-        ceiling = ceiling if passed[2] is None else passed[2]
-        node = graph.producers.get(passed[0].tensor)
+        found, node = found.join(passed), graph.producers.get(passed.steps[0].tensor)
     return None
 
 
@@ -153,19 +156,14 @@ def _trace_concat(graph: Graph, node: Node, axis: int, part: tuple[int, int]) ->
     if any(shape is None or joined not in {axis, len(shape) + axis} for shape in shapes):
         return None
     ends = part[0] + np.cumsum([0, *(shape[axis] for shape in shapes if shape is not None)])
-    found = _Origin(constants=())
+    found = _Origin()
     for name, start, stop in zip(node.input, ends, ends[1:], strict=False):
         own_part = (int(start), int(stop))
         own = _trace(graph, name, axis, own_part) if _is_read_once(graph, name) else None
         if own is None or own.ceiling is not None:
-            found = msgspec.structs.replace(found, fixed=(*found.fixed, own_part))
-            continue
-        step = _unchanged(name, node.output[0], own_part)
-        found = _Origin(
-            constants=found.constants + own.constants,
-            steps=(*found.steps, step, *own.steps),
-            fixed=found.fixed + own.fixed,
-        )
+            found = found.join(_Origin(fixed=(own_part,)))
+        else:
+            found = found.join(_Origin(steps=(_unchanged(name, node.output[0], own_part),))).join(own)
     return found if found.constants else None
 
 
@@ -208,18 +206,14 @@ def _is_inner(graph: Graph, name: str) -> bool:
 
 def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> tuple[ScaledConstant, ...] | None:
     """Returns the constants that scale every channel of what a node makes, None if it has none."""
-    channels = part[1] - part[0]
     if node.op_type == "Mul":
-        index = _find_constant_input(graph, node)
-        if index is None or not _holds_channels(graph, node.input[index], axis, channels):
-            return None
-        return (ScaledConstant(node=node.name, index=index, axis=axis, part=part),)
+        return _find_constant_input(graph, node, axis, part)
     found: list[ScaledConstant] = []
     for index, own_axis in _constant_axes(node):
-        if index >= len(node.input) or not node.input[index]:
+        if not node.has_input(index):
             continue
         dims = graph.constants[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
-        if not dims or dims[own_axis] != channels:
+        if not dims or dims[own_axis] != part[1] - part[0]:
             return None
         from_end = own_axis if own_axis < 0 else own_axis - len(dims)
         found.append(ScaledConstant(node=node.name, index=index, axis=from_end, part=part))
@@ -236,30 +230,28 @@ def _constant_axes(node: Node) -> tuple[tuple[int, int], ...]:
     return () if grouped or inward else _CONSTANT_AXES.get(node.op_type, ())
 
 
-def _pass_back(
-    graph: Graph, node: Node, axis: int, part: tuple[int, int]
-) -> tuple[Step, tuple[ScaledConstant, ...], float | None] | None:
+def _pass_back(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
     """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
     channels = part[1] - part[0]
-    step = _unchanged(node.input[0] if node.input else "", node.output[0], part)
+    step = _unchanged(node.input[0], node.output[0], part)
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _read_slope(graph, node, channels)
-        return bounds and (msgspec.structs.replace(step, slope=bounds[0], negative_only=True), (), bounds[1])
+        sloped = bounds and msgspec.structs.replace(step, slope=bounds[0], negative_only=True)
+        return _Origin(steps=(sloped,), ceiling=bounds[1]) if bounds and sloped else None
     sigmoid = find_silu(graph, node)
     if sigmoid is not None:
-        return msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name), (), None
+        return _Origin(steps=(msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name),))
     if node.op_type in _POOLING:
         shapes = [graph.dims(name) or (None,) * -axis for name in (node.input[0], node.output[0])]
         keeps = all(len(shape) >= -axis and shape[axis] == channels for shape in shapes)
-        return (msgspec.structs.replace(step, pooled=True), (), None) if keeps else None
-    index = _find_constant_input(graph, node) if node.op_type == "Add" else None
-    value = None if index is None else graph.constant(node.input[index])
-    if index is None or value is None or value.size != channels:
+        return _Origin(steps=(msgspec.structs.replace(step, pooled=True),)) if keeps else None
+    constants = _find_constant_input(graph, node, axis, part) if node.op_type == "Add" else None
+    value = graph.constant(node.input[constants[0].index]) if constants else None
+    if constants is None or value is None or value.size != channels:
         return None
-    if not _holds_channels(graph, node.input[index], axis, channels):
-        return None
-    step = msgspec.structs.replace(step, tensor=node.input[1 - index], shift=value.reshape(-1).astype(np.float64))
-    return step, (ScaledConstant(node=node.name, index=index, axis=axis, part=part),), None
+    before = node.input[1 - constants[0].index]
+    step = msgspec.structs.replace(step, tensor=before, shift=value.reshape(-1).astype(np.float64))
+    return _Origin(steps=(step,), constants=constants)
 
 
 def _unchanged(tensor: str, output: str, part: tuple[int, int]) -> Step:
@@ -279,20 +271,16 @@ def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float |
         if value is None or value.size not in {1, channels}:
             return None
         return np.broadcast_to(value.reshape(-1).astype(np.float64), (channels,)), None
-    low, high = (
-        graph.constant(node.input[index]) if len(node.input) > index and node.input[index] else None for index in (1, 2)
-    )
-    if low is None or float(low.reshape(-1)[0]) != 0 or (high is None and len(node.input) > 2 and node.input[2]):
-        return None
-    return np.ones(channels), None if high is None else float(high.reshape(-1)[0])
+    low, high = (graph.number(node.input[index]) if node.has_input(index) else None for index in (1, 2))
+    return (np.ones(channels), high) if low == 0 and (high is not None or not node.has_input(2)) else None
 
 
-def _find_constant_input(graph: Graph, node: Node) -> int | None:
-    """Returns which of two inputs is a float constant, None if both or none are."""
+def _find_constant_input(
+    graph: Graph, node: Node, axis: int, part: tuple[int, int]
+) -> tuple[ScaledConstant, ...] | None:
+    """Returns the one of two inputs that is a float constant with the channels, None if both or none are constants."""
     found = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
-    return found[0] if len(found) == 1 and len(node.input) == 2 else None
-
-
-def _holds_channels(graph: Graph, name: str, axis: int, channels: int) -> bool:
-    dims = graph.constants[name].dims
-    return len(dims) >= -axis and dims[axis] == channels
+    dims = graph.constants[node.input[found[0]]].dims if len(found) == 1 and len(node.input) == 2 else ()
+    if len(dims) < -axis or dims[axis] != part[1] - part[0]:
+        return None
+    return (ScaledConstant(node=node.name, index=found[0], axis=axis, part=part),)

@@ -29,6 +29,7 @@ def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
+    # Tied weights are packed once, but for each direction in which they are read.
     packed: dict[tuple[str, bool], tuple[str, str]] = {}
     changed: list[str] = []
     for node in graph.node:

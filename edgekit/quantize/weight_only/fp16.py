@@ -37,6 +37,7 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     converted = convert_floats(proto, kept, model.path.name)
     name_nodes(converted.graph)
     written = save_proto(converted, out)
+    # A graph that ONNX Runtime does not take is refused here, without the time that its optimizers need.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
     return Fp16Model(model=written, clamped=_clamped(proto, converted))
 
