@@ -23,6 +23,7 @@ from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.progress import Progress, say_nothing
 
+# The 99th percentile of fewer lies between the slowest run and the one before.
 _ENOUGH_FOR_P99 = 100
 
 
@@ -112,6 +113,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
     )
     return msgspec.structs.replace(
         run,
+        # A time of the CPU must not stand under the accelerator's name.
         provider=empty.provider if counts.get(empty.provider) else CPU_PROVIDER,
         warnings=tuple(_list_warnings(run, empty.provider, blocks)),
     )

@@ -14,6 +14,7 @@ from edgekit.errors import DeviceError
 
 PRECISION = 0.02
 """How well the median is to be known, as a share of it on either side."""
+# The bounds keep one device from taking hours: a noisy one would ask for more runs without end.
 MOST_RUNS = 2000
 FIRST_RUNS = 50
 
@@ -22,6 +23,7 @@ _SLICE_MS = 200.0
 # The first runs of a session fill its arena and wake the CPU's clock: they do not count.
 _WARM_MS = 300.0
 _MOST_WARMUP = 50
+# A clock may tell 0 for a short run, and the guess is divided by.
 _FAST_MS = 1e-3
 
 
@@ -53,6 +55,8 @@ def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
     """
     guess_ms = guess_time(device, job, effort)
     fitting = count_fitting(effort.seconds, guess_ms)
+    # A pilot, and from its spread how many more: the sample size for a wanted half width, in the manner of Stein's two-
+    # stage procedure (Ann. Math. Stat. 16, 1945).
     first = run_block(device, job, effort.runs or min(FIRST_RUNS, fitting), effort.seconds, guess_ms)
     left = effort.seconds - sum(first.latency_ms) / 1e3
     wanted = min(count_needed(first.latency_ms, PRECISION), MOST_RUNS, fitting) - len(first.latency_ms)
@@ -98,6 +102,7 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, warmup: int, sec
 
 
 def _repeat(samples: Samples, times: int) -> Samples:
+    # One sample over and over: what varies is then the device and not the data.
     only = list(samples)[:1]
     return Samples(source=samples.source, count=times, read=lambda: iter(only * times))
 

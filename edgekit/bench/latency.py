@@ -15,6 +15,7 @@ MAX_DRIFT = 0.05
 _Z95 = 1.959963984540054
 _DRIFT_Z = 3.0
 _DRIFT_LEAST = 12
+# All pairs of 200 points are 19,900; of the 2,000 runs that a block may have they would be two million.
 _DRIFT_POINTS = 200
 _FAST = 1e-9
 
@@ -79,6 +80,7 @@ def median_interval(latency_ms: Sequence[float] | Series) -> tuple[float, float]
     """
     ordered = np.sort(np.asarray(latency_ms, dtype=np.float64))
     count = len(ordered)
+    # The standard deviation of a binomial with p = 1/2 is sqrt(n) / 2.
     half = _Z95 * math.sqrt(count) / 2
     low = max(0, math.floor(count / 2 - half))
     high = min(count - 1, math.ceil(count / 2 + half) - 1)

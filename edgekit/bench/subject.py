@@ -61,6 +61,7 @@ def open_subject(path: Path, work: Path, *, target: str | None = None, data: str
 
 def _open_bundle(path: Path, work: Path, data: str | None) -> Subject:
     bundle = open_bundle(path)
+    # A copy, digested while it is made: what is timed is then what the manifest covers, whatever happens to the folder.
     private = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
     chosen = read_target(private)
     given = None if data is None else load_samples(data, bundle.golden.inputs)
@@ -99,6 +100,7 @@ def _open_model(path: Path, target: Target | None, data: str | None) -> Subject:
         )
 
     notes = ["dimensions without a size were run with the size 1"] if is_open else []
+    # ONNX Runtime replays saved optimisations as the file states them.
     if path.suffix == ".ort" and target is not None and REPLAY_SAVED in target.session.config:
         notes.append("optimisations saved in the file were not replayed: only the digests of a bundle vouch for them")
     return Subject(name=path.name, target_for=target_for, job_for=job_for, default_device="host", notes=tuple(notes))

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from edgekit.devices.device import DeviceState
 
+# Our own thresholds, for a warning only: governors of phones and boards step the clock down at temperatures that are
+# the maker's own.
 MAX_WARMING_C = 5.0
 MAX_CLOCK_CHANGE = 0.1
 

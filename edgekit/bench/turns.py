@@ -12,6 +12,7 @@ from edgekit.devices.device import Device
 from edgekit.errors import EdgekitError
 from edgekit.progress import Progress
 
+# Seven degrees of freedom: Student's quantile is then 2.36, against 12.7 for two rounds and 1.96 for endless ones.
 ROUNDS = 8
 
 

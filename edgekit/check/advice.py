@@ -85,6 +85,7 @@ def give_advice(
         for finding in adviser.find(case)
         if (advice := _judge(case, adviser, finding)) is not None
     ]
+    # A node that a rewrite takes care of is no longer an operator that is missing.
     mended = {name for advice in found if advice.id in REWRITES for name in advice.nodes}
     found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
     return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
@@ -94,9 +95,11 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     gain_nodes = len(finding.nodes)
     gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
     if finding.changed is not None:
+        # The gain is judged on the graph as it would be: partitions and units of the neighbours change with it.
         after = case.recheck(finding.changed, finding.opset or read_opset(case.proto))
         gain_nodes = sum(not node.taken for node in case.nodes) - sum(not node.taken for node in after)
         gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
+    # A rewrite that helps another target is no advice here.
     if gain_nodes <= 0 and not adviser.always:
         return None
     return Advice(
@@ -121,6 +124,8 @@ def _find_rewrite(id_: str) -> Callable[[Case], Iterator[Finding]]:
         copy = onnx.ModelProto()
         copy.CopyFrom(case.proto)
         opset = read_opset(case.proto)
+        # On a copy, as rewrites change the graph in place; weights were left out when the model was skimmed, so that it
+        # is light.
         nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in REWRITES[id_](graph, opset))
         if nodes:
             yield Finding(nodes=nodes, changed=infer_graph(copy))
@@ -136,6 +141,7 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 
 def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
+    # A provider that forms units knows quantization, and refuses these for another reason.
     if quantizers and not any(node.grouped for node in case.nodes if node.is_quantizer):
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
@@ -146,6 +152,8 @@ def _find_sign(old: str, new: str) -> Callable[[Case], Iterator[Finding]]:
         made = [node for node in case.of_op("QuantizeLinear") if node.name in left]
         refused = tuple(node.name for node in made if case.graph.value(node.output[0]).dtype == old)
         if refused:
+            # XNNPACK wants activations and weights of one sign; NNAPI wants unsigned activations and takes either
+            # weights (NOTES.md of both).
             changed = with_activations(case.graph, old, new, weights=new == "int8")
             yield Finding(nodes=refused, changed=changed, word=old)
 
@@ -166,6 +174,7 @@ def _find_opset(case: Case) -> Iterator[Finding]:
     copy.CopyFrom(case.proto)
     try:
         changed = infer_graph(convert_opset(copy, DEFAULT_OPSET))
+    # Some operators have no path to the newer opset; then there is nothing to advise.
     except ModelError:
         return
     yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)
@@ -173,6 +182,7 @@ def _find_opset(case: Case) -> Iterator[Finding]:
 
 def _find_missing(case: Case) -> Iterator[Finding]:
     missing = set(case.refused(because="has no builder"))
+    # Quantizers have advice of their own, `use-float`.
     nodes = [node for node in case.nodes if node.name in missing and not node.is_quantizer]
     counts = Counter(node.op for node in nodes if case.splits or node.macs)
     for op in sorted(counts):
@@ -213,6 +223,7 @@ ADVISERS: tuple[Adviser, ...] = (
             fix="automatic",
             message=message,
             find=_find_rewrite(id_),
+            # It gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886, 32298).
             always=id_ == "resize-empty-inputs",
         )
         for id_, message in _REWRITTEN.items()

@@ -39,6 +39,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
     book = load_rules(target)
     settings = {**target.session.provider_options, **target.settings}
     opset = model.opsets.get("ai.onnx", 1)
+    # Nodes get their names before the graph is viewed, so that the report, advice and rewrites speak of the same ones.
     proto = skim_model(model.path)
     name_nodes(proto.graph)
     proto = infer_model(proto)
@@ -68,6 +69,7 @@ def check_graph(graph: Graph, book: RuleBook, settings: Mapping[str, str], *, op
     known = derive_settings(book, dict(settings))
     provider = book.provider
     blocked = None
+    # Not a refusal node by node: outside of what the layout change knows, NNAPI and XNNPACK are skipped with a warning.
     if not provider.opset_min <= opset <= provider.opset_max:
         blocked = f"the model's opset {opset} is outside {provider.opset_min} to {provider.opset_max}"
     return tuple(_check_nodes(graph, _Judge(book=book, settings=known), blocked))
@@ -85,6 +87,8 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
             what = "kernel" if alone else "builder"
             missing = f"{book.provider.name} has no {what} for {_full_name(node.op_type, node.domain)}"
             return (Refusal(reason=missing, fatal=alone),)
+        # Every reason is collected, not the first: mending one of two would gain nothing, and the user could not tell
+        # why.
         found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         for rule in self._list_rules(ops):
@@ -142,6 +146,8 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     book = judge.book
     table: dict[str, Selector] = {**SELECTORS, **book.units.add}
     selectors: dict[str, Selector] = {op: name for op, name in table.items() if op not in book.units.without}
+    # Older versions of ONNX Runtime leave an activation before the Q outside of the unit (targets/xnnpack/NOTES.md:
+    # observed in 1.16).
     clips = int(judge.settings["ort_minor"]) >= book.units.clip_from_ort_minor
     units = group_units(graph, selectors if book.units.qdq else None, absorb_clips=clips)
     refusals = [
@@ -172,6 +178,7 @@ def _list_nodes(
     listed: list[CheckedNode] = []
     for node in graph.nodes:
         mine = owners[node.index]
+        # A DQ may be a member of several units; it is taken only where all of them are.
         places = [placement.partitions[at] for at in mine]
         taken = None not in places
         found = {refusal.reason: refusal for at in mine for refusal in refusals[at]}
@@ -192,6 +199,8 @@ def _list_nodes(
                 risks=judge.find_risks(graph, unit) if taken else (),
                 remarks=remarks,
                 integers=taken and not remarks and _is_integer(unit, node),
+                # The provider claims a unit only if nothing else in the rules refuses it: one quiet refusal leaves it
+                # to the CPU.
                 fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
                 reads=tuple(dict.fromkeys(maker.name for maker in _makers(graph, node))),
             )
@@ -237,6 +246,7 @@ def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, in
     count = size_bytes = 0
     for name, node in graph.producers.items():
         here = placed[node.index].partition
+        # Once per value, however many read it on the other side: it is copied once.
         if any(placed[consumer.index].partition != here for consumer in graph.consumers.get(name, ())):
             count += 1
             size_bytes += value_bytes(graph.value(name))

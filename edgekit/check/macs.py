@@ -5,6 +5,7 @@ from math import prod
 
 from edgekit.graph.graph import Graph, Node, Value
 
+# Types that are not here count a byte: those of 8 bits, bool, and strings, whose length no shape tells.
 _BITS = {
     "float64": 64, "int64": 64, "uint64": 64, "float32": 32, "int32": 32, "uint32": 32, "float16": 16, "bfloat16": 16,
     "int16": 16, "uint16": 16, "int4": 4, "uint4": 4, "int2": 2, "uint2": 2,
@@ -38,28 +39,37 @@ def _made(graph: Graph, node: Node) -> int:
 
 
 def _conv(weight: int) -> Callable[[Graph, Node], int]:
+    # A weight is [M, C/group, kernel...]: each number that is made sums over all but its first axis, so that groups
+    # count as they are.
     return lambda graph, node: _made(graph, node) * prod(_dims(graph, node, weight)[1:])
 
 
 def _conv_transpose(graph: Graph, node: Node) -> int:
+    # The other way round: a weight is [C, M/group, kernel...], and each number that is read goes into all but its first
+    # axis.
     return prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:])
 
 
 def _matmul(graph: Graph, node: Node) -> int:
+    # Each number of [..., M, N] is a sum over the K of [..., M, K].
     return _made(graph, node) * (_dims(graph, node, 0) or (1,))[-1]
 
 
 def _gemm(graph: Graph, node: Node) -> int:
+    # The sum goes over the columns of A, or over its rows where A is transposed.
     one = _dims(graph, node, 0)
     return _made(graph, node) * (one[0 if node.integer("transA", 0) else -1] if one else 1)
 
 
 def _recurrent(graph: Graph, node: Node) -> int:
     data = _dims(graph, node, 0)
+    # For each of the steps and rows of [steps, rows, input], W and R, of all gates and directions, are multiplied once.
     return prod(data[:2]) * (prod(_dims(graph, node, 1)) + prod(_dims(graph, node, 2)))
 
 
 def _nbits(graph: Graph, node: Node) -> int:
+    # B is packed into blocks of bits, so that its shape does not tell K; the attribute does
+    # (com.microsoft.MatMulNBits).
     return _made(graph, node) * node.integer("K", 1)
 
 
@@ -68,11 +78,13 @@ def _einsum(graph: Graph, node: Node) -> int:
     sizes: dict[str, int] = {}
     for position, term in enumerate(terms):
         sizes.update(zip(term, _dims(graph, node, position), strict=False))
+    # Each letter is a loop; with one operand there is nothing to multiply with.
     return prod(sizes.values()) if len(terms) > 1 else 0
 
 
 def _attention(graph: Graph, node: Node) -> int:
     query, key = _dims(graph, node, 0), _dims(graph, node, 1)
+    # Two products, queries with keys and weights with values, each of [S, L, D] a head.
     return 2 * prod(query) * (key[-2] if len(key) >= 2 else 1)
 
 

@@ -32,6 +32,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
         ModelError: a model file is gone or unreadable.
     """
     proto = skim_model(source.path)
+    # As the preparation begins, so that both graphs name what has no name alike.
     merge_domains(proto)
     drop_initializer_inputs(proto.graph)
     name_nodes(proto.graph)

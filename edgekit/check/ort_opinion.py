@@ -14,6 +14,7 @@ from edgekit._proc import Finished, run_process
 from edgekit.check.report import CheckReport, Verdict
 
 _PROGRAM = Path(__file__).parent / "far" / "ort_usability.py"
+# The checker itself runs BASIC optimisation and shape inference on the whole model; it has no bound of its own.
 _TIMEOUT_S = 120.0
 _RANKS: tuple[Verdict, ...] = ("no", "maybe", "yes")
 
@@ -46,6 +47,7 @@ def ask_ort_checker(model: Path) -> OrtOpinions:
     Raises:
         DeviceError: the child process cannot be started.
     """
+    # In a child process, because it dies of valid models: a Transpose without perm raises IndexError in 1.31.1.
     finished = run_process([sys.executable, "-P", str(_PROGRAM), str(model.resolve())], timeout_s=_TIMEOUT_S)
     lines = finished.stdout.strip().splitlines()
     if not finished.succeeded or not lines:
@@ -96,6 +98,7 @@ def _overlooked(opinion: OrtOpinion, report: CheckReport) -> Iterator[str]:
 
 
 def _describe_death(finished: Finished) -> str:
+    # The last line that names an error is the exception's own; what follows it may be the interpreter's.
     lines = [line.strip() for line in finished.stderr.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
     shown = "".join(letter for letter in last if letter.isprintable())[:300]

@@ -22,6 +22,8 @@ def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], 
     followers = _followers(graph, units)
     reasons = _stopped(units, followers, placing) | _unfused(graph, units, supported, placing)
     able = [fits and at not in reasons for at, fits in enumerate(supported)]
+    # XNNPACK takes nodes one by one and forms no partitions (xnnpack_execution_provider.cc, GetCapability), so there is
+    # one place for all.
     if placing.style == "node":
         return Placement(partitions=tuple(0 if fits else None for fits in able), reasons=reasons)
     partitions: list[int | None] = [None] * len(units)
@@ -47,6 +49,8 @@ def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
             for name in graph.nodes[member].output
             for consumer in graph.consumers.get(name, ())
             for owner in owners.get(consumer.index, ())
+            # A dict and no set: the order of followers decides the order of the queue, and so which partition a unit
+            # gets.
             if owner != at and _feeds(graph, unit, at, member, owners)
         }
         found.append(tuple(edges))
@@ -61,6 +65,8 @@ def _feeds(graph: Graph, unit: Unit, at: int, member: int, owners: dict[int, tup
 
 def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[list[int]]:
     """Kahn's algorithm in waves: a wave takes what it can and stops at unsupported units that it feeds."""
+    # Counted by units and not by values, as ONNX Runtime's counts node units: a unit is ready when all that feed it are
+    # done.
     waiting = [0] * len(followers)
     for targets in followers:
         for target in targets:
@@ -77,6 +83,8 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
             ready, later = later, ready
             continue
         at = ready.popleft()
+        # It waits for the next wave: were it done now, units behind it could join a group that also feeds it, which is
+        # a cycle.
         if not able[at] and at in border:
             later.append(at)
             continue
@@ -93,10 +101,12 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
 
 def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str | None:
     names = [unit.node.op_type for unit in group]
+    # NNAPI gives a lone Reshape, Flatten or Identity back (helper.cc, IsValidSupportedNodeGroup).
     if len(group) == 1 and len(group[0].members) == 1 and names[0] in placing.drop_alone:
         return f"it would be alone in its partition, and the provider gives a lone {names[0]} back"
     if placing.drop_if_only and all(name in placing.drop_if_only for name in names):
         return "its partition would hold only nodes that compute nothing, and the provider gives such a partition back"
+    # NNAPI drops partitions that read constants alone (nnapi_execution_provider.cc).
     if placing.drop_constant and _is_constant(graph, group):
         return "nothing that its partition reads is computed"
     return None
@@ -108,6 +118,8 @@ def _is_constant(graph: Graph, group: Sequence[Unit]) -> bool:
     return all(name in graph.constants for name in read - made)
 
 
+# NNAPI's list of operators to stop at holds NonMaxSuppression, and takes all of its descendants out
+# (nnapi_execution_provider.cc).
 def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placing: Placing) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for start, unit in enumerate(units):
@@ -123,6 +135,8 @@ def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placin
     return reasons
 
 
+# XNNPACK folds a Relu or a Clip into the operator before it, if that is taken and feeds nothing else
+# (detail/node_support_checker.cc, ClipReluChecker; PR 28814).
 def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> dict[int, str]:
     if not placing.fused:
         return {}

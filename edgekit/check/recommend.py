@@ -32,6 +32,7 @@ def recommend_target(
     `refused` names targets whose vendor's own code made no session; these are not recommended, whatever the rules say.
     """
     fit = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
+    # The CPU takes everything in one piece, and would win every comparison of shares.
     usable = [name for name in fit if not _is_cpu(targets.get(name))] or fit
     if not usable:
         why = "each refuses the model or takes less than half of its work; use the CPU"
@@ -54,6 +55,8 @@ def recommend_target(
 
 def rank_report(report: CheckReport) -> tuple[int, float, float, int, int]:
     """Returns what reports are compared by, more being better."""
+    # Order of weight: what decides, then the work, then the memory traffic, then the copies, then how sure the check
+    # is.
     verdict = ("no", "maybe", "yes").index(report.verdict)
     evidence = list(Evidence).index(Evidence(report.evidence))
     return verdict, report.taken_macs, report.taken_bytes, -report.crossings, -evidence

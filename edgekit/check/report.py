@@ -9,6 +9,8 @@ from edgekit.check.trace import Fate
 
 Verdict = Literal["yes", "maybe", "no"]
 
+# Our own rule. ONNX Runtime's checker asks for 75 % and 50 % of the nodes (usability_checker.py); these are shares of
+# the work, and "yes" also wants nearly all of that in one piece, because each border costs a copy.
 YES_SHARE = 0.9
 MAYBE_SHARE = 0.5
 CROSSING_SHARE = 0.5
@@ -135,12 +137,14 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         """The share of the bytes read and written that is of nodes taken, 0 to 1; of nodes where no size is known."""
         total = sum(node.bytes for node in self.node_list)
         if total == 0:
+            # No shape is known: nodes are all that can be counted.
             return self.taken / self.nodes if self.nodes else 0.0
         return sum(node.bytes for node in self.node_list if node.taken) / total
 
     @property
     def main_share(self) -> float:
         """The share of multiply-accumulates in the partition that has most, 0 to 1; of bytes if nothing multiplies."""
+        # A model without multiplications, such as one that only moves data, is weighed by what it moves.
         weigh = operator.attrgetter("macs" if any(node.macs for node in self.node_list) else "bytes")
         total = sum(weigh(node) for node in self.node_list)
         sums: dict[int | None, int] = {}

@@ -52,12 +52,15 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
         idle=_idle_nodes(source),
     )
     found: dict[int, Trace] = {}
+    # From the end, because what became of a node is told by what became of its readers.
     for node in reversed(source.nodes):
         found[node.index] = _trace(view, node, found)
     for node in source.nodes:
         trace = found[node.index]
         yield source, node, trace
         twin = names.get(node.name)
+        # Bodies pair up by their order among the attributes; where their number changed, they share what became of the
+        # node.
         if twin is not None and len(twin.bodies) == len(node.bodies):
             for body, other in zip(node.bodies, twin.bodies, strict=True):
                 yield from trace_nodes(body, other)
@@ -91,11 +94,14 @@ def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
 
 def _describe_makers(view: _View, makers: list[Node]) -> Trace:
     """Describes a node by the prepared nodes that now make its outputs, with the new nodes that lead to them."""
+    # A maker that was there before and now makes this node's output has swallowed the node: fusion keeps the last
+    # output's name.
     if all(maker.name in view.known for maker in makers):
         named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
         return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
     region: dict[str, Node] = {}
     ahead = [maker for maker in makers if maker.name not in view.known]
+    # Up from what makes the outputs now, through nodes that are new, to values that the user's model had.
     while ahead:
         node = ahead.pop()
         region[node.name] = node

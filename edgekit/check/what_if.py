@@ -33,9 +33,11 @@ def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Grap
     for name, tensor in graph.constants.items():
         array = graph.array(name) if tensor.data_type == _INTEGERS[old] else None
         if array is not None and name in zeros:
+            # q and its zero point move together, so that (q - zero) * scale stays what it is.
             shifted = array.astype(np.int16) + (128 if new == "uint8" else -128)
             constants[name] = numpy_helper.from_array(shifted.astype(new), name)
         elif weights and tensor.data_type == _INTEGERS[old]:
+            # Rules look at the type of weights and not at their numbers, which stay away.
             constants[name] = onnx.TensorProto(name=name, dims=tensor.dims, data_type=_INTEGERS[new])
     return msgspec.structs.replace(graph, values=values, constants=constants)
 

@@ -12,10 +12,13 @@ from edgekit.model.tensors import Array, Tensors
 
 FEW_SAMPLES = 32
 """With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
+# Raw pixels are 255 times as large as those from 0 to 1, and raw 16-bit sound is 32768 times as large as sound from -1
+# to 1.
 _FAR = 100.0
 _PIXELS = (0.0, 255.0)
 # Values between 0 and 255 that reach this are pixels that were resized, whole numbers of them any pixels.
 _LEAST_PIXEL = 64.0
+# The largest magnitude of 16-bit PCM.
 _SOUND = 32768.0
 
 
@@ -61,6 +64,7 @@ def check_samples(samples: Samples) -> SampleFacts:
             _check_finite(sample[name], name, f"sample {index} of '{samples.source}'")
             inputs.setdefault(name, _Input()).add(sample[name])
         contents.append(digest_sample(sample))
+        # The digest of digests, so that a sample moved from one place to another is seen, and none has to be kept.
         digest.update(contents[-1])
     _check_count(len(contents), samples)
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
@@ -121,8 +125,10 @@ class _Input:
         """Returns what raw data the values look like, "" where they look normalised."""
         low, high = min(self._lows), max(self._highs)
         in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
+        # Up to 1 they may be a mask, a one-hot code, or pixels that were scaled.
         if in_bytes and self._whole and high > 1:
             return f"whole numbers from {low:g} to {high:g}, as raw pixels do"
+        # Interpolation makes numbers between whole ones; of rank 4 because tables of features have such ranges too.
         if in_bytes and self._rank == 4 and high >= _LEAST_PIXEL:
             return f"values from {low:g} to {high:g}, as resized pixels do"
         if self._whole and low < 0 and max(-low, high) > _PIXELS[1]:
@@ -139,6 +145,7 @@ class _Input:
             yield f"input '{name}' holds {self.raw()}: check that this model wants them unnormalised"
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
+        # Against the median, which the far sample itself does not move.
         if reach[farthest] > _FAR * usual > 0:
             yield (
                 f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
@@ -186,5 +193,6 @@ def _check_count(count: int, samples: Samples) -> None:
 
 
 def _content(name: str, value: Array) -> bytes:
+    # Objects have no bytes of their own: the array holds pointers.
     data = repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
     return f"{name}:{value.dtype}:{value.shape};".encode() + data

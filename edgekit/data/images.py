@@ -11,6 +11,8 @@ from edgekit.errors import DataError
 from edgekit.model.tensors import Array
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
+# Pillow's own guard warns at a third of this and raises at two thirds (Image.MAX_IMAGE_PIXELS, 89 million); both are
+# for files that unpack to far more than they hold.
 _MAX_PIXELS = 1 << 28
 
 
@@ -62,8 +64,10 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
     """
     try:
         with Image.open(path) as opened:
+            # Asked of the header, before a pixel is unpacked.
             if opened.width * opened.height > _MAX_PIXELS:
                 raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
+            # First the colour, then the size: palettes cannot be interpolated.
             image = _resize(opened.convert("L" if preprocess.color == "L" else "RGB"), preprocess)
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
@@ -79,6 +83,7 @@ def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     if preprocess.resize is None:
         return image.resize((width, height), method)
     factor = preprocess.resize / min(image.size)
+    # Never smaller than what is cropped: rounding could leave it one pixel short.
     image = image.resize((max(width, round(image.width * factor)), max(height, round(image.height * factor))), method)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
@@ -87,8 +92,10 @@ def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
 def _normalise(pixels: Array, preprocess: Preprocess) -> Array:
     if preprocess.dtype in {"float32", "float16"}:
         mean, std = np.asarray(preprocess.mean, np.float32), np.asarray(preprocess.std, np.float32)
+        # All in float32, as an app does it: in float64 the last bit would differ from what the phone feeds.
         pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
     elif preprocess.dtype == "int8":
+        # In 16 bits, because 0 to 255 less 128 does not fit before the subtraction.
         pixels = pixels.astype(np.int16) - 128
     pixels = pixels.astype(preprocess.dtype)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1) if preprocess.layout == "NCHW" else pixels)

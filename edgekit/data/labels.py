@@ -39,6 +39,7 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
     if path == FOLDERS and samples.class_names:
         return _number_folders(samples.class_names)
     try:
+        # Never pickle: it runs code of whoever wrote the file.
         values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     except OSError as error:
         raise DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line") from error
@@ -83,6 +84,7 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
 def _number_folders(names: Sequence[str]) -> tuple[int, ...]:
     if all(name.isascii() and name.isdigit() for name in names):
         return tuple(int(name) for name in names)
+    # In the order of names, as torchvision's ImageFolder numbers classes.
     order = {name: place for place, name in enumerate(sorted(set(names)))}
     return tuple(order[name] for name in names)
 
@@ -103,6 +105,7 @@ def _read_texts(path: Path) -> Sequence[str]:
 
 
 def _read_arrays(path: Path) -> Sequence[Array]:
+    # Mapped: masks of a validation set may be larger than the memory.
     values: Any = np.load(path, allow_pickle=False, mmap_mode="r")
     if path.suffix != ".npy" or values.ndim < 2:
         raise ValueError("it holds no array with a row a sample")

@@ -94,6 +94,7 @@ def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
     columns = {name: _open_column(archive, name, path) for name in _column_names(archive, path)}
     for name in [name for name in columns if f"{name}{SHAPES}" in columns]:
         shapes = columns[f"{name}{SHAPES}"]
+        # Only where it has the form that edgekit writes: an input may by chance be named so.
         if not columns[name].shape and shapes.dtype == np.dtype("<i8") and len(shapes.shape) == 1:
             columns[name] = msgspec.structs.replace(columns[name], shapes=shapes)
             del columns[f"{name}{SHAPES}"]
@@ -123,6 +124,7 @@ def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
 def _read_row(column: _Column, path: Path) -> Array:
     if column.shapes is not None:
         dims = tuple(int(dim) for dim in _read_row(column.shapes, path))
+        # Before they are multiplied: the product of large dimensions would be a size to allocate.
         if any(not 0 <= dim <= _MAX_ROW_BYTES for dim in dims):
             raise DataError(f"'{path}' has a row of the shape {list(dims)}", hint="build it again")
         column = msgspec.structs.replace(column, shape=dims, shapes=None)

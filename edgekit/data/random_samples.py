@@ -27,6 +27,8 @@ def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | No
 
 
 def _draw(spec: TensorSpec, index: int) -> Array:
+    # Seeded by the name of the input, so that a model with one more input gives the others the same numbers; crc32, as
+    # `hash` differs from process to process.
     rng = np.random.default_rng([zlib.crc32(spec.name.encode()), index])
     shape = [dim if isinstance(dim, int) else _UNSET_DIM for dim in spec.shape or ()]
     if spec.dtype == "string":

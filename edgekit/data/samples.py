@@ -64,6 +64,7 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
         fitting: _Form | None = None
         for index, sample in enumerate(raw):
             form = _describe_form(sample)
+            # Samples of a form that passed as it is need no second look.
             if form == fitting:
                 yield {name: sample[name] for name in names}
                 continue
@@ -75,6 +76,7 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
     if count == 0:
         raise DataError(f"'{source}' holds no sample", hint="give at least one, better 100")
     samples = msgspec.structs.replace(raw, count=count, batches=batches if count != batches else 0, read=read)
+    # Reads the first, so that a wrong name or shape is told before any work starts.
     next(iter(samples))
     return samples
 
@@ -107,6 +109,7 @@ def keep_small(samples: Samples) -> Samples:
             if size_bytes <= _MOST_KEPT_BYTES:
                 rows.append(sample)
             else:
+                # Too large after all: what was held is let go at once.
                 rows.clear()
             yield sample
         if size_bytes <= _MOST_KEPT_BYTES:
@@ -119,6 +122,7 @@ def spread_indices(count: int, wanted: int) -> tuple[int, ...]:
     """Returns at most `wanted` positions spread evenly over `count` samples."""
     if wanted >= count:
         return tuple(range(count))
+    # Spread, because folders and exports are often sorted by class.
     return tuple(index * count // wanted for index in range(wanted))
 
 
@@ -154,6 +158,7 @@ def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tenso
     """Yields the rows of a batch for a model of batch one, as batches of one; what is no batch as it is."""
     sizes = {spec.name: _batch_size(sample[spec.name], spec) for spec in inputs if spec.name in sample}
     batched = {size for size in sizes.values() if size != 1}
+    # Inputs of different batch sizes are no batch: each may be an axis that means something else.
     if len(batched) != 1:
         yield sample
         return
@@ -277,4 +282,5 @@ def _only_input(inputs: Sequence[TensorSpec], path: Path) -> str:
 
 
 def _natural_key(path: Path) -> list[tuple[int, str]]:
+    # Numbers by value: sample 10 comes after sample 9.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path)) if part]

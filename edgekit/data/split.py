@@ -13,6 +13,7 @@ from edgekit.model.tensors import TensorSpec
 
 # Without data of its own for verification, one sample in four is kept from calibration and verifies.
 _GOLDEN_SHARE = 4
+# They go into the bundle, and each device of a verification runs them all.
 _MAX_GOLDEN_SAMPLES = 64
 
 

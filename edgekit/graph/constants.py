@@ -13,6 +13,7 @@ from edgekit._files import safe_join
 from edgekit.model.tensors import Array
 
 MAIN_DOMAINS = ("", "ai.onnx")
+# Shapes, axes, pads and bounds, which rules and rewrites look at, are far smaller.
 _SMALL_ELEMENTS = 1 << 14
 # Sparse constants of more elements are not written out.
 _MOST_DENSE = 1 << 24
@@ -45,6 +46,7 @@ def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
 def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Returns the constants of one graph by name, without those of the graphs around it."""
     constants = {tensor.name: tensor for tensor in graph.initializer}
+    # The name of a sparse initializer is that of its values (onnx.proto).
     constants |= {tensor.values.name: _write_out(tensor) for tensor in graph.sparse_initializer}
     made = ((node.output[0], read_constant(node)) for node in graph.node if node.op_type == "Constant" and node.output)
     return constants | {name: tensor for name, tensor in made if tensor is not None}
@@ -60,6 +62,7 @@ def lift_constants(graph: onnx.GraphProto) -> None:
             continue
         lifted = graph.initializer.add()
         lifted.CopyFrom(tensor)
+        # The tensor inside a Constant may have any name or none; readers know the node's output.
         lifted.name = node.output[0]
     if len(kept) < len(graph.node):
         del graph.node[:]
@@ -82,6 +85,8 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
         return numpy_helper.to_array(tensor)
     dtype, count = helper.tensor_dtype_to_np_dtype(tensor.data_type), math.prod(tensor.dims)
     where = {entry.key: entry.value for entry in tensor.external_data}
+    # Types of their own bytes can be mapped; those of 4 bits are packed, strings lie elsewhere, and mmap refuses an
+    # empty range.
     if dtype.kind in "biufc" and count:
         file, offset = safe_join(folder, where["location"]), int(where.get("offset", 0))
         mapped: Array = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
@@ -101,6 +106,8 @@ def _write_out(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     try:
         values, places = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
         dense = np.zeros(size, values.dtype)
+        # Indices are positions in the flattened tensor, or a row of coordinates for each value (onnx.proto,
+        # SparseTensorProto).
         flat = places if places.ndim < 2 else np.ravel_multi_index(tuple(places.T), tuple(sparse.dims))
         dense[flat] = values
     except (ValueError, TypeError, IndexError):

@@ -219,9 +219,11 @@ class _View:
 
     def graph(self, proto: onnx.GraphProto, outer: Graph | None) -> Graph:
         constants, fed = list_constants(proto), {value.name: None for value in proto.input}
+        # Before, every initializer had to be listed among the inputs as well, and was a constant all the same.
         if self._model.ir_version >= 4:
             # From IR version 4 on the caller may give another value for an initializer that is an input.
             constants = {name: tensor for name, tensor in constants.items() if name not in fed}
+        # Inputs and outputs are stated by whoever made the model, and win over what was inferred.
         values = {value.name: _value(value) for value in (*proto.value_info, *proto.input, *proto.output)}
         shell = Graph(
             proto=proto, model=self._model, folder=self._folder, nodes=(), inputs=tuple(fed),
@@ -244,6 +246,7 @@ class _View:
             op_type=proto.op_type,
             domain=domain,
             since=self._read_since(proto.op_type, domain),
+            # One entry at least, so that rules can ask for input 0 of an operator that has none.
             input=tuple(proto.input) or ("",),
             output=tuple(proto.output) or ("",),
             attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
@@ -257,6 +260,7 @@ class _View:
             try:
                 schema = onnx.defs.get_schema(op, self._opsets.get(domain, 1), domain)
                 self._since[op, domain] = schema.since_version
+            # An operator of somebody's own has no schema in onnx, and so no versions to tell apart.
             except onnx.defs.SchemaError:
                 self._since[op, domain] = 1
         return self._since[op, domain]
@@ -267,6 +271,7 @@ def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
     nodes = tuple(nodes)
     consumers: dict[str, list[Node]] = {}
     for node in nodes:
+        # Bodies read names of the graphs around them without listing them: for order and removal the node reads them.
         for name in node.reads:
             consumers.setdefault(name, []).append(node)
     return msgspec.structs.replace(
@@ -289,6 +294,7 @@ def _is_ordered(graph: onnx.GraphProto) -> bool:
 
 
 def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
+    # Names of the inner graph hide those outside, and nothing is copied for each body.
     return ChainMap(own, cast("dict[str, _T]", outer))
 
 
@@ -308,6 +314,7 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
     value: object = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, (int, float)):
         return value
+    # Attributes of text are bytes in onnx.proto, and need not be UTF-8.
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if attribute.type in _LISTS:
@@ -324,6 +331,8 @@ def _value(value: onnx.ValueInfoProto) -> Value:
     shape = None
     if tensor.HasField("shape"):
         shape = tuple(
-            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None for dim in tensor.shape.dim
+            # A negative size, as some models have it for a dimension that is not known, is no size.
+            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
+            for dim in tensor.shape.dim
         )
     return Value(dtype=tensor_dtype(tensor.elem_type) if tensor.elem_type else None, shape=shape)

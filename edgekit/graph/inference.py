@@ -11,6 +11,8 @@ from edgekit.model.model import iterate_graphs
 
 # Inference reads shapes, axes and indices, which are smaller.
 _MOST_BYTES = 1 << 14
+# Schemas of this domain are in ONNX Runtime's library, not in onnx's: without help, shapes would end at the first such
+# node.
 _CONTRIB = "com.microsoft"
 # Operators of ORT that onnx cannot infer: the operator, and which inputs, that give the same shape and type.
 _LIKENESSES: Mapping[str, tuple[str, tuple[int, ...]]] = {
@@ -36,6 +38,8 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     light = _copy_light(proto)
     alike = _write_alike(light)
     inferred = light
+    # With data propagation shapes are followed through Shape, Gather and Concat; onnx raises there on some models that
+    # it can infer without.
     for data_prop in (True, False):
         with contextlib.suppress(shape_inference.InferenceError, ValueError, RuntimeError, TypeError):
             inferred = shape_inference.infer_shapes(light, data_prop=data_prop)
@@ -44,6 +48,7 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
         for node, original in zip(_nodes(inferred), _nodes(proto), strict=True):
             if original.domain == _CONTRIB:
                 node.CopyFrom(original)
+    # Large initializers went in as inputs at the end; they come back as what they were.
     del inferred.graph.input[len(proto.graph.input) :]
     inferred.graph.initializer.extend(tensor if is_small(tensor) else _empty(tensor) for tensor in large)
     return inferred
@@ -62,6 +67,7 @@ def _empty(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 def _copy_light(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with inputs in place of large initializers: inference fails on an initializer without data."""
+    # Built anew instead of copied: a copy of the whole would hold all weights once more before they could be dropped.
     light = onnx.ModelProto(
         ir_version=proto.ir_version,
         producer_name=proto.producer_name,

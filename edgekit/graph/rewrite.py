@@ -24,12 +24,14 @@ def replace_nodes(graph: onnx.GraphProto, opset: int, ops: Collection[str], expa
     Shapes are those that the graph holds, which `fix_model` infers first. Nodes that ONNX does not allow are not shown
     to `expand`. Returns the names of the nodes replaced.
     """
+    # The view costs a pass over the graph, and most rewrites find nothing.
     if not any(node.op_type in ops for node in graph.node):
         return ()
     view = view_part(graph, opset)
     made: dict[str, Sequence[onnx.NodeProto]] = {}
     changed: list[str] = []
     for node in view.nodes:
+        # What ONNX's checker refuses may lack inputs that a rewrite relies on.
         nodes = expand(view, node) if node.op_type in ops and _is_valid(node, opset) else None
         if nodes is not None:
             made[node.output[0]] = nodes
@@ -52,6 +54,7 @@ def _is_valid(node: Node, opset: int) -> bool:
         return False
     if node.domain == _ORT_DOMAIN:
         return True
+    # The checker of one node; `check_model` would want a whole model that is valid.
     context = onnx.checker.C.CheckerContext()
     context.ir_version = onnx.IR_VERSION
     context.opset_imports = {"": opset}

@@ -19,6 +19,7 @@ MAX_OPSET = 26
 MAX_IR_VERSION = 13
 """The newest IR version that ONNX Runtime 1.31 loads (its own error message says so)."""
 QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
+# Sizes in protobuf are signed 32-bit numbers (https://protobuf.dev/programming-guides/proto-limits).
 MAX_PROTOBUF_BYTES = 2**31 - 1
 MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
 """Up to this size weights are written into the protobuf: the rest is for the graph."""
@@ -132,6 +133,7 @@ def write_proto(proto: onnx.ModelProto, path: Path) -> None:
     """
     is_large = count_weight_bytes(proto) > MOST_INLINE_BYTES
     with writing(path):
+        # One file for all weights, named after the model: apps and bundles then have a fixed pair to ship.
         onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
 
 
@@ -156,6 +158,7 @@ def read_contents(tensor: onnx.TensorProto) -> bytes:
     unnamed = onnx.TensorProto()
     unnamed.CopyFrom(tensor)
     unnamed.name = ""
+    # Deterministic, because what is compared are these bytes.
     return unnamed.SerializeToString(deterministic=True)
 
 
@@ -193,6 +196,7 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     for node in graph.node:
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):
+                # Reading `attribute.g` of another kind of attribute gives an empty graph, not an error.
                 if body.node or body.output:
                     yield from iterate_graphs(body)
 
@@ -225,10 +229,12 @@ def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
         stack = [start]
         while stack:
             index = stack[-1]
+            # An explicit stack: models of thousands of nodes in a row go deeper than Python recurses.
             waiting = [] if index in opened else [maker for maker in needs[index] if maker not in opened]
             opened.add(index)
             stack.extend(reversed(waiting))
             if not waiting:
+                # A node may be on the stack twice; the first time it comes off is its place.
                 ordered.setdefault(stack.pop(), graph.node[index])
     return tuple(ordered.values())
 
@@ -261,6 +267,7 @@ def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
     A QDQ model may come from training or from a quantizer; both are taken as they are.
     """
     ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    # Before Q and DQ are asked for: a QOperator model has those too, at its edges.
     if any(op.startswith("QLinear") for op in ops):
         return "qoperator"
     if ops & {"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}:
@@ -352,6 +359,8 @@ def _check_external(path: Path, name: str) -> None:
 def _digest(path: Path, external: tuple[str, ...]) -> str:
     if not external:
         return digest_file(path)
+    # The protobuf refers to the weights by file, offset and length, so that the digest must cover both. Digests of
+    # fixed length, joined, cannot be mistaken for those of other files.
     digest = hashlib.sha256(digest_file(path).encode())
     for name in external:
         digest.update(digest_file(path.parent / name).encode())

@@ -10,6 +10,7 @@ SUFFIX = "_equalized"
 """What a scaled tensor has behind the name that it had."""
 NOTE = "edgekit.equalized"
 """The key of a model's metadata under which the factors stand: JSON, by the name that the tensor had."""
+# Characters 40 to 120, printable ASCII, for the powers -40 to 40: metadata in ONNX is text.
 _ZERO, _MOST = 80, 40
 
 
@@ -31,6 +32,7 @@ def read_scaling(proto: onnx.ModelProto) -> dict[str, Array]:
     numbers = {
         name: np.array([ord(power) - _ZERO for power in its]).clip(-_MOST, _MOST) for name, its in powers.items()
     }
+    # Powers of two scale a float without rounding, so that the equalized model computes what the other did.
     return {name + SUFFIX: np.ldexp(1.0, exponents) for name, exponents in numbers.items()}
 
 

@@ -28,6 +28,7 @@ _INSIDE: dict[str, dict[int, str]] = {
     "constant": {},
 }
 _TENSORS = frozenset({"tensor", "constant"})
+# float_data 4, int32_data 5, string_data 6, int64_data 7, raw_data 9, double_data 10, uint64_data 11 (onnx.proto).
 _RAW_DATA = 9
 _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
 
@@ -54,6 +55,7 @@ def point_into(path: Path) -> onnx.ModelProto:
 
 def _read(path: Path, location: str) -> onnx.ModelProto:
     try:
+        # Mapped, so that weights which are skipped are never read from the disk.
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return onnx.ModelProto.FromString(b"".join(_skim(data, "model", (0, len(data)), 0, location)))
     except OSError as error:
@@ -79,6 +81,8 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             continue
         size, body = _read_varint(data, at)
         at = body + size
+        # A length that runs out of its message: cut off, or no protobuf at all. Without this a random file could be
+        # read as a model.
         if at > end:
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
@@ -88,6 +92,7 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             yield _varint(key) + _varint(len(kept)) + kept
         elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
             yield data[start:at]
+        # External data are raw bytes (onnx.proto): other fields of data have another encoding, and stay in the message.
         elif location and kind == "tensor" and field == _RAW_DATA:
             yield _external_fields(location, body, size)
         elif location:
@@ -105,11 +110,13 @@ def _external_fields(location: str, offset: int, length: int) -> bytes:
 def _skip_scalar(data: mmap.mmap, at: int, wire: int) -> int:
     if wire == 0:
         return _read_varint(data, at)[1]
+    # Wire types 3 and 4 are groups, which onnx.proto has none of, and 6 and 7 do not exist: a KeyError, and no model.
     return at + {1: 8, 5: 4}[wire]
 
 
 def _read_varint(data: mmap.mmap, at: int) -> tuple[int, int]:
     value = shift = 0
+    # A varint has ten bytes of seven bits at most.
     while shift < 70:
         byte = data[at]
         at += 1

@@ -60,6 +60,7 @@ def flatten_value(name: str, value: Any) -> dict[str, Array]:
     if kind == "list":
         entries: list[Any] = value
         maps: list[dict[Any, Any]] = [entry for entry in entries if isinstance(entry, dict)]
+        # ZipMap, as scikit-learn exports classifiers, gives a dict a row.
         if maps and len(maps) == len(entries) and all(list(entry) == list(maps[0]) for entry in maps):
             rows = [list(entry.values()) for entry in maps]
             return {f"{name}.keys": _as_array(list(maps[0])), f"{name}.values": _as_array(rows)}
@@ -74,11 +75,13 @@ def _as_array(items: list[Any]) -> Array:
     value = np.asarray(items)
     if value.dtype.kind == "U":
         return value.astype(object)
+    # Python's floats become doubles, though what ONNX Runtime put into the map was a float32.
     return value.astype(np.float32) if value.dtype == np.float64 else value
 
 
 def is_numeric(value: Array) -> bool:
     """Returns True for floats and for integers of 8 or 16 bits, whose distance means something."""
+    # Wider integers are mostly indices, classes and counts, where being off by two is not twice as wrong as by one.
     return value.dtype.kind == "f" or (value.dtype.kind in "iu" and value.dtype.itemsize <= 2)
 
 

@@ -31,6 +31,7 @@ def main() -> int:
     def check_core_ml(model: Any, fixed: bool, config: str) -> Any:  # noqa: FBT001 - the checker's signature
         return _keep(found, _CORE_ML[config], ask_core_ml(model, fixed, config), fixed=fixed)
 
+    # The checker only logs what it counted; the two functions that count are wrapped to keep their results.
     checker.check_nnapi_partitions, checker.check_coreml_partitions = check_nnapi, check_core_ml
     logger = logging.getLogger("quiet")
     logger.setLevel(logging.CRITICAL)
@@ -40,6 +41,7 @@ def main() -> int:
 
 
 def _keep(found: dict[str, Json], provider: str, info: Any, *, fixed: bool) -> Any:
+    # It asks twice: of the model as it is, where it refuses each dynamic shape, and as if all shapes were fixed.
     if fixed:
         found[provider] = {
             "provider": provider,

@@ -118,6 +118,7 @@ def judge_constant(rule: kinds.Constant, subject: Subject) -> str | None:
             continue
         name = unit.inputs[at].name
         made_by = graph.producers.get(name)
+        # QNN looks through the DQ of a quantized constant.
         if rule.through_dq and made_by is not None and made_by.op_type == "DequantizeLinear":
             name = made_by.input[0]
         if name not in graph.constants:
@@ -133,6 +134,7 @@ def judge_computed(rule: kinds.Computed, subject: Subject) -> str | None:
     return None
 
 
+# NNAPI refuses what has an initializer in an external file.
 def judge_inline(_rule: kinds.Inline, subject: Subject) -> str | None:
     """No constants in other files."""
     for operand in (*subject.unit.inputs, *subject.unit.outputs):
@@ -198,6 +200,7 @@ def judge_setting(rule: kinds.Setting, subject: Subject) -> str | None:
     return f"it needs {rule.name} {rule.min} or newer, not {found}" if subject.number(rule.name) < rule.min else None
 
 
+# What QNN does with `offload_graph_io_quantization`, which it has on unless told otherwise (targets/qnn/NOTES.md).
 def judge_graph_edge(_rule: kinds.GraphEdge, subject: Subject) -> str | None:
     """Quantization at the edge of the graph."""
     graph, node = subject.graph, subject.unit.node
@@ -213,11 +216,14 @@ def judge_between(rule: kinds.Between, subject: Subject) -> str | None:
     graph, node = subject.graph, subject.unit.node
     before = {graph.producers[name].op_type for name in node.input if name in graph.producers}
     after = {reader.op_type for name in node.output for reader in graph.consumers.get(name, ())}
+    # Without the pattern around it there is no builder for the operator: Core ML's Cast after ArgMax, QNN's Erf inside
+    # Gelu.
     if (rule.producers and not before & set(rule.producers)) or (rule.consumers and not after & set(rule.consumers)):
         return f"{node.op_type} is taken only as part of {rule.pattern}"
     return None
 
 
+# Core ML fuses ArgMax with the Cast behind it, which is not possible if others read the indices (argmax_op_builder.cc).
 def judge_readers(rule: kinds.Readers, subject: Subject) -> str | None:
     """A result that others read beside a certain node."""
     graph = subject.graph

@@ -24,6 +24,8 @@ def judge_traced(rule: kinds.Traced, subject: Subject) -> str | None:
         made_by = graph.producers.get(operand.name) if operand.is_quantized else None
         if made_by is None or made_by.op_type in {"QuantizeLinear", *rule.through}:
             continue
+        # In QNN an integer Reshape between Q and DQ loses the quantization: observed on three TFLite conversions
+        # (targets/qnn/NOTES.md).
         if graph.value(made_by.input[0]).shape != operand.shape:
             return f"input {at} comes from {made_by.op_type} on plain integers, which loses its quantization"
     return None
@@ -46,6 +48,7 @@ def _spread_reason(rule: kinds.Quantized, what: str, operand: Operand, graph: Gr
     names = [name for name in (operand.scale, operand.zero_point) if name]
     if any(name not in graph.constants for name in names):
         return f"the scale or zero point of {what} is computed; it must be a constant"
+    # Counted by shape: large constants are without their data here.
     scales = graph.value(names[0]).elements
     if scales == 1:
         return None
@@ -80,6 +83,7 @@ def judge_same_quantization(_rule: kinds.SameQuantization, subject: Subject) -> 
     return "inputs and output have different scales or zero points; they must be equal" if len(found) > 1 else None
 
 
+# QNN accepts an infinite scale and then fails to compose its graph (targets/qnn/NOTES.md, found on the simulator).
 def judge_finite_scale(_rule: kinds.FiniteScale, subject: Subject) -> str | None:
     """Scales that no quantizer should write."""
     unit = subject.unit

@@ -122,6 +122,7 @@ def load_rules(target: Target) -> RuleBook:
         raise TargetError(
             f"'{file}' is malformed: {error}", hint="compare it with a target that edgekit ships"
         ) from error
+    # A misspelt group would otherwise be no rule at all, and the target would take more than it can.
     for op in book.op:
         for group in op.use:
             if group not in book.groups:
@@ -133,6 +134,7 @@ def load_rules(target: Target) -> RuleBook:
 
 def derive_settings(book: RuleBook, settings: dict[str, str]) -> dict[str, str]:
     """Returns the settings with the derived ones added, and the minor version of ORT, by default the rules' own."""
+    # Rules compare whole numbers, so the minor version stands for the version: the major one of ONNX Runtime is 1.
     found = {"ort_minor": settings.get("ort", book.provider.ort).split(".")[1], **settings}
     for name, derived in book.derived.items():
         value = settings.get(derived.parameter, "")

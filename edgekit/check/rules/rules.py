@@ -55,6 +55,7 @@ def _operands_fit(when: kinds.When, subject: Subject) -> bool:
         and not any(unit.has_input(at) for at in when.absent)
         and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in when.dtypes.items())
         and all(unit.rank_of(int(at)) in ranks for at, ranks in when.ranks.items())
+        # An unknown shape, and one of rank 0, is not known to be a single element here: (0,) never equals {1}.
         and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in when.single)
         and (not when.fed_by or _is_fed_by(when.fed_by, subject))
     )

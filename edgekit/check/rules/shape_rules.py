@@ -6,6 +6,7 @@ from edgekit.check.rules.units import clip_bounds
 from edgekit.graph.graph import Shape
 from edgekit.model.tensors import Array
 
+# Scales are float32, and quotients such as 2/3 are rounded in it.
 _WHOLE_TOLERANCE = 1e-4
 
 
@@ -121,6 +122,7 @@ def judge_conv_kernel(_rule: kinds.ConvKernel, subject: Subject) -> str | None:
 def judge_grouped_dilation(_rule: kinds.GroupedDilation, subject: Subject) -> str | None:
     """Conv: groups, other than depthwise, with a dilation."""
     dilations, weight = subject.unit.node.entries("dilations") or (), subject.shape(1)
+    # Depthwise where each group reads one channel: the weight's second axis is 1.
     grouped = subject.unit.node.integer("group", 1) != 1 and weight is not None and weight[1:2] != (1,)
     if grouped and any(step != 1 for step in dilations):
         return f"dilations {list(dilations)} of a grouped convolution"
@@ -130,6 +132,7 @@ def judge_grouped_dilation(_rule: kinds.GroupedDilation, subject: Subject) -> st
 def judge_pad_reach(rule: kinds.PadReach, subject: Subject) -> str | None:
     """Pad: which dimensions are padded and how far."""
     shape, pads = subject.shape(0), subject.array(1)
+    # With input 3, axes, the pads are not in the order of the dimensions (Pad 18).
     if shape is None or pads is None or subject.unit.has_input(3) or pads.size != 2 * len(shape):
         return None
     entries = [int(entry) for entry in pads.reshape(-1)]
@@ -156,6 +159,8 @@ def judge_resize_scales(rule: kinds.ResizeScales, subject: Subject) -> str | Non
     changed = [axis for axis, factor in enumerate(factors[:outer]) if factor != 1]
     if changed:
         return f"axis {changed[0]} is scaled by {factors[changed[0]]:g}; only the last {rule.spatial} axes may change"
+    # NNAPI's second pass looks at NHWC shapes, but for the width where the height now is (targets/nnapi/NOTES.md;
+    # deduced, not run).
     if rule.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
         return "only the last axis changes"
     return _judge_factors(rule, factors[outer:], shape[outer:], subject.array(3))
@@ -169,6 +174,7 @@ def _is_exact(factors: list[float], before: Shape, after: Shape | None) -> bool:
 
 
 def _find_factors(subject: Subject, shape: Shape) -> list[float] | None:
+    # Resize 10 has X and scales; from 11 on they are X, roi, scales, sizes.
     scales, sizes = subject.array(1 if subject.unit.node.since < 11 else 2), subject.array(3)
     made = subject.unit.outputs[0].shape
     if scales is not None and scales.size == len(shape):

@@ -48,16 +48,23 @@ SELECTORS: dict[str, Selector] = {
 }  # fmt: skip
 """Which of ORT's group selectors looks at an operator (ORT 1.31)."""
 
+# MaxPool takes 8-bit integers from opset 12 on (ONNX's changelog of operators): before, there is no integer kernel to
+# make.
 SELECTED_SINCE: dict[str, tuple[int, ...]] = {"MaxPool": (12,)}
 """Operators that form a unit in some versions only."""
 
 _LIMITED = ("int8", "uint8", "int16", "uint16")
+# The first input of Where is the condition, a bool: what it computes in is told by the second.
 _DATA_INPUTS = {"Where": 1}
+# Groups that may hold no activation between the operator and its Q.
 _UNCLIPPED = ("drop", "drop_dq", "split", "topk")
+# A Gemm may leave its result in float, and what a comparison gives is a bool, which has no scale.
 _UNQUANTIZED_OUTPUT = ("gemm", "compare")
+# How many inputs come from a DQ; for the selectors that are not here, all that the node has.
 _DQ_COUNTS: dict[Selector, int] = {
     "drop": 1, "drop_dq": 1, "unary": 1, "split": 1, "topk": 1, "matmul": 2, "where": 2, "first": 1,
 }  # fmt: skip
+# An operator of somebody's own may bear the name of one in the table, and is none of it.
 _GROUP_DOMAINS = ("", "com.microsoft")
 
 
@@ -154,6 +161,7 @@ def _claimed_nodes(graph: Graph, grouped: Mapping[int, Unit]) -> set[int]:
     for member, targets in readers.items():
         node = graph.nodes[member]
         if node.op_type == "DequantizeLinear" and {reader.index for reader in graph.readers(node.output[0])} - targets:
+            # Another node reads the DQ in float, so that it also runs by itself.
             claimed.discard(member)
     return claimed
 
@@ -172,6 +180,7 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
         return None
     if around is None or not _accepts(graph, node, selector, around):
         return None
+    # The graph returns what this DQ makes, so that it has to stay.
     if any(dq.output[0] in graph.outputs for dq in around.before.values()):
         return None
     before, after = around.before, dict(around.after)
@@ -195,6 +204,7 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
 def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround | None:
     dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.input))
     before = {at: dq for at, dq in dqs if dq is not None}
+    # Without a DQ in front there is no unit that could absorb the activation.
     clip = _redundant_candidate(graph, node) if absorb_clips and before else None
     after = _quantizers(graph, clip or node)
     if clip is not None and (len(after) != 1 or not _is_redundant(graph, clip, after[0][1])):
@@ -208,18 +218,21 @@ def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) ->
     wanted = _wanted_dqs(node, selector, len(dtypes))
     if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and around.clip is not None):
         return False
+    # An ArgMax finds the same places in the integers, and has indices as its result: it needs no Q.
     if selector == "drop_dq":
         return True
     if selector == "topk":
         return dtypes == results
     if not _covers_outputs(graph, node, around) and not (selector in _UNQUANTIZED_OUTPUT and not results):
         return False
+    # What only moves numbers can move the integers themselves only if they mean the same on both sides.
     if selector == "drop" and not _same_parameters(graph, around.before[min(around.before)], around.after[0][1]):
         return False
     return _dtypes_fit(selector, dtypes, results, node)
 
 
 def _wanted_dqs(node: Node, selector: Selector, found: int) -> int:
+    # Optional inputs of these may be there in float, without a DQ.
     if selector in {"any", "pad", "batchnorm"}:
         return found
     return _DQ_COUNTS.get(selector, sum(bool(name) for name in node.input))
@@ -232,7 +245,10 @@ def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Seque
         return False
     biased = len(dtypes) == 3
     refused = (
+        # Signed activations go with signed weights alone; unsigned ones with either (qdq_selectors.cc).
         (selector in {"conv", "gemm", "matmul"} and dtypes[0] == "int8" and dtypes[1] != "int8"),
+        # ONNX gives the bias of a QLinearConv as int32, with the scale x_scale * w_scale; beta would scale that once
+        # more.
         (selector in {"conv", "gemm", "norm"} and biased and dtypes[2] != "int32"),
         (selector == "gemm" and biased and node.attributes.get("beta", 1.0) != 1.0),
         (selector == "batchnorm" and len(dtypes) < 3),
@@ -244,6 +260,7 @@ def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
     outputs = [name for name in node.output if name]
     if not around.after or any(name in graph.outputs for name in outputs):
         return False
+    # A result that is also read in float, or returned, cannot exist in integers only.
     edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
     return len(around.after) == len(outputs) and (around.clip is not None or edges == len(around.after))
 
@@ -281,16 +298,19 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
     limits = np.iinfo(result.dtype)
     scale, zero = float(parameters[0]), int(parameters[1].reshape(-1)[0])
     if clip.op_type == "Relu":
+        # Zero is then the smallest integer: what lies below it is cut off by the Q's own saturation.
         return zero == limits.min
     bounds = clip_bounds(graph, clip.input, clip.attributes)
     if bounds is None or scale <= 0:
         return False
+    # Half to even, as QuantizeLinear rounds.
     low, high = (float(np.rint(bound / scale)) + zero for bound in bounds)
     return low <= limits.min and limits.max <= high
 
 
 def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, object]) -> tuple[float, float] | None:
     """Returns the bounds of a Clip, infinite where it has none, or None if a bound is no constant."""
+    # Clip has its bounds as attributes up to opset 10 and as inputs from 11 on (ONNX's changelog of operators).
     bounds = [_number(attributes.get("min"), float("-inf")), _number(attributes.get("max"), float("inf"))]
     for place, name in enumerate(inputs[1:3]):
         if name:
@@ -318,6 +338,7 @@ def _same_parameters(graph: Graph, dq: Node, q: Node) -> bool:
     one, other = read_parameters(graph, _quantized(graph, dq, 0)), read_parameters(graph, _quantized(graph, q, 1))
     if one is None or other is None or one[0].size != 1 or other[0].size != 1:
         return False
+    # Equal to the last bit: no tolerance, because what is compared are numbers that were written, not computed.
     return bool(one[0].item() == other[0].item() and one[1].item() == other[1].item())
 
 
@@ -340,6 +361,8 @@ def _quantized(graph: Graph, node: Node, side: int) -> Operand:
     )
 
 
+# Operators that carry their parameters among their inputs: a tensor, its scale, its zero point, for each operand; then
+# the scale and zero point of the result.
 _UNARY_LINEAR = (
     "QLinearSigmoid",
     "QLinearAveragePool",
@@ -359,6 +382,8 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
             shape=value.shape,
             scale=node.input[position] or None,
             zero_point=node.input[position + 1] if node.has_input(position + 1) else None,
+            # Weights of a QLinearConv have a scale per output channel, which is their first axis; it has no attribute
+            # to say so.
             axis=0 if node.op_type == "QLinearConv" else node.integer("axis", 1),
         )
 
