@@ -56,11 +56,9 @@ SELECTED_SINCE: dict[str, tuple[int, ...]] = {"MaxPool": (12,)}
 _LIMITED = ("int8", "uint8", "int16", "uint16")
 # The first input of Where is the condition, a bool: what it computes in is told by the second.
 _DATA_INPUTS = {"Where": 1}
-# Groups that may hold no activation between the operator and its Q.
 _UNCLIPPED = ("drop", "drop_dq", "split", "topk")
 # A Gemm may leave its result in float, and what a comparison gives is a bool, which has no scale.
 _UNQUANTIZED_OUTPUT = ("gemm", "compare")
-# How many inputs come from a DQ; for the selectors that are not here, all that the node has.
 _DQ_COUNTS: dict[Selector, int] = {
     "drop": 1, "drop_dq": 1, "unary": 1, "split": 1, "topk": 1, "matmul": 2, "where": 2, "first": 1,
 }  # fmt: skip
@@ -204,7 +202,6 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
 def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround | None:
     dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.input))
     before = {at: dq for at, dq in dqs if dq is not None}
-    # Without a DQ in front there is no unit that could absorb the activation.
     clip = _redundant_candidate(graph, node) if absorb_clips and before else None
     after = _quantizers(graph, clip or node)
     if clip is not None and (len(after) != 1 or not _is_redundant(graph, clip, after[0][1])):
@@ -338,7 +335,6 @@ def _same_parameters(graph: Graph, dq: Node, q: Node) -> bool:
     one, other = read_parameters(graph, _quantized(graph, dq, 0)), read_parameters(graph, _quantized(graph, q, 1))
     if one is None or other is None or one[0].size != 1 or other[0].size != 1:
         return False
-    # Equal to the last bit: no tolerance, because what is compared are numbers that were written, not computed.
     return bool(one[0].item() == other[0].item() and one[1].item() == other[1].item())
 
 
@@ -364,12 +360,8 @@ def _quantized(graph: Graph, node: Node, side: int) -> Operand:
 # Operators that carry their parameters among their inputs: a tensor, its scale, its zero point, for each operand; then
 # the scale and zero point of the result.
 _UNARY_LINEAR = (
-    "QLinearSigmoid",
-    "QLinearAveragePool",
-    "QLinearGlobalAveragePool",
-    "QLinearLeakyRelu",
-    "QLinearReduceMean",
-)
+    "QLinearSigmoid", "QLinearAveragePool", "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearReduceMean",
+)  # fmt: skip
 _BINARY_LINEAR = ("QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul")
 
 
