@@ -7,8 +7,8 @@ import onnx
 from edgekit.errors import ModelError
 from edgekit.model.model import list_names, rename_tensors
 
-# What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py), without a
-# look at whether the name is taken: a model's own `x_scale` would be overwritten.
+# What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py). Where a name
+# is taken it adds nothing (ONNXModel.add_initializer): a model's own `x_scale` would be read as the scale of `x`.
 _ORT_SUFFIX = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
 _OURS = "edgekit."  # what calibration's own tensors begin with
 

@@ -67,9 +67,9 @@ def _share_constants(graph: onnx.GraphProto) -> None:
         if node.op_type not in _QUANTIZERS:
             continue
         # int32, biases, has no zero point but 0 (ONNX operator DequantizeLinear), so one serves all of a length. int8,
-        # weights, shares none: with `session.x64quantprecision` ONNX Runtime 1.31 turns each weight to uint8 and its
-        # zero point with it (avx2_weight_s8_to_u8.cc), a shared one twice, and does not load the model. Nor may a zero
-        # point be left out: what ONNX Runtime then saves in runtime style it cannot load, or computes wrongly.
+        # weights, shares none: with `session.x64quantprecision` ONNX Runtime 1.31 makes both uint8
+        # (avx2_weight_s8_to_u8.cc) and cannot load a model where weights share a zero point. Nor may one be left out:
+        # what ONNX Runtime then saves in runtime style it cannot load, or computes wrongly.
         first = 1
         if node.input[0] in stored:
             first = 2 if stored[node.input[0]].data_type == onnx.TensorProto.INT32 else len(node.input)

@@ -7,7 +7,7 @@ import numpy as np
 from edgekit.model.tensors import Array
 from edgekit.quantize.ranges.histogram import Histogram
 
-# As in the paper; ONNX Runtime's EntropyCalibrater has 128 and goes up by what is seen (calibrate.py).
+# As in the paper; ONNX Runtime's EntropyCalibrater begins with 128 (onnxruntime/quantization/calibrate.py).
 _BINS = 2048
 
 

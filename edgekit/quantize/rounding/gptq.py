@@ -13,9 +13,9 @@ LIMIT = 127
 REDUCED_LIMIT = 64
 """The largest one of which two, each times 255, add up within 16 bits (32640): `reduce_range` of ORT's quantizer."""
 # How many inputs are rounded before the others learn of the errors, in one product of matrices instead of as many outer
-# products (GPTQ's lazy batch updates, section 3.3, with 128); the result is the same. Chosen by hand.
+# products (GPTQ, "Lazy Batch-Updates", with 128); the result is the same. Chosen by hand.
 _BLOCK = 64
-# GPTQ, section 3.3, "step 3": 1 % of the mean of the diagonal.
+# GPTQ, "Cholesky Reformulation": 1 % of the mean of the diagonal.
 _DAMPING = 0.01
 # The second moment of an input that never fired, beside the others; and where all are 0. Cholesky needs it above 0.
 _DEAD, _LEAST = 1e-6, 1e-30
