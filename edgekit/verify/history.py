@@ -28,7 +28,8 @@ CREATE TABLE IF NOT EXISTS runs (
 )
 """
 _SQNR_SLACK_DB = 1.0
-"""How far below an earlier signal-to-noise ratio without an interval the next may lie."""
+"""How far below an earlier signal-to-noise ratio without an interval the next may lie: kernels of another version add
+in another order, and where that crosses a step of a grid a value moves by it."""
 
 
 class PastRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -330,6 +330,7 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
         return (f"silent fallback: {run.provider} took no node, the run used {_name_counts(run.provider_nodes)}",)
     found: list[str] = []
     gap, most = run.gap, run.thresholds.max_lost_share
+    # One node may fall back without harm, as a Softmax at the end does; the work that it does counts all the same.
     if gap is not None and (gap.lost_macs > most or (gap.lost > 1 and gap.lost > _LOST_NODES * most * gap.predicted)):
         names = ", ".join(f"'{name}'" for name in gap.nodes[:5]) + (", ..." if gap.lost > 5 else "")
         lost = f"{gap.lost} of the {gap.predicted} nodes that {run.provider} was predicted to take"
@@ -360,7 +361,7 @@ def _explain_layers(located: Located | None) -> tuple[str, ...]:
     if located.layer is not None:
         layer = next((layer for layer in located.layers if layer.name == located.layer), None)
         own = None if layer is None else layer.own_sqnr_db
-        alone = "" if own is None else f": {own:.1f} dB by itself, fed as on the device"
+        alone = "" if own is None else f": {own:.1f} dB by itself, given what it had on the device"
         return (f"the first layer that the device computes otherwise than this machine is '{located.layer}'{alone}",)
     if not located.notes or located.found_by == "tensors":
         return ("each layer computes there what it computes on this machine: the loss is in the model, not the device",)

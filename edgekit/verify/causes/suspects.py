@@ -7,16 +7,19 @@ import numpy as np
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Tensors, is_numeric
+from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Floats
 
 _GAIN_DB = 15.0
 """How much better an undone mistake must fit than what came back, to be named."""
 _FIT_DB = 20.0
+"""What is left once the mistake is undone must look like a quantized model: targets ask for 12 to 25 dB."""
 _SAMPLES = 4
-_HALF_MAX = 65504.0
 _MOST_ORDERED = 4096
+"""Every value is held against every other: the square of their number, in memory for each row."""
 _LEAST_USED = 0.9
+"""An order uses each value once; values that are equal by themselves may be used twice."""
 _ORDER = "holds the reference's values in another order: look at layout and channel order"
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
@@ -113,8 +116,8 @@ def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
         first, second = wanted.get(name), found.get(name)
         if first is None or second is None or first.dtype.kind != "f" or second.dtype.kind != "f" or not second.size:
             continue
-        fits = bool(np.isfinite(first).all()) and float(np.abs(first).max(initial=0.0)) < _HALF_MAX
-        if fits and not (np.isfinite(second).all() and float(np.abs(second).max()) < _HALF_MAX):
+        fits = bool(np.isfinite(first).all()) and float(np.abs(first).max(initial=0.0)) < HALF_MAX
+        if fits and not (np.isfinite(second).all() and float(np.abs(second).max()) < HALF_MAX):
             return True
     return False
 

@@ -20,8 +20,8 @@ from edgekit.verify.metrics.outputs import OutputReport
 def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = 15.0) -> Located:
     """Bisects an ONNX model on a device and returns the first layer whose result is wrong there.
 
-    The job's model is cut in two again and again; each beginning runs on the device and, with every optimisation off,
-    here. A beginning is wrong if an output of it cannot be compared, or has an SQNR below `min_sqnr_db`. It takes at
+    The job's model is cut in two again and again; each prefix runs on the device and, with every optimisation off,
+    here. A prefix is wrong if an output of it cannot be compared, or has an SQNR below `min_sqnr_db`. It takes at
     most 2 + log2(cuts) runs. An error that later layers remove, as saturation can, is not found.
 
     Raises:
@@ -46,16 +46,16 @@ def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float
 
 def _prefix_is_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_sqnr_db: float) -> bool:
     work.mkdir(parents=True)
-    beginning = save_prefix(model, cut, work / "beginning.onnx")
-    reference = run_here(beginning, job.samples)
+    prefix = save_prefix(model, cut, work / "prefix.onnx")
+    reference = run_here(prefix, job.samples)
     outputs = tuple(_describe(name, value) for name, value in next(iter(reference), dict[str, Array]()).items())
     folder = work / "run"
     folder.mkdir()
-    kept = {node.name for node in read_proto(beginning, weights=False).graph.node}
+    kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
     check = msgspec.structs.replace(
         job.check, node_list=tuple(node for node in job.check.node_list if node.name in kept)
     )
-    part = msgspec.structs.replace(job, model=beginning.path, outputs=outputs, check=check)
+    part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
     run = device.run_job(part, folder)
     return run.failure is None and is_right(compare_outputs(reference, run.outputs), min_sqnr_db)
 

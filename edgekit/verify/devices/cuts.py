@@ -1,4 +1,4 @@
-"""Cutting a model: its beginning, up to each place where only whole layers lie before the cut."""
+"""Cutting a model for bisection: its prefix, up to each place where only whole layers lie before the cut."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """A beginning of a model: how many of its computing nodes, in their order, and the tensors that come out there.
+    """A prefix of a model: how many of its computing nodes, in their order, and the tensors that come out there.
 
     `layer` names the last node before the cut that is no Q or DQ, or the input where there is none.
     """

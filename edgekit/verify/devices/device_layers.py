@@ -30,6 +30,8 @@ LAYER_SAMPLES = 4
 
 _MOST_TENSORS = 256
 _SAME_DB, _CLOSER_DB = 40.0, 6.0
+"""Outputs may move a little when tensors inside are given out, because fusions end there: by 40 dB, or clearly less
+(half the amplitude) than they are off."""
 _WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.0, 0.5
 """A layer of a device is wrong by itself below this ratio, or where it has a grid if the worst channel (the root of the
 mean square) or all of it is farther off than these steps: other kernels round otherwise, by a step at most (measured on
@@ -221,13 +223,13 @@ def _count_left(run: DeviceRun) -> Counter[str]:
 
 def _sum_up(model: Model, part: _Slice, job: Job, run: DeviceRun, sums: dict[str, _Sums]) -> None:
     here = open_layers(model, part.wanted)
-    fed = None
+    isolated = None
     for sample, got in zip(job.samples, run.outputs, strict=False):
-        if fed is None:
+        if isolated is None:
             dtypes = {probe.tensor: got[probe.tensor].dtype.name for probe in part.sources}
-            fed = open_layers(model, part.wanted, part.sources, dtypes)
+            isolated = open_layers(model, part.wanted, part.sources, dtypes)
         wanted = here.run(sample)
-        own = fed.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in part.sources}})
+        own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in part.sources}})
         for probe in part.wanted:
             found, expected = _read(probe, got), _read(probe, own)
             measured = _Sums(

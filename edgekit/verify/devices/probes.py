@@ -45,7 +45,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     """
     graph = view_model(read_proto(model, weights=False))
     computing = list_computing(graph)
-    dynamic = {name for node in computing for name in node.output}.union(graph.fed)
+    dynamic = {name for node in computing for name in node.output}.union(graph.given)
     starts: dict[str, tuple[str, str]] = {}
     joined: set[str] = set()
     probes: list[Probe] = []
@@ -83,15 +83,15 @@ def save_probed(model: Model, outputs: Sequence[TensorSpec], path: Path) -> Path
 
 
 def open_layers(
-    model: Model, wanted: Sequence[Probe], fed: Sequence[Probe] = (), dtypes: Mapping[str, str] | None = None
+    model: Model, wanted: Sequence[Probe], given: Sequence[Probe] = (), dtypes: Mapping[str, str] | None = None
 ) -> CpuSession:
     """Returns a session, with every optimisation off, of the nodes that the tensors `wanted` need, and gives those.
 
-    What `fed` names is an input `ISOLATED_PREFIX` + name, of its dtype: every node reads it there.
+    What `given` names is an input `ISOLATED_PREFIX` + name, of its dtype: every node reads it there.
     """
     proto = read_proto(model, weights=False)
     graph = proto.graph
-    names = {probe.tensor for probe in fed}
+    names = {probe.tensor for probe in given}
     lift_constants(graph)
     kept, _ = _walk_back(view_model(proto), [probe.tensor for probe in wanted], names)
     nodes = [node for node in graph.node if any(name in kept for name in node.output)]

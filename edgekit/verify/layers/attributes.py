@@ -21,9 +21,13 @@ from edgekit.verify.metrics import tensor_metrics as metrics
 _SAME_DB = 60.0
 """Results closer than this are the same: nobody could notice the difference, and half precision cannot hold it."""
 _MOST_ELEMENTS = 1 << 16
+"""Larger constants are weights, which are compared as such, in steps of their grid."""
 _MASK = 1e4
+"""Beyond it a constant of a mask is as good as minus infinity, and each exporter has its own."""
 _ROUNDED = 2.0**-9
+"""Rounding to half precision moves a constant by 2^-11 of itself at most; four times that is granted."""
 _ALIKE = 0.3
+"""The cosine of a weight and that weight quantized is near one, that of the same numbers in another order near 0."""
 _SHOWN = 60
 
 
@@ -43,7 +47,7 @@ class _Pair(msgspec.Struct, frozen=True, kw_only=True):
     floats: Initializers
     stored: Initializers
     opsets: tuple[Mapping[str, int], Mapping[str, int]]
-    twins: Mapping[str, MatchedTensor]
+    in_a: Mapping[str, MatchedTensor]
     inputs: frozenset[str]
 
 
@@ -59,7 +63,7 @@ def find_altered(
     ones do not count, because a quantizer corrects them, nor do masks, and those of tensors that were scaled.
     """
     a, b = floats.model, stored.model
-    twins, opsets = {item.raw_b: item for item in matched}, (a.opsets, b.opsets)
+    in_a, opsets = {item.raw_b: item for item in matched}, (a.opsets, b.opsets)
     inputs = {spec.name for spec in a.inputs} & {spec.name for spec in b.inputs}
     differences: dict[str, _Difference] = {}
     for item in matched:
@@ -67,7 +71,7 @@ def find_altered(
         if nodes is not None:
             protos = nodes[0].proto, nodes[1].proto
             difference = _plan(
-                _Pair(nodes=protos, floats=floats, stored=stored, opsets=opsets, twins=twins, inputs=frozenset(inputs))
+                _Pair(nodes=protos, floats=floats, stored=stored, opsets=opsets, in_a=in_a, inputs=frozenset(inputs))
             )
             differences |= {} if difference is None else {item.tensor: difference}
     if not differences:
@@ -195,8 +199,8 @@ def _read_input(pair: _Pair, place: int) -> tuple[str | None, Array | None, str]
         if value is not None:
             return f"edgekit.tried:{place}", value, f"its constant '{own}' is not the float model's"
         return own, pair.floats.read(own) if wanted == own else None, ""
-    twin = pair.twins.get(source)
-    tensor, read = (source, source) if source in pair.inputs else (twin.tensor, twin.in_a) if twin else ("", None)
+    match = pair.in_a.get(source)
+    tensor, read = (source, source) if source in pair.inputs else (match.tensor, match.in_a) if match else ("", None)
     return (own, None, "") if tensor == wanted else (read, None, f"it reads '{read}', in the float model '{own}'")
 
 

@@ -1,4 +1,4 @@
-"""Comparing two models layer by layer: the error that has piled up at each, and the error that each makes itself."""
+"""Comparing two models layer by layer: the accumulated error of each, and the error that each makes itself."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,8 +27,8 @@ from edgekit.verify.metrics.tensor_metrics import SampleErrors
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     """How far the output of a layer of model B lies from the tensor of the same name in model A.
 
-    `sqnr_db` and `max_abs` measure the error that has piled up there; `own_sqnr_db` the error of this layer alone, fed
-    with A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
+    `sqnr_db` and `max_abs` measure the error that has accumulated there; `own_sqnr_db` that of this layer alone, run on
+    A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
     makes large. `weight_steps` is the distance in steps of the worst single weight from its float weight, None where
     the layer has none; otherwise None stands for values that are not finite. `offset_steps` (the mean) and
     `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps the
@@ -124,7 +124,7 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
 
 
 def _look_inside(layer: LayerReport, inner: InnerNode | None) -> LayerReport:
-    """Returns the layer, or where one of its bodies holds a node that is not A's that node in its place."""
+    """Returns the layer, or where one of its subgraphs holds a node that is not A's that node in its place."""
     if inner is None:
         return layer
     words = f"{inner.words} (inside '{layer.name}')"
@@ -138,7 +138,7 @@ def _add_results(
     grids: Mapping[str, Grid | None],
     values: tuple[Tensors, Tensors, Tensors, Tensors],
 ) -> None:
-    """Adds what one sample says of every layer: the values of A, those of B, and what each makes of what it is fed."""
+    """Adds what one sample says of every layer: the values of A, those of B, and what each makes of A's."""
     wanted, found, reference, own = values
     reaches = {item.tensor: measure_largest(wanted[item.in_a]) for item in matched}
     sizes = {item.tensor: measure_rms(wanted[item.in_a]) for item in matched}
@@ -146,10 +146,10 @@ def _add_results(
         known = sums.setdefault(item.tensor, _Sums())
         known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
         known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
-        twins = [own[name] for name in sorted(item.copies_in_b)]
-        piled = metrics.measure_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
-        known.found = piled if known.found is None else metrics.add_errors(known.found, piled)
-        _add_own(known, reference[item.in_a], twins, grids.get(item.raw_b))
+        copies = [own[name] for name in sorted(item.copies_in_b)]
+        accumulated = metrics.measure_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
+        known.found = accumulated if known.found is None else metrics.add_errors(known.found, accumulated)
+        _add_own(known, reference[item.in_a], copies, grids.get(item.raw_b))
 
 
 def _add_own(known: _Sums, wanted: Array, own: Sequence[Array], grid: Grid | None) -> None:

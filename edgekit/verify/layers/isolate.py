@@ -34,7 +34,7 @@ class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
     def run(self, sample: Tensors, wanted: Tensors, found: Tensors) -> tuple[Tensors, Tensors]:
         """Returns what A's layers and B's make of A's values, scaled as in B; `wanted` are these, `found` B's.
 
-        Where B rounds tensors inside a layer that A does not have, both are fed with values rounded to B's grid: that
+        Where B rounds tensors inside a layer that A does not have, both are given values rounded to B's grid: that
         rounding is not the layer's.
         """
         values = {item.tensor: wanted[item.in_a] for item in self.matched}

@@ -1,4 +1,4 @@
-"""Finding the node inside a branch or loop that is not the float model's: bodies are compared node by node."""
+"""Finding the node inside a branch or loop that is not the float model's: subgraphs are compared node by node."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,7 +21,7 @@ from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 
 _PASSED = frozenset({"Cast", "Constant", "Identity", QUANTIZE, DEQUANTIZE})
-"""Operators that two forms of one body may have more or fewer of."""
+"""Operators that two forms of one subgraph may have more or fewer of."""
 _EITHER_WAY = frozenset({"Add", "Mul", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal"})
 
 _Opsets = tuple[Mapping[str, int], Mapping[str, int]]
@@ -29,7 +29,7 @@ _Constants = tuple[Mapping[str, onnx.TensorProto], Mapping[str, onnx.TensorProto
 
 
 class InnerNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node inside a body that is not the float model's, and how."""
+    """A node inside a subgraph that is not the float model's, and how."""
 
     name: str
     op: str
@@ -39,10 +39,10 @@ class InnerNode(msgspec.Struct, frozen=True, kw_only=True):
 def find_inner_differences(
     floats: Initializers, stored: Initializers, matched: Sequence[MatchedTensor]
 ) -> dict[str, InnerNode]:
-    """Returns, by the tensor of a control-flow node, the first node in its bodies that is not model A's.
+    """Returns, by the tensor of a control-flow node, the first node in its subgraphs that is not model A's.
 
-    Bodies are compared where they hold the same operators in the same order: attributes, with defaults filled in, and
-    constants, beyond rounding to half precision.
+    Subgraphs are compared where they hold the same operators in the same order: attributes, with defaults filled in,
+    and constants, beyond rounding to half precision.
     """
     opsets = floats.model.opsets, stored.model.opsets
     found: dict[str, InnerNode] = {}

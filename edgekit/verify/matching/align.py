@@ -6,6 +6,7 @@ from difflib import SequenceMatcher
 from edgekit.graph.graph import Graph, Node
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
 
+# Exporters and quantizers add or remove these between operators that compute.
 _PASSED_OVER = frozenset({QUANTIZE, DEQUANTIZE, "Cast", "Identity", "Dropout"})
 
 

@@ -38,6 +38,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     def round_values(self, values: Array) -> _Floats:
         """Returns what QuantizeLinear and DequantizeLinear make of the values."""
+        # rint rounds halves to even, as QuantizeLinear does (ONNX operator specification).
         steps = np.clip(np.rint(values.astype(np.float64) / self.scale) + self.zero, self.low, self.high)
         return np.asarray((steps - self.zero) * self.scale, dtype=np.float64)
 

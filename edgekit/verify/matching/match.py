@@ -10,7 +10,10 @@ from edgekit.verify.matching.align import align_tensors
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 
 _NAMES_COUNT = 0.8
-"""Names are believed where they match at least so many of the operators that their order matches."""
+"""Names are believed where they match at least so many of the operators that their order matches.
+
+A quantizer keeps the names of all but a few; another exporter shares names such as `output` by accident.
+"""
 _CONSTANT_OPS = frozenset({"Constant", "ConstantOfShape", "Shape"})
 
 
@@ -40,8 +43,8 @@ def match_tensors(a: Graph, b: Graph) -> tuple[MatchedTensor, ...]:
     order of the operators matches more of them than the names do, as after another export, the order counts.
     """
     made = b.producers
-    twins = {name: name + SUFFIX for name in ordered_tensors(a) if name not in made and name + SUFFIX in made}
-    named = _match_pairs(a, b, [(name, twins.get(name, name)) for name in ordered_tensors(a)])
+    scaled = {name: name + SUFFIX for name in ordered_tensors(a) if name not in made and name + SUFFIX in made}
+    named = _match_pairs(a, b, [(name, scaled.get(name, name)) for name in ordered_tensors(a)])
     aligned = _match_pairs(a, b, align_tensors(a, b))
     return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
 

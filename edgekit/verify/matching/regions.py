@@ -1,4 +1,4 @@
-"""What lies between a layer's result and the values it is fed: in which arithmetic, and how often it is rounded."""
+"""What lies between a layer's result and the values it is given: in which arithmetic, and how often it is rounded."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -14,7 +14,12 @@ Arithmetic = Literal["float", "half", "int8", "int4"]
 """The coarsest numbers that a result is computed with: float32 and wider, 16 bits, 8 bits, fewer."""
 
 ROUNDING: Mapping[Arithmetic, float] = {"float": 2.0**-20, "half": 2.0**-8, "int8": 0.0, "int4": 0.0}
-"""What a value of one that is read may cost a result, generously: where large values cancel, rounding is no fault."""
+"""What a value of one that is read may cost a result, generously: where large values cancel, rounding is no fault.
+
+Float32 has 24 bits and half precision 11 (IEEE 754): four and three bits are granted for sums over many terms. Integers
+have a grid, whose step is granted instead.
+"""
+# From fine to coarse: the coarser of two models decides what rounding may cost.
 _ORDER: Sequence[Arithmetic] = ("float", "half", "int8", "int4")
 _INTEGER_OPS = ("QLinear", "ConvInteger", "MatMulInteger", "DynamicQuantize", "QGemm", "QAttention", "QOrdered")
 _INTEGERS_ONLY = ("QLinear", "QGemm", "QAttention", "QOrdered")
@@ -29,11 +34,11 @@ _JUMPING = frozenset({
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that compute a tensor from tensors that are fed.
+    """The nodes that compute a tensor from tensors that are given.
 
     `reads` are those tensors, by their name in the first model. `roundings` counts the Q nodes before the tensor's own,
     `results` names what the nodes compute. `jumps` tells of an operator whose result is no smooth function of its
-    inputs, or that computes on integers only, so that what lies between two of them cannot be fed; one that reads
+    inputs, or that computes on integers only, so that what lies between two of them cannot be given; one that reads
     nothing but the model's own inputs is the same in both.
     """
 
@@ -61,15 +66,15 @@ def find_regions(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> dict[s
 
 def _walk_all(graph: Graph, ends: Mapping[str, tuple[str, ...]]) -> dict[str, Region]:
     types = {name: tensor.data_type for name, tensor in graph.constants.items()}
-    fed = {name: key for key, names in ends.items() for name in names}
+    given = {name: key for key, names in ends.items() for name in names}
     is_half = _uses_half(graph, types.values())
-    return {key: _walk(names, graph.producers, fed, types, is_half=is_half) for key, names in ends.items()}
+    return {key: _walk(names, graph.producers, given, types, is_half=is_half) for key, names in ends.items()}
 
 
 def _walk(
     names: Sequence[str],
     producers: Mapping[str, Node],
-    fed: Mapping[str, str],
+    given: Mapping[str, str],
     types: Mapping[str, int],
     *,
     is_half: bool,
@@ -80,8 +85,8 @@ def _walk(
     while waiting:
         name = waiting.pop()
         node = producers.get(name)
-        if name in fed and name not in names:
-            reads[fed[name]] = None
+        if name in given and name not in names:
+            reads[given[name]] = None
         elif node is None:
             constants.add(name)
         elif node.output[0] not in nodes:
@@ -91,7 +96,7 @@ def _walk(
     moved = [
         node.op_type
         for node in nodes.values()
-        if not any(node.input) or any(source in fed or source in nodes for source in node.input)
+        if not any(node.input) or any(source in given or source in nodes for source in node.input)
     ]
     own = {producers[name].input[0] for name in names if name in producers and producers[name].op_type == DEQUANTIZE}
     return Region(

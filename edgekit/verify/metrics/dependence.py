@@ -27,8 +27,8 @@ _STILL = 100.0
 _STEADY = 300.0
 """A reference that varies by less than a 300th of its energy (25 dB) is steady: rounding may hide what varies."""
 _LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
-"""What varies correlates by 0.7 where half of what the device gives is noise; no honest device that reaches a target's
-limits is known with less."""
+"""What varies correlates by 0.7 (the root of a half) where as much noise as signal varies: less is no device that
+follows its inputs. Below 0.3 no number of samples makes it one."""
 
 
 def compare_device_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...]:

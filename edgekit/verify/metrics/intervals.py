@@ -11,6 +11,7 @@ from edgekit.data.wilson import Z95
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
 
 _RESAMPLES = 1000
+"""What Efron and Tibshirani (1993) ask for percentile intervals; many samples, which cost more, get by with fewer."""
 
 
 def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:
@@ -24,6 +25,7 @@ def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | Non
     noise = np.array([sample.error_energy for sample in samples])
     rounds = min(_RESAMPLES, 100 + 200_000 // len(samples))
     drawn = np.random.default_rng(0).integers(0, len(samples), (rounds, len(samples)))
+    # Draws without noise are infinitely good, draws of zeros are no number: both become the limit.
     with np.errstate(divide="ignore", invalid="ignore"):
         values = 10.0 * np.log10(signal[drawn].sum(axis=1) / noise[drawn].sum(axis=1))
     values = np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT)
@@ -40,6 +42,7 @@ def interval_of_pairs(reference: Sequence[bool], got: Sequence[bool]) -> tuple[f
     total = len(reference)
     gained = sum(now and not before for before, now in zip(reference, got, strict=True))
     lost = sum(before and not now for before, now in zip(reference, got, strict=True))
+    # Half a sample in each of four cells: two more in all, and one more among those that changed sides.
     centre = (gained - lost) / (total + 2)
     spread = gained + lost + 1 - (gained - lost) ** 2 / (total + 2)
     half = Z95 * math.sqrt(spread) / (total + 2)

@@ -9,7 +9,9 @@ import numpy.typing as npt
 from edgekit.model.tensors import Array
 
 BUCKETS = 16
+"""An estimate of a squared distance deviates by sqrt(2 / 16), a third, where factors of four are asked for."""
 _LARGEST = 1e15
+"""Squares of larger sums would lose what float64 has of digits."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,4 +36,5 @@ def sketch_samples(values: Array) -> Floats:
 
 @lru_cache(maxsize=64)
 def _draw_signs(size: int) -> npt.NDArray[np.int8]:
+    # Seeded by the size, so that both sides of a comparison get the same signs.
     return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)

@@ -19,6 +19,7 @@ DB_LIMIT = 200.0
 
 
 _LARGEST = sys.float_info.max * 2.0**-40
+"""Sums of 2^40 of these are still finite."""
 
 
 class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import compare_records, read_record
 
 MOST_SAMPLES = 1024
+"""Where the models agree on so many, 0.2 points of doubt are left to each side (Agresti and Min 2005)."""
 TOP1 = TaskLimit(name="top1")
 """What labels are taken to be for where nobody says it."""
 

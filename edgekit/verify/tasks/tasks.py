@@ -23,7 +23,8 @@ from edgekit.verify.tasks.extras import import_extra
 from edgekit.verify.tasks.scores import TaskReport, Unit
 
 LEAST_FOR_INTERVAL = 30
-"""Fewer samples than this say too little about their own spread for a bootstrap."""
+"""Fewer samples than this say too little about their own spread for a bootstrap (percentile intervals of 20 normal
+values hold the truth in 93 %, not 95 %)."""
 
 Reader = Callable[[Tensors, Any, TaskLimit], Any]
 Scorer = Callable[[Weights], float]
