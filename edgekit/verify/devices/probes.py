@@ -45,7 +45,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     """
     graph = view_model(read_proto(model, weights=False))
     computing = list_computing(graph)
-    dynamic = {name for node in computing for name in node.output}.union(graph.given)
+    dynamic = {name for node in computing for name in node.output}.union(graph.fed)
     starts: dict[str, tuple[str, str]] = {}
     joined: set[str] = set()
     probes: list[Probe] = []
