@@ -1,5 +1,6 @@
 """Timing real subjects on real devices, and devices that do badly."""
 
+import json
 import math
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bench.bench import bench_on, bench_subject
 from edgekit.bench.blocks import Effort
 from edgekit.bench.subject import open_subject
+from edgekit.bench.turns import ROUNDS
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.plain import to_json
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +118,9 @@ def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
     assert found.ratio.verdict == "A is faster"
     assert 2 < found.ratio.value < 12
     assert found.ratio.interval[0] < found.ratio.value < found.ratio.interval[1]
+    (told,) = json.loads(to_json(report))["comparisons"]
+    assert told["ratio"]["rounds"] == ROUNDS
+    assert told["ratio"]["interval"] == list(found.ratio.interval)
 
 
 @pytest.mark.parametrize(
