@@ -1,7 +1,7 @@
 """What outputs are, as whoever made the model states it."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -9,8 +9,9 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.model.model import Model
 from edgekit.model.tensors import TensorSpec
 
-OutputKind = Literal["classes", "map", "labels", "image", "values", "scores"]
-"""classes: the scores of one decision. map: those of many, such as pixels or steps. labels: the decisions themselves.
+OutputKind = Literal["classes", "map", "sequence", "labels", "image", "values", "scores"]
+"""classes: the scores of one decision. map: those of many, such as pixels or boxes. sequence: those of steps that make
+one answer, such as letters of a word. labels: the decisions themselves.
 image: a picture. values: numbers, such as boxes or an embedding. scores: raw ones; the app has the sigmoid."""
 
 
@@ -36,7 +37,7 @@ def check_outputs(stated: Mapping[str, OutputKind | StatedOutput], model: Model)
         found[name] = given if isinstance(given, StatedOutput) else StatedOutput(kind=given)
         complaint = _find_complaint(specs[name], found[name])
         if complaint:
-            hint = 'kinds are classes, map, labels, image, values, scores; with an axis: {kind = "map", axis = 1}'
+            hint = f'kinds are {", ".join(get_args(OutputKind))}; with an axis: {{kind = "map", axis = 1}}'
             raise UsageError(f"[outputs] says that '{name}' is {found[name].kind}, but {complaint}", hint=hint)
     return found
 

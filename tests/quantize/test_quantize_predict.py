@@ -7,9 +7,11 @@ from quantize_models import make_model, make_samples
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.output_kinds import Reading
+from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.drop import measure_drop
 
@@ -362,3 +364,66 @@ def test_labels_that_change_cost_half_and_single_ones_are_not_trusted_when_they_
     assert judge([np.array([0.0, 1.0]), np.array([0.0, 4.0])] * 10).interval == (0, 0)
     some = judge([np.array([1.0, 1.0])] + [np.array([0.0, 1.0])] * 19)
     assert (some.estimate, some.interval[1], some.agreement) == (0.025, wilson_interval(1, 20)[1], 0.95)
+
+
+def reader_logits(rng: np.random.Generator, steps: int, classes: int, sure: float, letters: float = 0.25) -> Array:
+    """What a CTC reader gives: blanks (class 0), and letters at a share of the steps, [steps, classes]."""
+    shown = np.where(rng.random(steps) < letters, rng.integers(1, classes, steps), 0)
+    return np.asarray(rng.normal(0, 1, (steps, classes)) + sure * np.eye(classes)[shown]).astype(np.float32)
+
+
+@pytest.mark.parametrize("layout", ["classes last", "classes before steps", "steps first"])
+def test_a_sequence_is_read_on_the_axis_that_its_values_decide_over(tmp_path: Path, layout: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = [reader_logits(rng, 24, 36, 9) for _ in range(4)]
+    moved = {
+        "classes last": [row[None] for row in rows],
+        "classes before steps": [row.T[None] for row in rows],
+        "steps first": [row[:, None] for row in rows],
+    }[layout]
+    dims = ",".join(map(str, moved[0].shape))
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float[{dims}] y) {{ y = Neg(x) }}'
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx"))
+    found = read_output_kinds(graph, [{"y": row} for row in moved], {})["y"]
+    assert found == Reading(kind="sequence", axis=1 if layout == "classes before steps" else 2)
+    beside = [{"y": row, "boxes": np.zeros((1, 24, 4), np.float32)} for row in moved]
+    assert read_output_kinds(graph, beside, {})["y"].kind == "map"
+
+
+def test_the_drop_of_a_sequence_is_that_of_whole_answers() -> None:
+    """Truths are drawn from the float model's own probabilities: then its estimate must be right on average."""
+    rng = np.random.default_rng(1)
+    reading, records, before, after = Reading(kind="sequence", axis=1), list[Array](), 0, 0
+    for _ in range(1500):
+        row = reader_logits(rng, 16, 10, 6, letters=1)[None].transpose(0, 2, 1)
+        other = row + rng.normal(0, 1.2, row.shape).astype(np.float32)
+        records.append(MEASURES["sequence"].record(row, other, reading))
+        chances = np.exp(row[0]) / np.exp(row[0]).sum(axis=0)
+        truth = np.array([rng.choice(10, p=chances[:, step] / chances[:, step].sum()) for step in range(16)])
+        before += (row[0].argmax(axis=0) == truth).all()
+        after += (other[0].argmax(axis=0) == truth).all()
+    loss = MEASURES["sequence"].judge(records)
+    true = (before - after) / 1500
+    assert true > 0.05
+    assert loss.estimate == pytest.approx(true, abs=0.03)
+    assert loss.interval[0] <= true <= loss.interval[1]
+
+
+def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:
+    def show(steps: list[int]) -> Array:
+        return np.asarray(9 * np.eye(4, dtype=np.float32)[steps])[None]
+
+    reading, record = Reading(kind="sequence", axis=2), MEASURES["sequence"].record
+    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 0, 2, 0, 3, 3, 0]), reading)[2] == 0
+    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 2, 0, 2, 3, 0, 0]), reading)[2] == 1
+    assert record(show([1, 2, 3, 1]), show([1, 1, 2, 3]), reading)[2] == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 600, 4), (1, 4, 600)])
+def test_boxes_are_no_classes_on_any_axis(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(0)
+    rows = [{"y": rng.uniform(0, 300, shape).astype(np.float32)} for _ in range(4)]
+    dims = ",".join(map(str, shape))
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float[{dims}] y) {{ y = Neg(x) }}'
+    kinds = read_output_kinds(read_float_graph(make_model(text, tmp_path / "m.onnx")), rows, {})
+    assert kinds["y"].kind == "values"

@@ -76,6 +76,28 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
     return np.array([old - new, max(old + new - (old - new) ** 2, _LEAST_VARIANCE), 1.0])
 
 
+def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
+    """Returns the expected cost of a change of the whole answer, as for classes: it is right if every step is.
+
+    Where one class is at most steps it is the blank of CTC (A. Graves et al., 2006): then answers are compared as
+    these are read, repeats once and blanks not at all, so that a letter a step later is no change.
+    """
+    chances = read_probabilities(expected, reading)
+    before, after = read_decisions(expected, reading), read_decisions(found, reading)
+    counts = np.bincount(before)
+    blank = int(counts.argmax()) if 2 * counts.max() > len(before) else None
+    if (before == after).all() or (blank is not None and _read_answer(before, blank) == _read_answer(after, blank)):
+        return np.zeros(3)
+    steps = np.arange(len(before))
+    old, new = (float(np.prod(chances[answer, steps])) for answer in (before, after))
+    return np.array([old - new, max(old + new - (old - new) ** 2, _LEAST_VARIANCE), 1.0])
+
+
+def _read_answer(decisions: Array, blank: int) -> list[int]:
+    starts = np.append(True, decisions[1:] != decisions[:-1])
+    return [int(one) for one in decisions[starts] if one != blank]
+
+
 def _judge_classes(records: Sequence[Array]) -> Loss:
     table = np.stack(records)
     changed = table[:, 2] > 0
@@ -235,6 +257,7 @@ def _weigh(values: Array, weights: Array) -> Array:
 MEASURES: Mapping[MeasuredKind, Measure] = {
     "classes": Measure(name="top-1 accuracy", record=_record_classes, judge=_judge_classes),
     "map": Measure(name="mean overlap of classes (mIoU)", record=_record_map, judge=_judge_map),
+    "sequence": Measure(name="whole answers (exact match)", record=_record_sequence, judge=_judge_classes),
     "labels": Measure(name="equal labels", record=_record_labels, judge=_judge_labels),
     "values": Measure(name="spread of the values (R2)", record=_record_values, judge=_judge_values),
     "image": Measure(name="PSNR of images", record=_record_image, judge=_judge_image),

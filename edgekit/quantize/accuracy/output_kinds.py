@@ -12,7 +12,7 @@ from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges.nonlinearities import sigmoid
 
-MeasuredKind = Literal["classes", "map", "labels", "image", "values"]
+MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "values"]
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
@@ -24,6 +24,8 @@ _LEAST_SIDE = 8
 """Less is no picture: a choice."""
 _MOST_CLASSES = 8192
 """More along an axis are places rather than classes: a choice."""
+_MOST_STEPS = 512
+"""More places are no steps of one answer, but boxes or pixels in a row: a choice."""
 _BOX = 4
 """Three axes whose last has so many or fewer are corners of boxes."""
 # What tells raw scores from other numbers where no Softmax, Sigmoid or ArgMax does. All are choices by hand: they
@@ -43,8 +45,9 @@ _MANY_CLASSES = 100
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
 
-    "classes" are the scores of one decision, "map" those of many (pixels, steps, boxes), "labels" the decisions
-    themselves, made by an ArgMax. Of values it is the axis of the channels, which is the shortest.
+    "classes" are the scores of one decision, "map" those of many (pixels, boxes), "sequence" those of steps that make
+    one answer, "labels" the decisions themselves, made by an ArgMax. Of values it is the axis of the channels, which is
+    the shortest.
     """
 
     kind: MeasuredKind
@@ -68,6 +71,8 @@ def read_output_kinds(
         if any(value.shape != first.shape for value in values):
             continue
         guess = next(_guess_reading(graph, name, values, is_raw_score=name in raw_scores), None)
+        if guess is not None and guess.kind == "map" and _is_sequence(name, guess, outputs[0]):
+            guess = msgspec.structs.replace(guess, kind="sequence")
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
             found[name] = reading
@@ -143,6 +148,19 @@ def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_s
         yield next(scores, None) or _read_numbers(first)
 
 
+def _is_sequence(name: str, reading: Reading, outputs: Tensors) -> bool:
+    """Returns True for one decision at each of some steps, where no other output has a row for each, as boxes do.
+
+    It has three axes: PyTorch's CTC heads give [steps, 1, classes] or [1, classes, steps], most others
+    [1, steps, classes].
+    """
+    shape = outputs[name].shape
+    steps = outputs[name].size // shape[reading.axis]
+    others = [value.shape for other, value in outputs.items() if other != name]
+    is_alone = not any(steps in shape for shape in others)
+    return len(shape) == 3 and 1 in shape and not reading.squash and 1 < steps <= _MOST_STEPS and is_alone
+
+
 def _read_numbers(value: Array) -> Reading:
     if value.shape[:1] == (1,) and may_be_image(value.shape):
         return Reading(kind="image")
@@ -194,18 +212,26 @@ def _guess_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
 
 def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
     first = values[0]
+    axes: tuple[int, ...] = ()
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
-        axis = 1 if first.shape[1] <= first.shape[3] else 3
+        axes = (1,) if first.shape[1] <= first.shape[3] else (3,)
     elif first.ndim == 3 and first.shape[2] > _BOX:
-        axis = 2
-    else:
-        return
-    reading = Reading(kind="map", axis=axis)
-    size = first.shape[axis]
+        axes = (2, 1) if first.shape[1] > _BOX else (2,)
+    # Classes may lie on either axis: values decide between them, and hardly between steps. Before steps they must be
+    # as even along these, else columns of a table, such as boxes in pixels, would be steps.
+    even = tuple(axis for axis in axes if _is_even(values, axis))
+    readings = [Reading(kind="map", axis=axis) for axis in even if axis == axes[0] or even == axes]
+    confidences = {reading: _confidence(values, reading) for reading in readings}
+    best = max(readings, key=lambda reading: confidences[reading], default=None)
+    if best is not None and confidences[best] >= _LEAST_CONFIDENCE:
+        yield best
+
+
+def _is_even(values: Sequence[Array], axis: int) -> bool:
+    """Returns True if the entries of an axis may be classes: not too many, and of about one size."""
+    size = values[0].shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
-    even = float(means.max()) <= _MOST_UNEVEN * float(means.min())
-    if 1 < size <= _MOST_CLASSES and even and _confidence(values, reading) >= _LEAST_CONFIDENCE:
-        yield reading
+    return 1 < size <= _MOST_CLASSES and float(means.max()) <= _MOST_UNEVEN * float(means.min())
 
 
 def _least_confidence(classes: int) -> float:
