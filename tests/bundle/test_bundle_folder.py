@@ -135,6 +135,11 @@ def test_a_link_to_nothing_and_a_folder_are_no_files(tmp_path: Path, name: str) 
     with pytest.raises(BundleError, match="is a link or no regular file"):
         open_bundle(bundle.folder)
     (bundle.folder / name).unlink()
+    (bundle.folder / name).symlink_to("verify.json")
+    (bundle.folder / "verify.json").write_text("{}")
+    with pytest.raises(BundleError, match="is a link or no regular file"):
+        open_bundle(bundle.folder)
+    (bundle.folder / name).unlink()
     (bundle.folder / name).mkdir()
     with pytest.raises(BundleError, match=r"no regular file|lacks the file"):
         open_bundle(bundle.folder)

@@ -89,6 +89,18 @@ def test_xnnpack_takes_an_activation_only_with_its_convolution() -> None:
     assert "right after a Conv" in why_not(check_text(bad, "xnnpack"))
 
 
+def test_a_body_is_refused_with_what_is_in_it_where_bodies_are_taken_whole() -> None:
+    body = (
+        "g (bool c, float[2] x) => (float[2] y) "
+        "{ y = If (c) <then_branch = t () => (float[2] a) { a = Relu(x) }, "
+        "else_branch = e () => (float[2] b) { b = Mish(x) }> }"
+    )
+    nodes = check_text(body, "qnn", opset=18)
+    assert [node.taken for node in nodes] == [False, False, False]
+    assert "in its body is not taken" in why_not(nodes[:1])
+    assert "in its body" not in why_not(check_text(body, "nnapi", opset=18)[:1])
+
+
 def test_bodies_of_control_flow_follow_the_provider() -> None:
     body = (
         "g (bool c, float[2] x) => (float[2] y) "

@@ -138,6 +138,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> 
     [
         "h = Add(a, two) c = Clip(h, zero, six) y = Mul(a, c)",
         "h = Add(a, three) c = Clip(h, three, six) y = Mul(a, c)",
+        "h = Add(a, threes) c = Clip(h, zero, six) y = Mul(a, c)",
         "h = Sub(a, three) c = Clip(h, zero, six) y = Mul(a, c)",
         "h = Add(a, three) c = Clip(h, zero, six) g = Sub(c, six) y = Mul(a, g)",
         "g = HardSigmoid(a) y = Mul(a, g)",
@@ -148,7 +149,8 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> 
 )
 def test_a_product_with_something_else_is_read_as_it_is(tmp_path: Path, body: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-      <float two = {{2}}, float three = {{3}}, float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {body} }}"""
+      <float two = {{2}}, float three = {{3}}, float[4] threes = {{3, 3, 3, 2}},
+       float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {body} }}"""
     assert "a" not in find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})
 
 

@@ -82,6 +82,8 @@ def test_errors_of_two_samples_add_up() -> None:
     for name in ("reference_energy", "energy", "dot", "max_abs", "low", "high"):
         assert getattr(both, name) == getattr(whole, name)
     assert not metrics.add_errors(one, measure(np.array([True]), np.array([True]))).numeric
+    bad = measure(np.array([np.nan, 1.0]), np.array([1.0, np.inf]))
+    assert [metrics.add_errors(*pair).non_finite for pair in ((one, bad), (bad, one), (bad, bad))] == [2, 2, 4]
 
 
 def test_distances_are_infinite_between_what_cannot_be_compared() -> None:
@@ -270,3 +272,5 @@ def test_a_constant_reference_has_no_peak() -> None:
 def test_an_empty_output_is_no_evidence() -> None:
     errors = measure(np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float32))
     assert (errors.elements, errors.matches, errors.non_finite) == (0, 0, 0)
+    labels = measure(np.zeros((0, 4), np.int64), np.zeros((0, 4), np.int64))
+    assert (labels.elements, labels.matches, labels.position, labels.masks) == (0, 0, 0, ())

@@ -111,6 +111,12 @@ def test_what_is_no_number_does_not_overflow(wanted: Tensors, found: Tensors) ->
     assert find_suspects(from_list([wanted]), from_list([found]), ["y"], is_half=True) == {}
 
 
+def test_an_overflow_behind_a_sample_without_the_output_is_named() -> None:
+    rows: list[Tensors] = [{"y": np.ones(2)}, {"y": np.ones(2)}]
+    got: list[Tensors] = [{}, {"y": np.full(2, np.inf)}]
+    assert "overflows" in find_suspects(from_list(rows), from_list(got), ["y"], is_half=True)["y"]
+
+
 @pytest.mark.parametrize(("noise", "words"), [(0.03, "in another order"), (0.3, "nobody")])
 def test_an_order_is_named_only_where_it_explains_what_came_back(noise: float, words: str) -> None:
     rng = np.random.default_rng(1)
