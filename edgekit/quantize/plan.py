@@ -25,11 +25,7 @@ _FOLLOWERS = frozenset(
 )  # fmt: skip
 """Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like)."""
 
-_OTHER_FLOATS = {
-    "float16": "float16",
-    "float64": "double precision",
-    "bfloat16": "bfloat16",
-}
+_OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
 """Floats that no provider quantizes."""
 
 
@@ -104,9 +100,9 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     activation = rules.activation if precision == "int8" else "uint16"
     op_types = _op_types(graph, rules)
     widens = precision == "int8" and "int16" in target.precisions
-    delicate = find_high_precision_regions(graph) if precision == "int8" else {}
+    high_precision = find_high_precision_regions(graph) if precision == "int8" else {}
     exact = calibration.ranges["minmax"]
-    float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else delicate, exact.keys()))
+    float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else high_precision, exact.keys()))
     plan = QuantPlan(
         model_sha256=model.sha256,
         samples_sha256=calibration.samples_sha256,
@@ -126,7 +122,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         grids=_grids(graph, rules.scheme, activation, op_types),
         axes=_axes(graph, rules),
         float_nodes=float_nodes,
-        wide=_wide_tensors(graph, set(delicate) - {node.name for node in float_nodes}, exact) if widens else {},
+        wide=_wide_tensors(graph, set(high_precision) - {node.name for node in float_nodes}, exact) if widens else {},
         judged=(),
     )
     if not quantizes_any(graph, plan):
@@ -157,20 +153,20 @@ def _float_computing(graph: Graph) -> list[Node]:
 
 
 def _float_nodes(
-    graph: Graph, op_types: tuple[str, ...], delicate: dict[str, str], measured: Collection[str]
+    graph: Graph, op_types: tuple[str, ...], high_precision: dict[str, str], measured: Collection[str]
 ) -> Iterator[FloatNode]:
-    boundless = find_infinite_tensors(graph)
+    infinite = find_infinite_tensors(graph)
     unmeasured = {name for name in float_activations(graph) if name not in measured}
-    islands = delicate | find_float_regions(graph)
+    regions = high_precision | find_float_regions(graph)
     for node in graph.nodes:
         kinds = {graph.values[name].dtype for name in (*node.input, *node.output) if name in graph.values}
         other = next((text for kind, text in _OTHER_FLOATS.items() if kind in kinds), None)
         if other is not None:
             yield FloatNode(name=node.name, op=node.op_type, reason=f"it computes in {other}")
     for node in _float_computing(graph):
-        if node.name in islands:
-            yield FloatNode(name=node.name, op=node.op_type, reason=islands[node.name])
-        elif boundless & {*node.input, *node.output}:
+        if node.name in regions:
+            yield FloatNode(name=node.name, op=node.op_type, reason=regions[node.name])
+        elif infinite & {*node.input, *node.output}:
             yield FloatNode(name=node.name, op=node.op_type, reason="its input or output holds infinity by design")
         elif unmeasured & {*node.input, *node.output}:
             reason = "its input or output is empty for some samples, and ONNX Runtime's integer kernels crash on that"

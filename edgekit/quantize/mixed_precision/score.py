@@ -16,6 +16,7 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores
 
+# Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
 
 
@@ -24,9 +25,8 @@ def judge_candidate(
 ) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
 
-    Of several compared it is that of their mean noise. It runs on the CPU provider with 16-bit products kept from
-    saturating (`session.x64quantprecision`). With `keep_float_weights` ONNX Runtime may not quantize float weights
-    between Q and DQ nodes, as it does by default.
+    Of several tensors it is that of their mean noise. It runs on the CPU provider, without saturation. With
+    `keep_float_weights` ONNX Runtime may not quantize float weights between Q and DQ nodes, as it does by default.
 
     Raises:
         UsageError: the statistics are gone.
@@ -46,7 +46,7 @@ def judge_candidate(
     return join_ratios([ratio_db(*power) for power in powers.values()])
 
 
-def powers_of(each: ComparedTensor, expected: Array, found: Array) -> Array:
+def powers_of(compared: ComparedTensor, expected: Array, found: Array) -> Array:
     """Returns the power of a tensor of the float model and that of the difference, float64 [2].
 
     Where the values decide how many there are and quantizing changed that, the difference is infinite.
@@ -54,12 +54,12 @@ def powers_of(each: ComparedTensor, expected: Array, found: Array) -> Array:
     if expected.size != found.size:
         return np.array([1.0, np.inf])
     one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
-    if each.part is not None:
-        axis, start, stop = each.part
+    if compared.part is not None:
+        axis, start, stop = compared.part
         one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
-    if each.is_raw_score and (each.is_stated or are_raw_scores(one)):
+    if compared.is_raw_score and (compared.is_stated or are_raw_scores(one)):
         one, two = np.maximum(one, FLOOR), np.maximum(two, FLOOR)
-    if each.centred:
+    if compared.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
     return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
 
@@ -74,7 +74,7 @@ def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool =
     try:
         return CpuSession(source, SessionSettings(config=dict(_PRECISE), disabled_optimizers=disabled))
     except RuntimeRefusal:
-        # ONNX Runtime 1.31 trips over weights that share a zero each when the key is set.
+        # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
         return CpuSession(source, SessionSettings(disabled_optimizers=disabled))
 
 
