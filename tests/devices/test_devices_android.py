@@ -13,10 +13,11 @@ from devices_models import float_conv, make_job, noise_samples, qdq_conv
 from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
-from edgekit.devices.android.android import CPUS, NNAPI, XNNPACK, Android, find_feature_level
+from edgekit.devices.android.android import CPUS, NNAPI, XNNPACK, Android
 from edgekit.devices.android.archive import LIBRARY, unpack_libraries
 from edgekit.devices.android.elf import read_library
 from edgekit.devices.android.installed import Installed, device_folder, find_installed
+from edgekit.devices.android.nnapi import find_feature_level
 from edgekit.devices.android.phone import CORE_TYPES
 from edgekit.devices.android.stand_in import link_runner
 from edgekit.devices.find import find_device, install_device, list_devices

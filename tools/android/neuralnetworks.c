@@ -423,7 +423,9 @@ static enum result run_elsewhere(struct execution *execution) {
 
 int ANeuralNetworksExecution_compute(struct execution *execution) {
   pthread_mutex_lock(&asking);
-  const enum result result = open_pipes() ? run_elsewhere(execution) : OP_FAILED;
+  enum result result = OP_FAILED;
+  if (open_pipes()) result = run_elsewhere(execution);
+  else fprintf(stderr, "NNAPI: nothing here computes its networks: pip install 'edgekit[android]'\n");
   pthread_mutex_unlock(&asking);
   return result;
 }

@@ -1,7 +1,10 @@
 """Android's binary of ONNX Runtime in a process of this machine: natively for x86-64, under qemu for Arm."""
 
+import contextlib
 import platform
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,6 +12,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.archive import MACHINES
 from edgekit.devices.android.installed import explain_compiler, find_installed
+from edgekit.devices.android.nnapi import computing, find_feature_level
 from edgekit.devices.android.phone import CORE_TYPES, CORES, write_phone
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
@@ -24,9 +28,6 @@ X86_64 = "x86_64"
 
 _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
-# What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
-_FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
-_LAST_FEATURE_LEVEL = 1_000_008
 
 
 class Android(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,15 +80,22 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             runtime=str(installed.find_library(self.abi)),
             threads=job.threads or (0 if self.abi == X86_64 else CORES),
         )
-        enter = self._enter(job, work)
-        link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
-        run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, far, work, runner=runner)
-        return msgspec.structs.replace(run, versions={**run.versions, "archive": installed.archive})
+        is_nnapi = provider == NNAPI
+        with computing(work / "nnapi", job.timeout_s) if is_nnapi else contextlib.nullcontext(()) as pipes:
+            enter = self._enter(job, work, pipes)
+            link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
+            run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, far, work, runner=runner)
+        said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
+        return msgspec.structs.replace(
+            run,
+            failure=f"{run.failure}; {said[-1]}" if run.failure and said else run.failure,
+            versions={**run.versions, "archive": installed.archive},
+        )
 
-    def _enter(self, job: Job, work: Path) -> tuple[str, ...]:
+    def _enter(self, job: Job, work: Path, pipes: Sequence[str]) -> tuple[str, ...]:
         """Returns the start of the command: what the phone says of itself, and what emulates its CPU."""
         api = job.target.settings.get("api_level", _DEFAULT_API)
-        facts = [f"EDGEKIT_ANDROID_API={api}"]
+        facts = [f"EDGEKIT_ANDROID_API={api}", *pipes]
         if job.target.provider == NNAPI:
             facts.append(f"EDGEKIT_NNAPI_LEVEL={find_feature_level(int(api))}")
         emulator = find_emulator(self.abi)
@@ -96,11 +104,6 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         core = CORE_TYPES[self.cpu]
         write_phone(core, work / "phone")
         return ("env", *facts, f"EDGEKIT_PHONE={work / 'phone'}", *emulator, "-cpu", core.qemu)
-
-
-def find_feature_level(api: int) -> int:
-    """Returns the feature level of NNAPI on a phone with that API level of Android, all its updates installed."""
-    return api if api < min(_FEATURE_LEVELS) else _FEATURE_LEVELS.get(api, _LAST_FEATURE_LEVEL)
 
 
 def find_android_versions() -> dict[str, str]:

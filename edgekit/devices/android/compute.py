@@ -1,0 +1,119 @@
+"""Computes the networks that NNAPI is given, with TFLite's reference kernels: `python -m ...compute FOLDER`.
+
+The driver in the runner's process (`tools/android/neuralnetworks.c`) asks through the pipe `ask` of the folder and
+reads from `answer`; both messages are a line and then bytes. A network that cannot be computed is an answer too.
+"""
+
+import sys
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+import numpy as np
+
+from edgekit.devices.android.network import NUMPY_TYPES, Network, OperandType, split_constants
+from edgekit.devices.android.tflite import write_model
+from edgekit.errors import EdgekitError
+
+ASK, ANSWER = "ask", "answer"
+# Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
+# ends one channel early): networks with one run on its optimized kernels, as NNAPI's own path on the CPU runs the
+# latter.
+_OPTIMIZED = frozenset({13, 98})
+END = b'{"ask":"end"}\n'
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    size: int
+    shape: tuple[int, ...]
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    ask: Literal["model", "run", "end"]
+
+
+class _Run(msgspec.Struct, frozen=True, kw_only=True):
+    id: int
+    inputs: tuple[_Part, ...]
+    outputs: tuple[_Part, ...]
+
+
+class Computer:
+    """The networks so far, each ready to run."""
+
+    def __init__(self) -> None:
+        self._networks: dict[int, tuple[Network, Any]] = {}
+
+    def take_network(self, network: Network, data: bytes) -> None:
+        """Makes a network ready.
+
+        Raises:
+            DeviceError: it holds an operation that is not computed here.
+            MissingExtraError: ai-edge-litert is not installed.
+        """
+        model = write_model(network, split_constants(network, data))
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType  # noqa: PLC0415 - an optional extra
+
+        optimized = any(operation.type in _OPTIMIZED for operation in network.operations)
+        kernels = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES if optimized else OpResolverType.BUILTIN_REF
+        interpreter: Any = Interpreter(model_content=model, experimental_op_resolver_type=kernels, num_threads=1)
+        interpreter.allocate_tensors()
+        self._networks[network.id] = network, interpreter
+
+    def run(self, number: int, data: bytes) -> bytes:
+        """Returns the outputs of a network for the bytes of its inputs, one behind the other."""
+        network, interpreter = self._networks[number]
+        details = interpreter.get_input_details()
+        at = 0
+        for place, detail in zip(network.inputs, details, strict=True):
+            operand = network.operands[place]
+            dtype = np.dtype(NUMPY_TYPES[operand.type])
+            count = int(np.prod(operand.shape)) * dtype.itemsize
+            value = np.frombuffer(data[at : at + count], dtype).reshape(operand.shape)
+            interpreter.set_tensor(detail["index"], _turn(value) if detail["dtype"] != dtype else value)
+            at += count
+        interpreter.invoke()
+        found: list[bytes] = []
+        for place, detail in zip(network.outputs, interpreter.get_output_details(), strict=True):
+            value = interpreter.get_tensor(detail["index"])
+            turned = network.operands[place].type == OperandType.TENSOR_QUANT8_ASYMM and value.dtype == np.int8
+            found.append((_turn(value) if turned else value).tobytes())
+        return b"".join(found)
+
+
+def _turn(value: Any) -> Any:
+    """Returns u8 as s8 of 128 less, and back."""
+    return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
+
+
+def serve(ask: IO[bytes], answer: IO[bytes]) -> None:
+    """Answers questions until the last."""
+    computer = Computer()
+    while line := ask.readline():
+        question = msgspec.json.decode(line, type=_Question).ask
+        if question == "end":
+            return
+        try:
+            if question == "model":
+                network = msgspec.json.decode(line, type=Network)
+                data = ask.read(sum(max(operand.size, 0) for operand in network.operands))
+                computer.take_network(network, data)
+                result = b""
+            else:
+                run = msgspec.json.decode(line, type=_Run)
+                result = computer.run(run.id, ask.read(sum(part.size for part in run.inputs)))
+            answer.write(b"\n" + result)
+        except (EdgekitError, LookupError, RuntimeError, ValueError) as error:
+            reason = error.message if isinstance(error, EdgekitError) else str(error)
+            answer.write((" ".join(reason.split())[:400] or "no reason given").encode() + b"\n")
+        answer.flush()
+
+
+def main(folder: Path) -> None:
+    """Serves the pipes of a folder."""
+    with (folder / ASK).open("rb") as ask, (folder / ANSWER).open("wb") as answer:
+        serve(ask, answer)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

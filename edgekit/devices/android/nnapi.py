@@ -1,0 +1,61 @@
+"""What stands behind NNAPI: a process that computes the networks which ONNX Runtime's own builder makes."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+from edgekit._proc import run_process
+from edgekit.devices.android.compute import ANSWER, ASK, END
+
+# What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
+_FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
+_LAST_FEATURE_LEVEL = 1_000_008
+
+
+def find_feature_level(api: int) -> int:
+    """Returns the feature level of NNAPI on a phone with that API level of Android, all its updates installed."""
+    return api if api < min(_FEATURE_LEVELS) else _FEATURE_LEVELS.get(api, _LAST_FEATURE_LEVEL)
+
+
+def can_compute() -> bool:
+    """Returns True if TFLite's kernels are here, in the wheel ai-edge-litert."""
+    return importlib.util.find_spec("ai_edge_litert") is not None
+
+
+@contextlib.contextmanager
+def computing(folder: Path, timeout_s: float) -> Generator[tuple[str, ...]]:
+    """Yields what the driver must find in its environment, while a child process computes for it.
+
+    Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
+    for ever. Where nothing can compute, networks are built and not run.
+    """
+    if not can_compute():
+        yield ()
+        return
+    folder.mkdir()
+    held: list[int] = []
+    for name in (ASK, ANSWER):
+        os.mkfifo(folder / name)
+        held.append(os.open(folder / name, os.O_RDWR | os.O_CLOEXEC))
+
+    def release() -> None:
+        while held:
+            os.close(held.pop())
+
+    def serve() -> None:
+        argv = [sys.executable, "-P", "-m", "edgekit.devices.android.compute", str(folder)]
+        run_process(argv, timeout_s=timeout_s)
+        release()
+
+    server = threading.Thread(target=serve, daemon=True)
+    server.start()
+    try:
+        yield (f"EDGEKIT_NNAPI_PIPES={folder}",)
+    finally:
+        with contextlib.suppress(OSError, IndexError):
+            os.write(held[0], END)
+        server.join(timeout_s)
