@@ -1,6 +1,7 @@
 """NNAPI computed: what ONNX Runtime's own builder makes of each operation is held against the float formula."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -62,7 +63,7 @@ def require_device(api: str = "33") -> None:
         pytest.skip("ai-edge-litert is missing: pip install 'edgekit[android]'")
 
 
-def run_on_nnapi(path: Path, rows: list[Tensors], work: Path, api: str = "33") -> DeviceRun:
+def run_on_nnapi(path: Path, rows: Sequence[Tensors], work: Path, api: str = "33") -> DeviceRun:
     require_device(api)
     target = load_target("nnapi", {"api_level": api})
     samples = Samples(source="rows", count=len(rows), read=lambda: iter(rows))
