@@ -102,6 +102,7 @@ def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model,
     graph = read_float_graph(unequal[0])
     factors = choose_factors(graph, Path(unequal[1].statistics), ())
     assert set(factors) >= {"r", "p", "c"}
+    assert not scales_silu(graph, factors)
     equalized = equalize_graph(graph, factors)
     save_proto(equalized.model, tmp_path / "equalized.onnx")
     for sample in random_samples(unequal[0], count=4, seed=2):

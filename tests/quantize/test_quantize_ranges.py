@@ -142,6 +142,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> 
         "h = Sub(a, three) c = Clip(h, zero, six) y = Mul(a, c)",
         "h = Add(a, three) c = Clip(h, zero, six) g = Sub(c, six) y = Mul(a, g)",
         "g = HardSigmoid(a) y = Mul(a, g)",
+        "h = HardSwish(a) y = Sub(h, a)",
         "g = Sigmoid(a) y = Add(a, g)",
         "g = Sigmoid(a) y = Mul(g, g) z = Neg(a)",
         "g = Sigmoid(a) h = Sigmoid(g) y = Mul(a, h)",
