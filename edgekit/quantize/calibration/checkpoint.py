@@ -4,7 +4,6 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,14 +14,11 @@ from edgekit._files import open_regular, replacing_file
 from edgekit.errors import DataError, OutputError
 from edgekit.model.tensors import Array
 
-# A format of our own: nothing is allocated before it is held against the size of the file, nothing is used before the
-# digest of all of it is right, and no array is copied to be written. An .npz promises none of these.
+# A format of our own: magic, length of the header, header, arrays, sha256 of all before. Nothing is used before that is
+# right, arrays take no more memory than the file has, and none is copied. An .npz promises none of these.
 _MAGIC = b"edgekit calibration 1\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-# A million samples have headers of 40 MB. Both chosen by hand.
-_MAX_HEADER_BYTES = 1 << 28
-_CHUNK_BYTES = 1 << 20
 # Plain numbers, little endian where that matters: no objects, no structures.
 _DTYPE = re.compile(r"\|[biu]1|<[iuf][248]")
 
@@ -55,13 +51,19 @@ def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
     Raises:
         OutputError: the folder cannot be written, or is full.
     """
+    headers = tuple(
+        _ArrayHeader(name=name, dtype=array.dtype.str, shape=array.shape) for name, array in checkpoint.arrays.items()
+    )
+    header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=headers))
+    parts: list[bytes | memoryview] = [_MAGIC, _LENGTH.pack(len(header)), header]
+    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in checkpoint.arrays.values()]
     with replacing_file(path) as temporary:
         try:
             digest = hashlib.sha256()
             with temporary.open("xb") as file:
-                for chunk in _chunks(key, checkpoint):
-                    digest.update(chunk)
-                    file.write(chunk)
+                for part in parts:
+                    digest.update(part)
+                    file.write(part)
                 file.write(digest.digest())
         except OSError as error:
             raise OutputError(f"cannot write '{path}': {error.strerror}", hint="give a --cache with space") from error
@@ -69,6 +71,8 @@ def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
 
 def read_checkpoint(path: Path, key: str, most_bytes: int) -> Checkpoint | None:
     """Returns what a file holds, None if there is none; it is read once, and used only if its sha256 is right.
+
+    Arrays are views of what was read: they hold all of it in memory.
 
     Raises:
         DataError: the file is damaged, cut off, of something else, or larger than `most_bytes`.
@@ -82,51 +86,25 @@ def read_checkpoint(path: Path, key: str, most_bytes: int) -> Checkpoint | None:
         raise _refusal(path, str(error) or "it is cut off") from error
 
 
-def _chunks(key: str, checkpoint: Checkpoint) -> Iterator[bytes]:
-    arrays = {name: np.ascontiguousarray(array) for name, array in checkpoint.arrays.items()}
-    # Shapes are those before `ascontiguousarray`, which makes vectors of scalars.
-    headers = tuple(
-        _ArrayHeader(name=name, dtype=array.dtype.str, shape=checkpoint.arrays[name].shape)
-        for name, array in arrays.items()
-    )
-    header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=headers))
-    yield _MAGIC + _LENGTH.pack(len(header)) + header
-    for array in arrays.values():
-        data = array.reshape(-1).view(np.uint8)
-        yield from (data[start : start + _CHUNK_BYTES].tobytes() for start in range(0, data.size, _CHUNK_BYTES))
-
-
 def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
     size_bytes = file.seek(0, 2)
     file.seek(0)
     if size_bytes > most_bytes:
         raise _refusal(path, f"it has {size_bytes} bytes, a calibration of this model {most_bytes} at most")
-    digest = hashlib.sha256()
-
-    def take(count: int) -> bytes:
-        data = file.read(count)
-        if len(data) < count:
-            raise EOFError
-        digest.update(data)
-        return data
-
-    if take(len(_MAGIC)) != _MAGIC:
+    data = np.fromfile(file, np.uint8, size_bytes)
+    body, start = data[:-_DIGEST_BYTES], len(_MAGIC) + _LENGTH.size
+    if body[: len(_MAGIC)].tobytes() != _MAGIC:
         raise _refusal(path, "it is no calibration of this edgekit")
-    (length,) = _LENGTH.unpack(take(_LENGTH.size))
-    if length > min(_MAX_HEADER_BYTES, size_bytes):
-        raise EOFError
-    header = msgspec.msgpack.decode(take(length), type=_Header)
-    _check_arrays(header, path, size_bytes - file.tell() - _DIGEST_BYTES)
+    if len(body) < start or hashlib.sha256(body.data).digest() != data[-_DIGEST_BYTES:].tobytes():
+        raise _refusal(path, "its sha256 is wrong")
+    (length,) = _LENGTH.unpack(body[len(_MAGIC) : start].tobytes())
+    header = msgspec.msgpack.decode(body[start : start + length].tobytes(), type=_Header)
+    start += length
+    _check_arrays(header, path, len(body) - start)
     arrays: dict[str, Array] = {}
     for its in header.arrays:
-        arrays[its.name] = array = np.empty(its.shape, its.dtype)
-        flat, start = array.reshape(-1).view(np.uint8), 0
-        while start < flat.size:
-            part = take(min(_CHUNK_BYTES, flat.size - start))
-            flat[start : start + len(part)] = np.frombuffer(part, np.uint8)
-            start += len(part)
-    if file.read(_DIGEST_BYTES + 1) != digest.digest():
-        raise _refusal(path, "its sha256 is wrong")
+        arrays[its.name] = body[start : start + its.size_bytes()].view(its.dtype).reshape(its.shape)
+        start += its.size_bytes()
     if header.key != key:
         raise _refusal(path, "it is of another model, other settings or another version")
     return Checkpoint(seen=header.seen, arrays=arrays)

@@ -47,7 +47,7 @@ class HeldOut:
             index, side, *_ = (*name.split(":", 2), "")
             if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
                 return False
-            self.arrays[name] = array
+            self.arrays[name] = array.copy()  # no view of a checkpoint, which would be held in memory whole
         self._size_bytes = sum(array.nbytes for array in arrays.values())
         return self._size_bytes <= MOST_BYTES
 
