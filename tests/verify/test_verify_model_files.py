@@ -61,7 +61,7 @@ def test_every_file_is_opened_and_told_of(target: str, built: dict[str, Bundle])
     assert {file.file for file in run.files} == other_files(built[target])
     assert all(file.provider_nodes and file.outputs and file.load_ms > 0 for file in run.files)
     told = list(list_verify_remarks(report))
-    assert all(any(f"'{file.file}' opens too: 2 nodes on" in line for line in told) for file in run.files)
+    assert all(any(f"'{file.file}' opens too: " in line for line in told) for file in run.files)
 
 
 def test_other_devices_run_what_they_are_planned_to_run(built: dict[str, Bundle]) -> None:
