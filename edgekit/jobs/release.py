@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
-from edgekit.bundle.folder import VERIFY, Bundle
+from edgekit.bundle.folder import LAYERS, VERIFY, Bundle
 from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
 from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
 from edgekit.errors import BundleError, DataError
 from edgekit.package.package import Kind, PackageReport, package_bundles
+from edgekit.verify.layers.evidence import read_evidence_file
+from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.run import read_report
 
 
@@ -97,4 +99,7 @@ def _find_doubt(folder: Path, sha256: str) -> str | None:
         return "was not verified"
     if report.bundle_sha256 != sha256:
         return "was verified before it became what it is now"
+    layers = folder / LAYERS
+    if layers.is_file() and judge_layers(read_evidence_file(layers).layers):
+        return "has a layer that is not the float model's, whatever its verify.json says"
     return None if report.passed else "did not pass its verification"

@@ -13,6 +13,7 @@ from edgekit.bundle.folder import LAYERS, VERIFY, Bundle, open_bundle, write_bun
 from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.errors import BundleError
 from edgekit.inspect.diff import compare_versions
+from edgekit.jobs.release import join_verified
 from edgekit.verify.causes.attribute import keep_attribution
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.evidence import LayerEvidence, encode_evidence, read_evidence
@@ -60,6 +61,15 @@ def test_a_forged_verify_json_fails_no_bundle(tmp_path: Path) -> None:
     write_report(bundle, msgspec.structs.replace(good, layers=(BAD,), first_bad_layer="mul", alterations=("forged",)))
     report = verify_again(open_bundle(bundle.folder))
     assert (report.passed, report.layers, report.first_bad_layer) == (True, (), None)
+
+
+def test_a_forged_verify_json_releases_no_failing_layer(tmp_path: Path) -> None:
+    bundle = make_failing(tmp_path)
+    good = msgspec.structs.replace(verify_again(bundle), layers=(), first_bad_layer=None)
+    assert good.passed
+    write_report(bundle, good)
+    with pytest.raises(BundleError, match="has a layer that is not the float model's"):
+        join_verified([bundle.folder], tmp_path / "joined")
 
 
 def test_digests_cover_what_was_found_of_the_layers(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ The float model is gone when a bundle is verified, so that its layers cannot be 
 under the manifest's digests, and a verdict that rests on it changes with the bundle alone.
 """
 
+from pathlib import Path
+
 import msgspec
 
 from edgekit.bundle.folder import LAYERS, Bundle
@@ -53,9 +55,15 @@ def read_evidence(bundle: Bundle) -> LayerEvidence:
     Raises:
         BundleError: the file is malformed.
     """
-    path = bundle.folder / LAYERS
-    if LAYERS not in bundle.manifest.files:
-        return LayerEvidence()
+    return read_evidence_file(bundle.folder / LAYERS) if LAYERS in bundle.manifest.files else LayerEvidence()
+
+
+def read_evidence_file(path: Path) -> LayerEvidence:
+    """Returns what was found, from a file whose digest was checked.
+
+    Raises:
+        BundleError: the file is malformed.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=LayerEvidence)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
