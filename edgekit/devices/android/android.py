@@ -78,7 +78,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             far,
             provider_options=far.provider_options if platform is None else platform.provider_options,
             runtime=str(installed.find_library(self.abi)),
-            threads=job.threads or (0 if self.abi == X86_64 else CORES),
+            threads=job.threads or self._choose_threads(provider),
         )
         is_nnapi = provider == NNAPI
         with computing(work / "nnapi", job.timeout_s) if is_nnapi else contextlib.nullcontext(()) as pipes:
@@ -91,6 +91,12 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             failure=f"{run.failure}; {said[-1]}" if run.failure and said else run.failure,
             versions={**run.versions, "archive": installed.archive},
         )
+
+    def _choose_threads(self, provider: str) -> int:
+        """Returns how many threads of its own a session gets: one beside XNNPACK's pool, as edgekit's loaders say."""
+        if provider == XNNPACK:
+            return 1
+        return 0 if self.abi == X86_64 else CORES
 
     def _enter(self, job: Job, work: Path, pipes: Sequence[str]) -> tuple[str, ...]:
         """Returns the start of the command: what the phone says of itself, and what emulates its CPU."""
