@@ -6,7 +6,8 @@ from edgekit.graph.graph import Graph, Node
 
 # What ONNX Runtime's providers fuse into the layer before, and what acts as these do.
 _ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
-_GATE_OPS = frozenset({"Add", "Clip", "Div", "HardSigmoid", "Mul", "Sigmoid"})
+# What a Sigmoid or HardSigmoid is spelled with.
+_SIGMOID_OPS = frozenset({"Add", "Clip", "Div", "HardSigmoid", "Mul", "Sigmoid"})
 
 
 def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
@@ -30,34 +31,34 @@ def _read_activation(graph: Graph, node: Node) -> Iterator[str]:
     if node.op_type in _ACTIVATIONS:
         yield node.input[0]
     elif node.op_type in {"Mul", "Div"}:
-        yield from _find_gated(graph, node)
+        yield from _find_silu_inputs(graph, node)
 
 
-def _find_gated(graph: Graph, node: Node) -> list[str]:
-    """Returns what x * gate(x) is made of, scaled by a constant or not, nothing where a node is another product."""
+def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
+    """Returns what SiLU or HardSwish, scaled by a constant or not, is made of; nothing where a node is neither."""
     inputs = _list_variables(graph, node)
     if len(inputs) == 1 and inputs[0] in graph.producers:
         inner = graph.producers[inputs[0]]
-        gated = _find_gated(graph, inner) if inner.op_type == "Mul" else []
-        return [inputs[0], *gated] if gated else []
+        before = _find_silu_inputs(graph, inner) if inner.op_type == "Mul" else []
+        return [inputs[0], *before] if before else []
     if node.op_type == "Mul" and len(inputs) == 2:
-        for value, gate in (inputs, inputs[::-1]):
-            between = _trace_gate(graph, gate, value)
+        for value, sigmoid in (inputs, inputs[::-1]):
+            between = _trace_sigmoid(graph, sigmoid, value)
             if between:
                 return [*between, value]
     return []
 
 
-def _trace_gate(graph: Graph, gate: str, value: str) -> list[str]:
-    """Returns the tensors from a gate back to the value that it is computed from alone, nothing where it is not."""
+def _trace_sigmoid(graph: Graph, sigmoid: str, value: str) -> list[str]:
+    """Returns the tensors from a sigmoid back to the value that it is computed from alone, nothing where it is not."""
     found: list[str] = []
-    while gate != value:
-        maker = graph.producers.get(gate)
-        inputs = [] if maker is None or maker.op_type not in _GATE_OPS else _list_variables(graph, maker)
+    while sigmoid != value:
+        maker = graph.producers.get(sigmoid)
+        inputs = [] if maker is None or maker.op_type not in _SIGMOID_OPS else _list_variables(graph, maker)
         if len(inputs) != 1:
             return []
-        found.append(gate)
-        gate = inputs[0]
+        found.append(sigmoid)
+        sigmoid = inputs[0]
     return found
 
 

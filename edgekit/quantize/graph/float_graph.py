@@ -21,6 +21,7 @@ from edgekit.quantize.graph.names import avoid_name_collisions
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
+# Weights of this size and more leave the graph that is run; what is smaller may decide shapes. Chosen by hand.
 _ASIDE_BYTES = 1 << 14
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
