@@ -144,20 +144,22 @@ def staged_folder(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def one_at_a_time(place: Path) -> Generator[None]:
-    """Lets one process at a time into blocks about the same `place`; the others wait beside it.
+    """Lets one process at a time into blocks about a `place` in some folder; the others wait.
 
-    The lock is the system's (`flock`), so that a process which dies leaves none behind.
+    The lock is the system's, on that folder: nothing is left of it, not even by a process that dies. Blocks about one
+    folder do not nest.
 
     Raises:
-        OutputError: the folder of `place` cannot be written.
+        OutputError: the folder cannot be made.
     """
     with writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-        file = place.with_name(f".{place.name}.lock").open("wb")
-    with file:
-        # The file stays: were it removed, a waiting process would hold a lock on a name that a third makes anew.
-        fcntl.flock(file, fcntl.LOCK_EX)
+        folder = os.open(place.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager
