@@ -23,11 +23,17 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
     Those are layers that read a DQ of one scale, have a constant float weight, and feed a Q alone, directly or through
     Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
     """
-    view = view_part(graph)
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    outputs = {value.name for value in graph.output}
 
-    def feeds_quantizer(node: Node) -> bool:
-        while len(node.output) == 1 and node.output[0] not in view.outputs:
-            following = view.consumers.get(node.output[0], ())
+    def feeds_quantizer(node: onnx.NodeProto) -> bool:
+        while len(node.output) == 1 and node.output[0] not in outputs:
+            following = readers.get(node.output[0], [])
             if len(following) != 1:
                 return False
             node = following[0]
@@ -36,12 +42,11 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
         return False
 
     return tuple(
-        node.proto.name
-        for node in view.nodes
+        node.name
+        for node in graph.node
         if node.op_type in _WEIGHTED
-        and view.value(node.input[1]).dtype == "float32"
-        and node.input[1] in view.constants
-        and _has_one_scale(view.producers.get(node.input[0]), view)
+        and _is_float(stored.get(node.input[1]))
+        and _has_one_scale(makers.get(node.input[0]), stored)
         and feeds_quantizer(node)
     )
 
