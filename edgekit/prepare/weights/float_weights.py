@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import msgspec
 import onnx
 
-from edgekit.graph.graph import Node, view_part
 from edgekit.target import Target
 
 OPTIMIZER = "WeightBiasQuantization"

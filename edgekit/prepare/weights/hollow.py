@@ -6,7 +6,7 @@ BatchNormalization, Add or Mul follows.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
