@@ -17,7 +17,7 @@ from edgekit.quantize.ranges.methods import (
     snap_range,
     tail_error,
 )
-from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, saturation_of, sigmoid
+from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, match_nonlinearity, saturation_of, sigmoid
 
 
 def histogram_of(values: Array) -> Histogram:
@@ -221,3 +221,13 @@ def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, le
     assert function(far) == pytest.approx(function(np.array([least, least])), abs=4e-3)
     if most < np.inf:
         assert function(-far) == pytest.approx(function(np.array([most, most])), abs=4e-3)
+
+
+def test_raw_scores_are_read_as_such_only_where_their_values_are(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,1] x, float[1,64,4] b)
+      => (float[1,64,1] y, float[1,64,4] boxes) { a = Neg(x) y = Identity(a) boxes = Neg(b) }"""
+    reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["y"]
+    far, near = histogram_of(np.linspace(-900, -5, 100)), histogram_of(np.linspace(-9, 9, 100))
+    assert match_nonlinearity(reader, far) is reader
+    assert match_nonlinearity(reader, near) is None
+    assert (match_nonlinearity(sigmoid, near), match_nonlinearity(None, near)) == (sigmoid, None)
