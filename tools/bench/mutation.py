@@ -287,7 +287,7 @@ def show(tried: Sequence[tuple[Mutation, Outcome]]) -> float:
         found = Counter(outcome for mutation, outcome in tried if module in {mutation.module, ""})
         figures = f"{found.total():7} {found['killed']:7} {found['hung']:7} {found['survived']:9}"
         print(f"{module or 'all':36} {figures}")
-    return 1 - sum(outcome == "survived" for _, outcome in tried) / max(1, len(tried))
+    return 1 - sum(outcome == "survived" for _, outcome in tried) / len(tried)
 
 
 def main() -> None:
@@ -310,6 +310,8 @@ def main() -> None:
             tried.append((mutation, outcome))
             if outcome != "killed":
                 print(f"{outcome} {mutation.module}:{mutation.line}: {mutation.before} -> {mutation.text}", flush=True)
+    if not tried:
+        sys.exit(f"nothing to change in {' '.join(options.modules) or 'no time'}")
     killed = show(tried)
     print(f"killed {killed:.1%} of {len(tried)} drawn by seed {options.seed}, at least {LEAST_KILLED:.0%} wanted")
     sys.exit(killed < LEAST_KILLED or math.inf in bench.seconds.values())
