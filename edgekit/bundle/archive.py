@@ -18,6 +18,7 @@ from edgekit.errors import BundleError, OutputError
 Kind = Literal["zip", "tar"]
 KINDS: tuple[Kind, ...] = ("zip", "tar")
 
+# The first moment that a zip can hold (APPNOTE.TXT, 4.4.6): a time of the build would make other bytes each time.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _DISTRUST = "do not trust this archive"
 
@@ -25,6 +26,8 @@ _DISTRUST = "do not trust this archive"
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What an archive may unpack to: so many files, so many bytes, and at most so many times its own size."""
 
+    # Against archives that unpack to more than they seem. A ratio of 100 is generous for weights, which hardly shrink,
+    # while DEFLATE itself reaches 1032 to 1 (zlib's technical notes).
     files: int = 10_000
     size_bytes: int = 8 << 30
     ratio: int = 100
@@ -87,6 +90,7 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
         if path.suffix in {".onnx", ".ort"}:
             raise BundleError(f"'{path}' is a model, not a bundle", hint="edgekit build makes bundles of a model")
         raise BundleError(f"'{path}' is no zip and no tar", hint="a compressed tar is not opened: decompress it first")
+    # Members are read from the file that was checked, opened once: nobody can exchange it in between.
     with path.open("rb") as file, staged_folder(out) as staging:
         members = _check_members(translating(READERS[kind](file), path), path, limits or Limits())
         for member in members:
@@ -102,6 +106,7 @@ def find_kind(path: Path) -> Kind | None:
     """
     try:
         with path.open("rb") as file:
+            # By content, not by name: "PK" of a local header or of an empty zip, and POSIX's magic at byte 257.
             start = file.read(tarfile.BLOCKSIZE)
     except OSError as error:
         raise BundleError(
@@ -120,6 +125,8 @@ def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> lis
         fault = find_fault(member.name)
         if fault is not None:
             raise BundleError(f"{member.name[:200]!r} in '{path}' {fault}", hint=_DISTRUST)
+        # Counted on what the archive claims, and reading stops at the claim: no file is larger than what was added up
+        # here.
         total += member.size_bytes
         if len(found) == limits.files or total > most_bytes:
             most = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
@@ -136,6 +143,7 @@ def _write_zip(entries: Mapping[str, Path | bytes], out: Path, executable: Colle
         for name in sorted(entries):
             source = entries[name]
             entry = zipfile.ZipInfo(name, _EPOCH)
+            # Unix: without it zipfile writes the system that it runs on, and other bytes on Windows.
             entry.create_system = 3
             entry.external_attr = (stat.S_IFREG | (0o755 if name in executable else 0o644)) << 16
             entry.file_size = _measure(source)
@@ -144,6 +152,8 @@ def _write_zip(entries: Mapping[str, Path | bytes], out: Path, executable: Colle
 
 
 def _write_tar(entries: Mapping[str, Path | bytes], out: Path, executable: Collection[str]) -> None:
+    # PAX alone holds long names in UTF-8 by a standard (POSIX.1-2001); a TarInfo made by hand bears no time and no
+    # owner.
     with tarfile.open(out, "w", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
         for name in sorted(entries):
             source = entries[name]

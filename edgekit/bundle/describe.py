@@ -33,6 +33,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
 from edgekit.target import Form, Precision, Target
 
+# ONNX's specification fixes the layout N, C, then space for these operators; of other inputs nothing is known.
 _CHANNEL_SECOND = frozenset(
     {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"}
 )
@@ -73,6 +74,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
     forms: dict[Form, tuple[str, ...]] = {
         form: tuple(path.name for path in paths) for form, paths in contents.files.items() if paths
     }
+    # In the order of the target's own list: the first form that is there is the one an app should load.
     loadable: list[Form] = [form for form in target.conversion.forms if form in forms]
     if not loadable:
         raise BundleError(
@@ -149,6 +151,7 @@ def _measure_ranges(samples: Samples) -> dict[str, tuple[float, float]]:
     ranges: dict[str, tuple[float, float]] = {}
     for sample in samples:
         for name, value in sample.items():
+            # JSON has neither infinity nor NaN.
             numbers = value[np.isfinite(value)] if value.dtype.kind == "f" else value
             if value.dtype.kind not in "fiub" or not numbers.size:
                 continue
@@ -167,6 +170,7 @@ def _channel_second(model: Model) -> frozenset[str]:
 def _describe_placement(check: CheckReport, target: Target, node_list: str) -> Placement:
     shares: dict[str, ProviderShare] = {}
     for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
+        # On the CPU target both lines of the table mean the same provider, which has all nodes.
         nodes = [node for node in check.node_list if node.taken is taken or target.provider == CPU_PROVIDER]
         shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     return Placement(
@@ -203,6 +207,7 @@ def _describe_provenance(contents: Contents) -> Provenance:
     words += [] if recipe.precision == "auto" else ["--precision", recipe.precision]
     words += [] if recipe.samples is None else ["--samples", str(recipe.samples)]
     words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
+    # Names of files would tell of the machine that built, and change the bytes: they are left as words in capitals.
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
     words += ["--recipe", "FILE"] if recipe.outputs else []
     written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])

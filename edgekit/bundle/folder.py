@@ -91,6 +91,7 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
     if contents.layers is not None:
         write_file(out / LAYERS, contents.layers)
+    # Before the manifest: it names the digests of what is written here.
     golden = _make_self_test(contents, out)
     draft = describe_contents(contents, golden, {}, digest_file(out / CHECK))
     snippets = dict(render_snippets(contents.target, draft))
@@ -99,7 +100,9 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         write_file(out / APP / name, text.encode())
     write_file(out / README, render_readme(contents.target, draft, notes, snippets).encode())
     manifest = msgspec.structs.replace(draft, files=_digest_files(out))
+    # What no bundle may ask for is not written either: it could not be opened again.
     check_requests(manifest, str(out / MANIFEST))
+    # Last, and the digest is that of the very bytes that were written.
     data = encode_json(manifest)
     write_file(out / MANIFEST, data)
     return Bundle(folder=out, manifest=manifest, sha256=digest_bytes(data))
@@ -116,10 +119,12 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
     if not path.is_dir():
         raise BundleError(f"there is no bundle '{path}'", hint="give the folder that holds manifest.json")
     data = read_bounded(path, MANIFEST)
+    # The signature first: nothing of a manifest is decoded whose signer is not known.
     if key is not None:
         check_signature(data, path, key)
     manifest = decode_manifest(data, str(path / MANIFEST))
     check_requests(manifest, str(path / MANIFEST))
+    # Every file, whether it will be used or not: what is allowed to lie in a bundle is exactly what was signed.
     check_files(path, manifest.files, UNLISTED)
     bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data))
     said = decode_plain(data, str(path / MANIFEST))
@@ -174,6 +179,7 @@ def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[For
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
+    # Lower case, because Windows and macOS take names that differ in case alone for one file.
     taken: dict[str, Path] = {name.lower(): Path() for name in (*UNLISTED, CHECK, TARGET, LAYERS, GOLDEN, APP, README)}
     for path in (path for paths in files.values() for path in paths):
         fault = find_fault(path.name)

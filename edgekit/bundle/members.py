@@ -16,6 +16,7 @@ from edgekit.bundle.manifest.names import find_fault
 from edgekit.errors import BundleError, quote_error
 
 _CHUNK_BYTES = 1 << 20
+# zipfile reads the whole list of files at once; 10,000 names, the most that `Limits` lets pass, take about a megabyte.
 _MAX_DIRECTORY_BYTES = 8 << 20
 _MAX_LONG_NAME_BYTES = 1 << 16
 _ZIP_END = struct.Struct("<4s4H2LH")
@@ -56,9 +57,12 @@ def _read_zip(file: IO[bytes]) -> Iterator[Member]:
         # zipfile reads the last of two archives in a row, other readers the first: two truths in one file.
         raise ValueError("something stands before its first file")
     for entry in archive.infolist():
+        # As it stands in the archive: zipfile's `filename` ends at a null character and, on Windows, has its
+        # backslashes turned.
         name = entry.orig_filename
         if entry.flag_bits & 1:
             raise ValueError(f"{name[:200]!r} is encrypted")
+        # Zero where the archive was made on a system without Unix modes.
         if stat.S_IFMT(entry.external_attr >> 16) not in {0, stat.S_IFREG, stat.S_IFDIR}:
             raise ValueError(f"{name[:200]!r} is a link or a device")
         if entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
@@ -82,6 +86,7 @@ def _check_directory(file: IO[bytes]) -> None:
     end = file.read(_ZIP_END.size)
     if len(end) < _ZIP_END.size or not end.startswith(b"PK\x05\x06") or not end.endswith(b"\0\0"):
         raise EOFError("it is cut off, or has a comment at its end")
+    # Fields of the end record, the locator and the zip64 record: APPNOTE.TXT, 4.3.14 to 4.3.16.
     directory_bytes = int(_ZIP_END.unpack(end)[5])
     if directory_bytes == _ZIP64_MARK:
         file.seek(max(0, size_bytes - _ZIP_END.size - _ZIP64_RECORD_AND_LOCATOR_BYTES + 40))
@@ -96,10 +101,13 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
     while True:
         file.seek(start)
         try:
+            # Header by header and not through `tarfile.open`, which follows sparse files, links and extensions that
+            # nothing here needs.
             entry = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "strict")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # typeshed leaves it out
             return _check_tail(file)
         start += tarfile.BLOCKSIZE
+        # GNU's binary sizes may be negative.
         if entry.size < 0 or start + entry.size > total_bytes:
             raise EOFError(f"{entry.name[:200]!r} is cut off")
         name = (long_name or entry.name).removeprefix("./")
@@ -149,6 +157,7 @@ def _read_long_name(file: IO[bytes], entry: tarfile.TarInfo) -> str:
         if not space or not length.isdigit() or not len(length) < int(length) <= len(data):
             raise ValueError("an extension header is malformed")
         key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        # Records that change how much is read, or what a name means: two readers would see two archives.
         if key in {b"size", b"hdrcharset"} or key.startswith(b"GNU.sparse"):
             raise ValueError(f"an extension header sets {key.decode()!r}")
         name = value.decode() if key == b"path" else name

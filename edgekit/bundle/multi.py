@@ -109,6 +109,7 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
         OutputError: `out` cannot be written.
     """
     _check_joinable(bundles)
+    # The order of arguments must not show in the bytes.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
     counts = Counter(digest for bundle in bundles for digest in set(_sharable(bundle.manifest).values()))
     shared = {digest for digest, count in counts.items() if count > 1}
@@ -263,6 +264,7 @@ def _places(manifest: Manifest, shared: set[str]) -> dict[str, str]:
 
 def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledFile]:
     """Returns every file of a variant that must be there, by its place."""
+    # Before it is opened: the index is not believed in where it points.
     if variant.folder != f"{_VARIANTS}/{variant.target}" or "/" in variant.target or find_fault(variant.target):
         raise BundleError(f"'{path / INDEX}' has no safe folder for {variant.target[:99]!r}", hint="fetch it again")
     name = f"{variant.folder}/{MANIFEST}"
@@ -273,6 +275,7 @@ def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledF
         )
     manifest = decode_manifest(data, f"{path}/{name}")
     shared = set(index.shared)
+    # What the index says beyond the manifests follows from them: recomputed, it needs no belief.
     if variant != _describe_variant(manifest, variant.manifest, shared):
         raise BundleError(f"'{path / INDEX}' contradicts '{name}'", hint="build the bundles again")
     places = _places(manifest, shared)

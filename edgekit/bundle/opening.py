@@ -38,6 +38,7 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
         return
     with work_folder() as work:
         unpack_archive(path, work / "unpacked")
+        # The signature is asked for after unpacking too: an archive is no way around it.
         yield open_any(_find_root(work / "unpacked"), key=key)
 
 

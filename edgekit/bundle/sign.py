@@ -18,6 +18,7 @@ from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageErr
 
 SIGNATURE = "signature.json"
 
+# Keys and signatures have some hundred bytes; a large file under their name is not read whole.
 _MAX_BYTES = 1 << 14
 _KEY_HINT = "edgekit sign --new-key FILE makes a pair"
 
@@ -45,6 +46,7 @@ def make_key(path: Path) -> Path:
             raise OutputError(f"'{place}' is there already", hint="a key is never overwritten: give another name")
     key: Any = ed25519.Ed25519PrivateKey.generate()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    # Created with its mode, not changed to it: there is no moment at which others can read the key.
     write_new(path, [pem], mode=0o600)
     write_file(
         public,
@@ -88,6 +90,7 @@ def check_signature(data: bytes, folder: Path, key: Path) -> Signature:
         raise UsageError(f"'{key}' is no Ed25519 public key", hint=_KEY_HINT)
     signature = _read_signature(folder)
     wanted = _fingerprint(public, serialization)
+    # Said apart from a wrong signature: another signer is a question of trust, an altered file is not.
     if signature.key != wanted:
         raise BundleError(
             f"'{folder}' is signed with another key: {signature.key[:16]!r}, not '{wanted[:16]}' (of their sha256)",
@@ -148,6 +151,8 @@ def _verifies(public: Any, signature: str, data: bytes) -> bool:
         public.verify(raw, data)
     except (InvalidSignature, ValueError):
         return False
+    # base64 has several spellings of the same bytes: only the canonical one is taken, so that the file cannot be
+    # varied.
     return base64.b64encode(raw).decode() == signature
 
 

@@ -44,7 +44,9 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
     entry = bundle.manifest.files.get(name)
     digest = hashlib.sha256()
     try:
+        # Opened without following links, and read once: what is digested is what is copied.
         with open_regular(safe_join(bundle.folder, name)) as source:
+            # A file that grows while it is read ends at one chunk too many, and fails by its digest.
             while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
                 yield chunk

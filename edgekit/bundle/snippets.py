@@ -55,11 +55,14 @@ def quote_swift(text: str) -> str:
 
 def quote_cpp(text: str) -> str:
     """Returns a C++ string literal of the UTF-8 bytes, every byte that is not plain as a three-digit octal escape."""
+    # Without ?, whose trigraphs older C++ replaces within literals; three octal digits, as a hex escape would swallow
+    # digits behind it.
     plain = frozenset(b" !#$%&'()*+,-./0123456789:;<=>@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_`abcdefghijklmnopqrstuvwxyz{|}~")
     return '"' + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in text.encode()) + '"'
 
 
 def _kotlin_character(character: str) -> str:
+    # $ begins a template in Kotlin's strings.
     if character in '"\\$':
         return f"\\{character}"
     units = character.encode("utf-16-be").hex()
@@ -85,9 +88,11 @@ def describe_interface(manifest: Manifest) -> str:
 
 def make_environment(folder: Path) -> SandboxedEnvironment:
     """Returns the environment of the templates in a folder, with the filters that make a value safe."""
+    # Targets may be a stranger's folder: their templates reach values, not Python's insides.
     environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
+        # Code and Markdown, not HTML: the filters below quote for each language.
         autoescape=False,
         keep_trailing_newline=True,
         trim_blocks=True,

@@ -68,6 +68,7 @@ def command(
         base,
         dims={**base.dims, **options.parse_dims(dims)},
         settings={**base.settings, **options.parse_assignments(settings, "--set")},
+        # Options win over the recipe; what was not given leaves it as it is.
         **{key: value for key, value in given.items() if value not in (None, ())},
     )
     samples_from = Data(

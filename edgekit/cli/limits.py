@@ -50,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             name: getattr(self, name) for name in Thresholds.__struct_fields__ if getattr(self, name, None) is not None
         }
         if self.min_top1_agreement is not None:
+            # The samples that may differ were granted for the target's own share.
             given["granted_samples"] = 0
         task = thresholds.task if self.metric is None else load_metric(self.metric)
         return msgspec.structs.replace(thresholds, task=self._limit(task), **given)
@@ -71,6 +72,7 @@ def limit(option: str, name: str, kind: click.FloatRange, help_text: str) -> Opt
     """Returns an option that takes a number, and refuses NaN."""
 
     def refuse_nan(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+        # Every comparison with NaN is false, so that a range lets it pass and no figure would ever miss it.
         if value is not None and math.isnan(value):
             raise click.BadParameter("'nan' is no number")
         return value

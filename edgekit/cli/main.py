@@ -14,6 +14,7 @@ from edgekit.errors import EdgekitError
 
 # What the system says where intermediate files find no space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# 130 is what shells report for a program that SIGINT (2) ended: 128 + 2.
 YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
 
@@ -49,6 +50,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
+        # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
         command: click.Command = importlib.import_module(f"edgekit.cli.{cmd_name}").command
         return command
 
@@ -80,6 +82,7 @@ def group() -> None:
 
 def main() -> None:
     """Runs the command line and ends the process with the exit code; what would end it at once interrupts it."""
+    # As an exception it runs every `finally` and ends the children; the default would leave both behind.
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run_command(sys.argv[1:]))
 
@@ -91,6 +94,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def run_command(arguments: list[str]) -> int:
     """Runs one command and returns its exit code."""
     try:
+        # Not standalone: click would print errors in its own form, and end the process with its own codes.
         code = group.main(arguments, prog_name="edgekit", standalone_mode=False)
     except EdgekitError as error:
         return _complain(str(error))
@@ -109,8 +113,10 @@ def run_command(arguments: list[str]) -> int:
 
 def _end(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
+        # `edgekit ... | head` is no error. Closed, as Python would complain once more when it flushes at exit.
         sys.stderr.close()
         return NO
+    # Anything else is a fault of edgekit's own, and its traceback is what helps to mend it.
     if error.errno not in _FULL:
         raise error
     place = error.filename or tempfile.gettempdir()

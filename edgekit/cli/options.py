@@ -75,6 +75,7 @@ def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
     """
     parsed: dict[str, str] = {}
     for pair in pairs:
+        # Names of tensors may hold "=", so the last one counts; a parameter's name cannot, but its value can.
         name, equals, value = pair.partition("=") if option == "--set" else pair.rpartition("=")
         if not equals or not name or not value:
             raise UsageError(f"{option} '{pair}' is not NAME=VALUE", hint=f"for example {option} {_EXAMPLES[option]}")
@@ -152,6 +153,7 @@ def parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
     if given is None:
         return "", None
     name, equals, file = given.rpartition("=")
+    # A file whose path has "=" in it is still a file.
     if not equals or Path(given).exists():
         return "", load_preprocess(Path(given))
     return name, load_preprocess(Path(file))
@@ -176,6 +178,7 @@ def parse_data(source: str | None, preprocess: Path | None) -> Data | None:
 
 
 def _parse_size(name: str, value: str) -> int:
+    # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
     if not value.isascii() or not value.isdigit() or not 0 < int(value) < 2**31:
         raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint="a whole number from 1")
     return int(value)

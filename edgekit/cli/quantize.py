@@ -91,6 +91,7 @@ def command(
     )
     chosen = msgspec.structs.replace(chosen, targets=(target,), thresholds={})
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
+    # A default is nothing that the user said, and no option beside another.
     given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
     _refuse_idle(given)
     _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess, recipe])

@@ -30,9 +30,11 @@ def show_lines(lines: Iterable[str]) -> None:
 @contextlib.contextmanager
 def showing_progress(volume: int) -> Generator[Progress]:
     """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""
+    # Without markup: names of tensors and files have brackets.
     console = Console(stderr=True, highlight=False, markup=False)
     if volume > 0:
         yield lambda step: console.print(step, style="dim")
+    # A log of a CI job would have a line for each turn of the spinner.
     elif volume < 0 or not sys.stderr.isatty():
         yield lambda _step: None
     else:
@@ -42,5 +44,6 @@ def showing_progress(volume: int) -> Generator[Progress]:
 
 def print_table(table: RenderableType) -> None:
     """Prints a table, as wide as the terminal."""
+    # rich takes 80 columns where there is no terminal, and would fold every row of a log.
     wide = None if sys.stdout.isatty() else 160
     Console(width=wide, highlight=False).print(table)

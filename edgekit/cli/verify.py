@@ -105,6 +105,7 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
 
     Exit code 0: at least one device ran and each that ran passed. 1: not so. 2: the usage or an input is wrong.
     """
+    # The options are three questions: what runs, how it is judged, where the result goes.
     question, limits, places = _pick(_Question, asked), _pick(Limits, asked), _pick(_Places, asked)
     _check_options(question, limits)
     if files_only:
@@ -113,6 +114,7 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     with showing_progress(volume) as progress:
         report, pictures = _answer(question, limits, progress, draws=places.html is not None)
         report = _judge(report, question, limits)
+    # After the comparison, so that a run is never held against itself.
     if question.history is not None:
         record_report(question.history, report)
     _write(report, places, pictures)
@@ -227,6 +229,7 @@ def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits,
 def _list_required(report: VerifyReport, question: _Question) -> Sequence[str]:
     """Returns the devices whose absence is a failure: in continuous integration nobody reads what was skipped."""
     named = question.names or question.on_file is not None
+    # GitHub, GitLab and CircleCI set it.
     in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
     return (*question.require, *(skip.device for skip in report.skipped if named and in_ci))
 
@@ -235,6 +238,7 @@ def _judge(report: VerifyReport, question: _Question, limits: Limits) -> VerifyR
     """Returns the report under the limits that were given; those that were not are as they were."""
     report = require_devices(report, _list_required(report, question))
     if report.runs:
+        # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
     if question.baseline is not None:
         return compare_with_baseline(report, read_report(question.baseline), str(question.baseline))

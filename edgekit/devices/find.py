@@ -115,6 +115,7 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     return tuple(
         _describe_status(name)
         for name in device_names()
+        # Variants of a device lack what it lacks: one line for all.
         if ":" not in name and (target is None or name in _fitting_names(target))
     )
 

@@ -19,6 +19,7 @@ MEMORY_A_RUN = 3 << 29
 
 _REMOTE = ("adb", "ssh")
 _MEMORY = Path("/proc/meminfo")
+# One lock for the process: times of two devices that are this machine would measure each other.
 _ALONE = Lock()
 
 
@@ -31,6 +32,7 @@ def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: b
     """
     lanes: dict[str, list[int]] = {}
     for index, device in enumerate(devices):
+        # Two names of one phone are one lane: its runs would otherwise share its cores and its files.
         lanes.setdefault(address_of(device) if is_remote(device) else str(index), []).append(index)
     results: dict[int, _T] = {}
 
@@ -83,6 +85,7 @@ def _finish(futures: Sequence[Future[_T]]) -> None:
     except BaseException:
         for future in futures:
             future.cancel()
+        # Again and again: a thread may start its child just after the others' were ended.
         while wait(futures, timeout=0.1).not_done:
             end_children()
         raise

@@ -194,6 +194,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     providers = {node.name: node.provider for node in run.placement}
     names = {node.name: node.op_type for node in read_graph(model).nodes}
     seen = name_as_model(providers, names)
+    # A session that was made has a load time, even if the run on random numbers failed then.
     opened = run.load_ms > 0
     notes = run.notes
     if opened and run.failure:
@@ -208,6 +209,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
 def name_as_model(providers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """Returns providers by the names that nodes have in the model, without what a change of the layout adds."""
     added = {_TOKEN.sub("", name): provider for name, provider in providers.items() if name not in names}
+    # Exact names win over those that only match without the suffix.
     return added | dict(providers)
 
 

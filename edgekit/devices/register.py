@@ -13,6 +13,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.target import Target
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+# The name stands in reports, file names and XML: letters, digits and a few marks.
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
 
 MAX_FILE_BYTES = 1 << 20
@@ -87,6 +88,7 @@ def choose_devices(
     """
     listed = () if choice.file is None else read_devices(choice.file)
     if not choice.names and not listed:
+        # The default may come from a bundle, which must not make edgekit contact a machine.
         for name in default:
             refuse_remote(name)
     names = choice.names if choice.names or listed else default

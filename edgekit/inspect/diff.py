@@ -17,6 +17,7 @@ from edgekit.plain import to_plain
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import read_known
 
+# Differences of these are listed one by one elsewhere in the report.
 _OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})
 _MODEL_FACTS = ("inputs", "outputs", "opsets", "ops", "parameters", "macs", "activation_bytes", "saved_optimizations")
 

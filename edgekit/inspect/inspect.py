@@ -126,6 +126,7 @@ def _loads(model: Model) -> bool:
 
 def _peak_activation_bytes(graph: Graph) -> int:
     last = {name: readers[-1].index for name, readers in graph.consumers.items()}
+    # An output is alive to the end, though nothing reads it.
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
     ending: dict[int, list[str]] = {}
     for name, index in last.items():
@@ -136,6 +137,7 @@ def _peak_activation_bytes(graph: Graph) -> int:
         born = {name: value_bytes(graph.value(name)) for name in names if name not in alive}
         alive |= born
         total += sum(born.values())
+        # Inputs and outputs of a node are alive together while it runs, so the peak is taken before anything is freed.
         peak = max(peak, total)
         unread = [name for name in names if name not in last]
         total -= sum(alive.pop(name, 0) for name in (*ending.get(node.index, ()), *unread))

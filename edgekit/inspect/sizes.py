@@ -166,8 +166,10 @@ def _assign(
     steps: Sequence[_Step], weights: Mapping[str, _Weight], macs: Mapping[str, int] | None
 ) -> tuple[LayerSize, ...]:
     """Gives each weight to the first node that computes with it; a node that reads nothing else only carries it on."""
+    # A DQ of a weight, a Transpose or a Cast reads constants alone: its weights belong to the operator behind it.
     constant, unassigned, layers = set(weights), {name: [weight] for name, weight in weights.items()}, list[LayerSize]()
     for step in steps:
+        # Taken out of the table, so that a weight which several nodes share counts once, for the first.
         own = [weight for name in step.inputs for weight in unassigned.pop(name, ())]
         read = [name for name in step.inputs if name]
         if read and constant.issuperset(read):
@@ -192,6 +194,7 @@ def _weigh(tensor: onnx.TensorProto) -> _Weight:
     if not data:
         bare = onnx.TensorProto()
         bare.CopyFrom(tensor)
+        # Names change with every export; the content is what makes a layer another one.
         bare.ClearField("name")
         data = bare.SerializeToString(deterministic=True)
     return _Weight(size_bytes=len(data), sha256=digest_bytes(data))

@@ -104,6 +104,7 @@ def _draw_worst(
 
 
 def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
+    # Before anything runs: a build of an hour must not end in a missing file of labels.
     metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
     if metric is not None and (data.labels is None or data.evaluation is None):
         raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
@@ -122,6 +123,7 @@ def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         most=job.recipe.samples,
     )
     job.progress("run the float model")
+    # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
     check_class_labels(golden)
     targets = [target.name for target in job.targets]
@@ -137,6 +139,7 @@ def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         outputs=outputs,
         samples=samples,
         golden=golden,
+        # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
         calibration=None if is_quantized else _calibrate(prepared, samples, outputs, job),
         preprocess=data.preprocess,
         recorded=recorded,
@@ -177,6 +180,7 @@ def _verify_all(built: Sequence[BuiltBundle | EdgekitError], progress: Progress)
         task = result.target.thresholds.task
         report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=progress)
         report = attribute_loss(result.bundle, report, result.models)
+        # Verifications follow each other in one process: what one has freed is given back before the next begins.
         release_memory()
         write_report(result.bundle, report)
         return report

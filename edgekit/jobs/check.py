@@ -22,6 +22,7 @@ from edgekit.recipe import Recipe, load_targets
 from edgekit.report.checked import CheckSummary, describe_recommendation
 from edgekit.target import Target
 
+# A bound, as two rewrites could undo each other for ever; it also ends as soon as a round changes nothing.
 _FIX_ROUNDS = 4
 
 
@@ -90,6 +91,7 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
     """Returns what a provider would be shown, or the model as it is and why ONNX Runtime refuses it."""
     out = work / f"{source.name}.onnx"
     try:
+        # A real provider needs the weights; the rules do not.
         return (prepare_model if observe else sketch_model)(source, out, recipe.dims), None
     except (ModelError, RuntimeRefusal) as error:
         return sketch_unloaded(source, out, recipe.dims), error.message

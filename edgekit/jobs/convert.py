@@ -118,6 +118,7 @@ def convert_for(
             current = write_qoperator(current, work / "qoperator.onnx", options.ort.cpu).model
         progress("convert and compare")
         if targets:
+            # As in a build: files in ORT format are made of the float model.
             halved = floating if small is not None and small.form == "fp16" else None
             converted = convert_model(
                 current, targets[0], staging, ort_source=halved, origin=source, samples=samples,
@@ -140,6 +141,7 @@ def _fuse(
     fused = fuse_transformer(source, options.fuse, work / "fused.onnx")
     changed = prepare_model(fused.model, work / "fused-prepared.onnx", recipe.dims)
     equality = compare_onnx(prepared, changed, samples)
+    # Fusions go by pattern: whether the model still computes the same is measured.
     if not equality.passed:
         raise ModelError(
             f"fusing changes the results: error {equality.error:.2g}, at most {equality.tolerance:g} is allowed",

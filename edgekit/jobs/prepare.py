@@ -60,6 +60,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
     if options.external is False:
         refuse_inline(source)
     progress("prepare the model")
+    # Beside the result, so that moving it there is a rename within one file system.
     with work_folder(out.parent) as work:
         staged = work / out.name
         prepared = prepare_model(
@@ -76,6 +77,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
             prepared, fixes = fixed.model, fixed.fixes
         if options.external is not None:
             prepared = place_weights(prepared, external=options.external)
+        # Weights first: at no moment is the model there without them.
         for name in (*prepared.external_files, out.name):
             move_file(work / name, out.with_name(name))
     prepared = msgspec.structs.replace(prepared, path=out)

@@ -146,6 +146,7 @@ def plan_for(
 def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, work: Path, progress: Progress) -> _Job:
     target = _one_target(recipe)
     precision = _choose_integers(target, recipe, plan)
+    # Before gigabytes are read: by the sizes of the files alone.
     refuse_huge(model.name, measure_files(model))
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
@@ -200,6 +201,7 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
 def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: Samples) -> Sequence[Label] | None:
     if path is None:
         return None
+    # Labels belong to all samples by their place; with some left out they would be those of others.
     if samples.count < every.count:
         raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
     return read_task_labels(path, find_metric(limit).labels, every)
@@ -207,6 +209,7 @@ def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: S
 
 def _open_state(job: _Job, path: Path, labels: Path | None, metric: TaskLimit | None) -> State:
     files = [] if labels is None else [labels, *sorted(labels.rglob("*"))]
+    # Other labels measure other drops: what a state remembers would be wrong for them.
     digests = "".join(digest_file(file) for file in files if file.is_file())
     measured = f"{metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
     facts = {"labels": measured, "outputs": msgspec.json.encode(job.outputs, order="sorted").decode()}
@@ -219,6 +222,7 @@ def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calib
         fitting = how.method in _OPEN_METHODS
         methods: Sequence[str] = AUTO_METHODS if fitting else (how.method,)
     else:
+        # A plan holds its ranges: only what fits weights to statistics has to measure more.
         methods, fitting = PLAIN_METHODS, plan.rounding != "nearest" or bool(plan.factors)
     return calibrate_model(
         job.prepared,
@@ -266,6 +270,7 @@ def _write_model(
         if searched is None:
             job.progress("measure")
         predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
+        # Weights beyond 2 GB lie beside the model, under the name that stands in it.
         move_data(temporary, out)
     return quantized, predicted
 

@@ -97,6 +97,7 @@ def _find_doubt(folder: Path, sha256: str) -> str | None:
         report = read_report(folder / VERIFY)
     except DataError:
         return "was not verified"
+    # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
     if report.bundle_sha256 != sha256:
         return "was verified before it became what it is now"
     layers = folder / LAYERS

@@ -102,6 +102,7 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     ort_source: Model | None = None
     if precision == "fp16":
         try:
+            # Files in ORT format are made of the float model: ONNX Runtime would bake casts around each node of a half one.
             ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
             check = check_model(model, target)
         except (ModelError, RuntimeRefusal) as error:
@@ -145,6 +146,7 @@ def _collect(
             source=inputs.source.sha256,
             prepared=inputs.prepared.sha256,
             quantized=None if quantized is None else quantized.model.sha256,
+            # A float model does not depend on the samples: with them its bundle would change for nothing.
             data=None if quantized is None else inputs.samples.facts.sha256,
         ),
         versions={**list_versions(), **converted.versions},
@@ -164,6 +166,7 @@ def _compare_layers(inputs: BuildInputs, converted: ConvertedModel, quantized: Q
 
 def _fall_back(error: EdgekitError, target: Target, job: BuildJob, notes: list[str]) -> Precision:
     """Returns fp32 where the precision was left to edgekit, and says why in `notes`; raises the error otherwise."""
+    # A precision that the user asked for is never exchanged for another.
     if job.recipe.precision != "auto" or "fp32" not in target.precisions:
         raise error
     notes.append(f"built as fp32, because {error.message}")
@@ -200,6 +203,7 @@ def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> 
     left = [node.name for node in check.node_list if not node.taken]
     halved = convert_to_fp16(prepared, left, out)
     if halved.clamped:
+        # 65504 is the largest finite number of IEEE half precision.
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(halved.clamped[:5])}")
     return halved.model
 
@@ -214,6 +218,7 @@ def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list
     try:
         return convert(target=target)
     except MissingExtraError as error:
+        # A context needs the vendor's compiler; without it the other forms of the bundle are still good.
         forms = tuple(form for form in target.conversion.forms if form != "context")
         if not forms:
             raise

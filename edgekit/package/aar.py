@@ -46,8 +46,10 @@ def collect_aar(
     contents: dict[str, Path | bytes] = {
         "AndroidManifest.xml": render_table("AndroidManifest.xml.j2", variants, **values),
         "META-INF/com/android/build/gradle/aar-metadata.properties": b"aarFormatVersion=1.0\naarMetadataVersion=1.0\n",
+        # Part of the archive's format, empty as there are no resources.
         "R.txt": b"",
         "classes.jar": work / "classes.jar",
+        # ONNX Runtime's native code looks classes up by name: R8 would rename or drop them.
         "proguard.txt": b"-keep class ai.onnxruntime.** { *; }\n",
     }
     for bundle, variant in zip(bundles, variants, strict=True):
@@ -112,6 +114,7 @@ def _merge_dependencies(variants: Sequence[Variant]) -> list[Dependency]:
     for variant in variants:
         for needed in list_android_dependencies(variant.provider, variant.versions, variant.minimum_ort):
             known = merged.get(needed.artifact)
+            # The newest, as Gradle itself takes the newest of several.
             if known is None or _sortable(needed.version) > _sortable(known.version):
                 merged[needed.artifact] = needed
     return list(merged.values())

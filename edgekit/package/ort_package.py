@@ -49,6 +49,7 @@ def collect_ort_package(
             "schema_version": "1.0",
             "package_name": identity.name,
             "package_version": identity.version,
+            # Everything lies in the folder, by relative paths.
             "layout": "portable",
             "components": {identity.name: identity.name},
             "additional_metadata": {"producer": "edgekit"},
@@ -59,6 +60,7 @@ def collect_ort_package(
 
 def _keys(bundle: Bundle, variant: Variant) -> list[tuple[str, str]]:
     """Returns what a bundle may share: golden files, and model forms of one file, which names no other."""
+    # A model with weights beside it names them by their place: it cannot move to the shared folder alone.
     alone = {names[0] for names in bundle.manifest.forms.values() if len(names) == 1}
     return [(name, file.sha256) for name, file in variant.files.items() if name in alone or name.startswith(_SHAREABLE)]
 

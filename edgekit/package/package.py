@@ -100,6 +100,7 @@ def package_bundles(
         OutputError: `out` cannot be written, or is a folder that holds something already.
     """
     form = FORMS[kind]
+    # Opened first, so that nothing is written of a bundle that was altered.
     bundles, left_out = _choose(paths, kind, form, key)
     if accept is not None:
         accept(bundles)
@@ -133,6 +134,7 @@ def _choose(
     bundles = tuple(open_bundle(path, key=key) for path in paths)
     for bundle in bundles:
         misfit = _find_misfit(bundle, kind, form)
+        # Named one by one, a bundle that does not fit is a mistake; found in a build's folder, it is only left out.
         if misfit is not None:
             raise UsageError(f"bundle '{bundle.folder}': {misfit}", hint="leave it out, or choose another --as")
     return bundles, ()

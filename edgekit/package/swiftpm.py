@@ -11,6 +11,7 @@ from edgekit.package.tables import render_table
 from edgekit.package.variant import Identity, Variant, list_entries
 
 _SWIFT = Path(__file__).parent / "far" / "swift"
+# iOS 15 has Core ML 5; newer ones are asked for by the target's settings.
 _OLDEST_IOS = "15"
 
 
@@ -23,6 +24,7 @@ def collect_swiftpm(
     values = {
         "identity": identity,
         "module": module,
+        # One package has one deployment target: the highest that a bundle in it asks for.
         "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
         "minimum_ort": max((variant.minimum_ort for variant in variants), key=_sortable),
         "swift_package": SWIFT_PACKAGE,

@@ -39,7 +39,9 @@ def _java_character(character: str) -> str:
         return f"\\{character}"
     if " " <= character <= "~":
         return character
+    # Three octal digits reach up to \377.
     if ord(character) < 256:
         return f"\\{ord(character):03o}"
+    # Java's strings are UTF-16: a letter beyond the first plane is two escapes.
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))

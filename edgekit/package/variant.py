@@ -64,6 +64,7 @@ def identify(bundles: Sequence[Bundle], *, name: str = "", group: str = "", vers
     Raises:
         UsageError: a name has characters that Maven, Gradle or SwiftPM do not take.
     """
+    # Other content, other version: Gradle and SwiftPM cache by version, and would keep serving the old one.
     made = digest_bytes("".join(bundle.sha256 for bundle in bundles).encode())[:12]
     identity = Identity(
         group=group or "edgekit.models",
@@ -142,6 +143,7 @@ def _name(bundle: Bundle) -> str:
 
 def _describe(bundle: Bundle, name: str, platform: str) -> Variant:
     manifest, file = bundle.manifest, bundle.folder / MANIFEST
+    # Loaders compare the file in the package with the digest compiled into them.
     if digest_file(file) != bundle.sha256:
         raise BundleError(f"'{file}' is not in edgekit's canonical form", hint="build the bundle again")
     files = {**manifest.files, MANIFEST: BundledFile(sha256=bundle.sha256, size_bytes=file.stat().st_size)}

@@ -49,6 +49,7 @@ def describe_check(report: CheckReport) -> str:
 def table_check(report: CheckReport) -> Table:
     """Returns a check as a table: a row a node that is not taken, of the user's model where it is known, and why."""
     table = make_table("node", "op", "MACs", "why not")
+    # Nodes that the preparation made have no counterpart in the user's model: they get rows of their own.
     named = {name for node in report.model_nodes for name in node.became}
     for node in report.model_nodes:
         if not node.taken:

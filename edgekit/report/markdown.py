@@ -7,6 +7,7 @@ from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import RunReport, VerifyReport
 from edgekit.verify.tasks.scores import describe_difference, format_score
 
+# GitHub takes a mebibyte of summary from a step, and a person reads far less.
 _MOST_REMARKS = 30
 
 
@@ -56,5 +57,6 @@ def _number(value: float | None, form: str) -> str:
 def _clean(text: str) -> str:
     """Returns a line in which no letter means anything to Markdown or HTML."""
     line = " ".join(text.split())
+    # The ampersand first: the entities that follow begin with one.
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]()#!|~" else letter for letter in line if letter.isprintable())

@@ -48,6 +48,7 @@ def describe_layers(
     """Yields the quantized activations of a plan in graph order, with the range that was seen and what each costs."""
     ranked = {error.name: error for error in errors}
     for name in (name for name in plan.ranges if name in ranked):
+        # A tensor that left 8 bits has its own range, for the wider grid.
         wide = plan.wide.get(name)
         planned = wide or plan.ranges[name]
         yield ActivationReport(

@@ -103,6 +103,7 @@ class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def clips(self) -> bool:
         """True if values that were seen lie outside the range by more than a hundredth of it."""
+        # A grid of 8 bits has steps of 1/255 of its range: a hundredth is two or three of them, more than rounding.
         margin = (self.high - self.low) / 100
         return self.seen_low < self.low - margin or self.seen_high > self.high + margin
 

@@ -68,6 +68,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
         yield from (f"{run.device}: {note}" for note in run.notes)
         yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
         yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
+    # The CPU provider takes every node: there is no placement to observe.
     if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
         yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     yield from report.notes
@@ -254,6 +255,7 @@ def describe_evidence(verify: VerifyReport | None) -> str:
 
 
 def _rank(run: RunReport) -> int:
+    # Evidence is declared from the best to the weakest.
     return list(type(run.evidence)).index(run.evidence)
 
 

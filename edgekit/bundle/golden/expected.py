@@ -25,6 +25,8 @@ CANDIDATES = 16
 _LEAST_TOLERANCE: dict[Precision, float] = {"int8": 0.02, "int16": 0.005, "fp16": 0.01, "fp32": 0.001}
 # A device may be as far from the expected output again as that is from the float model's at its worst.
 _ERROR_FACTOR = 2.0
+# The ONNX file first: it is the source that the others were converted from. A context runs in its vendor's library
+# only.
 _RUNNABLE: tuple[Form, ...] = ("onnx", "full", "runtime")
 
 
@@ -61,6 +63,8 @@ def write_expected(
     if form is None:
         return _untested(golden, "nothing: the bundle has no file that runs on a CPU")
     try:
+        # Not optimised: fusions differ between versions and machines of ONNX Runtime, and would be in the expected
+        # numbers.
         session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
         seen = list(_look(session, golden))
         chosen = _choose(seen)
@@ -101,6 +105,7 @@ def _look(session: CpuSession, golden: Golden) -> Iterator[_Seen]:
             row=row,
             reach=max((_largest(value) for value in sample.values() if value.dtype.kind in "fiu"), default=0.0),
             energy=sum(_energy(value) for value in real.values()),
+            # Relative to each output, so that one of large numbers does not decide alone.
             noise=sum(_energy(errors[name]) / max(_energy(value), 1e-30) for name, value in real.items()),
             errors={name: _largest(value) for name, value in errors.items()},
             sizes={name: _largest(value) for name, value in real.items()},
@@ -136,6 +141,7 @@ def _set_tolerance(seen: Sequence[_Seen], fixed: Collection[str], share: float) 
     worst = {name: max(item.errors.get(name, 0.0) for item in seen) for name in names}
     size = {name: max(item.sizes.get(name, 0.0) for item in seen) for name in names}
     wanted = {name: max(_ERROR_FACTOR * worst[name], share * (size[name] or 1.0)) for name in names}
+    # Two digits: more would differ between machines without meaning anything.
     return {name: float(f"{value:.1e}") for name, value in wanted.items() if math.isfinite(value)}
 
 

@@ -25,6 +25,7 @@ INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "lab
 """Labels that are classes or arrays lie in the `.npy`, texts and boxes in the `.json`."""
 
 _FLATTENED = frozenset({"sequence", "map"})
+# Several sessions' runs share the cores: a thread that spins while it waits takes one from its neighbour.
 _NO_SPINNING = {"session.intra_op.allow_spinning": "0"}
 
 
@@ -160,6 +161,7 @@ def _run_all(model: Model, samples: Samples, at_once: int) -> Iterator[tuple[Ten
         running = deque[tuple[Tensors, Future[dict[str, Array]]]]()
         for sample in samples:
             running.append((sample, pool.submit(session.run, sample)))
+            # One more than run is held: the next is ready as soon as a thread is free, and memory stays flat.
             if len(running) > at_once:
                 first, result = running.popleft()
                 yield first, result.result()
@@ -181,5 +183,6 @@ def _write_labels(folder: Path, labels: Sequence[Label]) -> None:
     values = np.stack([np.asarray(label) for label in labels])
     values = values.astype(np.int64) if values.ndim == 1 else np.ascontiguousarray(values)
     buffer = BytesIO()
+    # The version is stated: numpy would choose it by the header's length.
     np.lib.format.write_array(buffer, values, version=(1, 0), allow_pickle=False)
     write_file(folder / LABELS, buffer.getvalue())

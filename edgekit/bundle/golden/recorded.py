@@ -42,6 +42,7 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
         UsageError: the bundle was made with other samples, or its outputs are not those of this model.
         DataError: the recorded outputs cannot be read.
     """
+    # Inputs are data, not measurements: they must be the same to the byte.
     entry = recorded.manifest.files.get(f"golden/{INPUTS}")
     if entry is None or entry.sha256 != digest_file(golden.folder / INPUTS):
         raise UsageError(
@@ -77,6 +78,7 @@ def _is_near(own: Array, theirs: Array | None) -> bool:
         return False
     if own.dtype.kind != "f":
         return bool(np.array_equal(own, theirs))
+    # Against the largest number: near zero a relative tolerance would refuse differences in the last bits.
     reach = float(np.max(np.abs(own), initial=0.0))
     return bool(np.allclose(own, theirs, rtol=0.0, atol=LIMIT * reach, equal_nan=True))
 

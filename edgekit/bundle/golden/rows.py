@@ -15,6 +15,7 @@ from edgekit.data.npz import SHAPES
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 
+# The first moment that a zip can hold (APPNOTE.TXT, 4.4.6).
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -116,6 +117,7 @@ class _Column:
     @property
     def parts(self) -> tuple[str, ...]:
         """What stands behind the name of each of its arrays."""
+        # Ragged only where it has to be: outputs of one shape stay a plain array that numpy reads.
         return ("",) if len(set(self._shapes)) == 1 else ("", SHAPES)
 
     @property
@@ -184,6 +186,7 @@ def _name_dtype(dtype: np.dtype[Any]) -> str:
 
 def _as_text(value: Array, name: str) -> Array:
     text = value.astype(np.str_)
+    # numpy's text drops null characters at the end: what could not be read back is refused.
     if not np.array_equal(text.astype(object), value.astype(object)):
         raise DataError(f"'{name}' holds strings that end in a null character", hint="leave this output out")
     return text
@@ -192,5 +195,6 @@ def _as_text(value: Array, name: str) -> Array:
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     buffer = BytesIO()
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    # Version 1.0, which every numpy reads; names of fields, for which there are newer ones, do not occur.
     np.lib.format.write_array_header_1_0(buffer, fields)
     return buffer.getvalue()

@@ -18,6 +18,7 @@ def read_bounded(folder: Path, name: str) -> bytes:
     file = safe_join(folder, name)
     _check_regular(file, name, folder)
     with file.open("rb") as stream:
+        # One byte more than allowed, so that the decoder sees that it is too large.
         return stream.read(MAX_MANIFEST_BYTES + 1)
 
 
@@ -33,6 +34,7 @@ def check_files(folder: Path, files: Mapping[str, BundledFile], beside: Collecti
     for name, entry in files.items():
         path = safe_join(folder, name)
         _check_regular(path, name, folder)
+        # Sizes of all before a digest of any: a file of terabytes is refused without being read.
         size_bytes = path.stat().st_size
         if size_bytes != entry.size_bytes:
             raise BundleError(
@@ -50,6 +52,7 @@ def check_files(folder: Path, files: Mapping[str, BundledFile], beside: Collecti
 def iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields everything below a folder that is no folder, by its name with `/`, sorted."""
     for path in sorted(folder.rglob("*")):
+        # A link to a folder is listed, not followed: it leads out of the bundle, and is refused as no regular file.
         if path.is_symlink() or not path.is_dir():
             yield path.relative_to(folder).as_posix(), path
 
@@ -57,6 +60,7 @@ def iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
 def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) -> None:
     wanted = set(files)
     present = {name for name, _ in iterate_files(folder)} - set(beside)
+    # A file too many is an alteration like any other: apps copy folders whole.
     for name in sorted(present - wanted):
         raise BundleError(
             f"bundle '{folder}' holds {name!r}, which its manifest does not list", hint="remove that file"

@@ -11,6 +11,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Licence
 from edgekit.target import Form, Platform, Precision, Thresholds, Verification
 
+# An upper bound for what is decoded in memory before anything is known of it.
 MAX_MANIFEST_BYTES = 16 << 20
 
 
@@ -129,6 +130,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     edgekit's layout of ORT-format files, None without such a file.
     """
 
+    # A version to come is refused, not guessed at: what it adds may change what the rest means.
     schema_version: Literal[2] = 2
     name: str
     target: str
@@ -168,6 +170,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
 
 def encode_json(value: object) -> bytes:
     """Returns canonical JSON: sorted keys, two spaces, a newline at the end; the same value gives the same bytes."""
+    # Indented, so that a diff of two bundles is read line by line; numbers are the shortest that read back the same.
     return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"
 
 
@@ -182,6 +185,7 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
     """
     raw = decode_plain(data, source)
     manifest = convert_strictly(migrate_manifest(raw), Manifest, source)
+    # Readers disagree on keys that come twice (RFC 8259, 4): the signature would cover two meanings.
     check_canonical(raw, data, source)
     for form in (manifest.form, *manifest.forms):
         if not manifest.forms.get(form):

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 _MAX_NAME_BYTES = 512
+# The longest name that ext4 (in bytes) and NTFS (in UTF-16 units) have room for.
 _MAX_PART_BYTES = 255
 _MAX_DEPTH = 16
 _FORBIDDEN = frozenset('<>:"|?*\\')
+# The superscript digits are devices too: Windows takes them for 1, 2 and 3 ("Naming files, paths, and namespaces").
 _DEVICES = frozenset(
     {"con", "prn", "aux", "nul", "conin$", "conout$"}
     | {f"{kind}{digit}" for kind in ("com", "lpt") for digit in "123456789¹²³"}
@@ -34,6 +36,7 @@ def find_fault(name: str) -> str | None:
 
 def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
     """Returns two names that cannot both be files: equal but for case or Unicode form, or one a folder of the other."""
+    # Split before sorting: as texts "a-b" would stand between "a" and "a/b", and the neighbours would not meet.
     folded = sorted((tuple(_fold(name).split("/")), name) for name in names)
     for (first, name), (second, other) in pairwise(folded):
         if second[: len(first)] == first:
@@ -48,10 +51,12 @@ def _find_fault_of_part(part: str) -> str | None:
         return "holds a character that is not allowed everywhere"
     if part[-1] in ". " or len(part.encode()) > _MAX_PART_BYTES:
         return "ends in a dot or a space, or is too long"
+    # "nul.txt" is the device as well: Windows looks at what stands before the first dot.
     if part.partition(".")[0].rstrip().casefold() in _DEVICES:
         return "is the name of a device on Windows"
     return None
 
 
 def _fold(name: str) -> str:
+    # Twice, because folding the case may take a composed letter apart; macOS compares names without regard to either.
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

@@ -7,6 +7,7 @@ from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.errors import BundleError, UsageError, suggest_name
 from edgekit.target import Target, TaskLimit
 
+# Patterns are matched whole. None lets a slash, a colon or a quote through: no path, no address, no second option.
 _FLAG, _NUMBER, _WORD = "[01]", r"\d{1,6}", r"[A-Za-z][A-Za-z0-9_]{0,63}"
 _PLAIN = r"\d{1,9}|true|false|on|off"
 _NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
@@ -127,6 +128,7 @@ def check_requests(manifest: Manifest, source: str) -> None:
     _check_words(manifest.session_config, _SESSION, "session_config", source)
     options = _PROVIDERS.get(manifest.provider)
     _check_words(manifest.provider_options, options, "provider_options", source)
+    # Versions end in POMs and Gradle files, where more than a word would be code.
     for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():
         if not re.fullmatch(_NAME, name) or not re.fullmatch(_VERSION, version):
             raise BundleError(
@@ -159,6 +161,7 @@ def bundled_task(manifest: Manifest) -> TaskLimit | None:
         UsageError: it is a function of somebody's own, which runs only where the user names it.
     """
     task = manifest.thresholds.task
+    # `module:function` imports and runs Python.
     if task is not None and ":" in task.name:
         raise UsageError(
             f"bundle '{manifest.name}' asks for the metric {task.name[:200]!r}, code that no bundle may run",

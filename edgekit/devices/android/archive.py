@@ -72,6 +72,7 @@ def fetch_archive(folder: Path) -> Path:
         digest = hashlib.file_digest(file, "sha512").digest()
     if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
         raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
+    # Only after its digest is known to be right; one member is taken, under a name that is ours.
     with tarfile.open(packages[0]) as package:
         _write_member(package.extractfile(_MEMBER), archive)
     packages[0].unlink()

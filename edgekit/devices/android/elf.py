@@ -46,6 +46,7 @@ def read_library(path: Path) -> Library:
             data = file.read(MAX_BYTES)
     except OSError as error:
         raise DeviceError(f"cannot read '{path}': {error.strerror}", hint="give a libonnxruntime.so") from error
+    # Class 2 is 64-bit, data 1 little-endian; offsets below are those of Elf64_Ehdr, Elf64_Phdr and Elf64_Sym.
     if data[:6] != b"\x7fELF\x02\x01":
         raise DeviceError(f"'{path.name}' is no 64-bit ELF library", hint="give ONNX Runtime's archive for Android")
     try:
@@ -80,6 +81,7 @@ def _imports(data: bytes, loads: list[tuple[int, ...]], tags: dict[int, int], na
     symbols = _file_offset(loads, tags[_SYMTAB])
     for index in range(1, first):
         name, info, _, section, _, _ = _SYMBOL.unpack_from(data, symbols + index * _SYMBOL.size)
+        # SHN_UNDEF; a weak symbol may stay undefined, and the loader sets it to zero.
         if section == 0 and info >> 4 != _WEAK:
             yield names[name : names.index(b"\0", name)].decode()
 

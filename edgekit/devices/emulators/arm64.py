@@ -184,7 +184,6 @@ def _emulate_python(root: Path, cpu: str, arguments: Sequence[str]) -> list[str]
 
 def _unpack_debian(archive: Path, root: Path) -> None:
     """Fetches the packages and unpacks them; nothing of them runs, so that neither root nor binfmt_misc is needed."""
-    # Extracted, never configured: no maintainer script runs, so neither root nor binfmt_misc is needed on this machine.
     packages = "--include=python3,libstdc++6,libc6"
     argv = ["mmdebstrap", "--mode=chrootless", "--arch=arm64", "--variant=extract", packages, "bookworm", str(archive)]
     _run_step("mmdebstrap", argv, {"TMPDIR": str(archive.parent)})
@@ -193,6 +192,7 @@ def _unpack_debian(archive: Path, root: Path) -> None:
 
 
 def _install_wheels(site: Path) -> None:
+    # pip takes wheels for the platform tags that it is told, not for older ones by itself.
     platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
     _run_step(
         "pip",

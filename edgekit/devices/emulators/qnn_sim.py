@@ -83,6 +83,7 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         # second.
         (work / "strict").mkdir()
         run = run_python(runner, job, far, work / "strict")
+        # Only for this one refusal: another failure with the CPU allowed would look like a run in the simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
         return _run_with_cpu(runner, job, far, work)
@@ -141,6 +142,7 @@ def _context_socs(compatibility: str) -> tuple[str, ...]:
     fields = compatibility.split(":")
     if len(fields) < 6 or not re.fullmatch(r"\d+(,\d+)*", fields[5]):
         return ()
+    # 0 stands for no SoC in particular.
     return tuple(number for number in fields[5].split(",") if number != "0")
 
 

@@ -21,6 +21,7 @@ from edgekit.progress import Progress
 
 PROVIDER = "XnnpackExecutionProvider"
 WEB_VERSION = "1.16.3"
+# What ONNX Runtime 1.16 can read: it refuses newer opsets and IR versions when it loads.
 MAX_OPSET = 19
 MAX_ML_OPSET = 4
 MAX_IR_VERSION = 9

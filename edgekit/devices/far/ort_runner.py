@@ -60,6 +60,7 @@ def _serve_pipe() -> int:
     """Answers each sample of stdin on stdout; what libraries print goes to stderr."""
     stdin = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as stdout, tempfile.TemporaryDirectory() as folder:
+        # Libraries write to stdout as they like, which would break the messages; what is left of it leads to stderr.
         os.dup2(2, 1)
         job = json.loads(stdin.readline())
         run = _new_run(job)
@@ -89,6 +90,7 @@ def _new_run(job: Json) -> Json:
 def _run_or_refuse(work: Callable[[], str], run: Json) -> None:
     try:
         run["status"] = work()
+    # Who asked is gone: there is nobody to report a refusal to.
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal to report
@@ -168,6 +170,7 @@ def _open_session(folder: Path, job: Json) -> Any:
         ort.register_execution_provider_library(provider, job["library"])
         devices = [device for device in ort.get_ep_devices() if device.ep_name == provider]
         options.add_provider_for_devices(devices[:1], job["provider_options"])
+        # Otherwise a session that cannot be made on the provider is made again on the CPU, without a word.
         return ort.InferenceSession(job["model"], options, enable_fallback=False)
     providers = [(provider, job["provider_options"])] if provider != _CPU else []
     return ort.InferenceSession(job["model"], options, providers=[*providers, _CPU], enable_fallback=False)
@@ -185,6 +188,7 @@ def _profiled_nodes(file: Path) -> list[Json]:
     """Reads the executed nodes; a profile has no domain."""
     nodes: dict[str, Json] = {}
     for event in json.loads(file.read_bytes()):
+        # Of the events of a node this one names the provider that ran it.
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             name = event["name"].removesuffix("_kernel_time")
             arguments = event["args"]
@@ -231,6 +235,7 @@ def _flatten(name: str, value: Any) -> dict[str, Any]:
 
 def _as_array(items: list[Any]) -> Array:
     value = np.asarray(items)
+    # As on edgekit's side: ONNX Runtime's maps hold float32, which Python widened.
     return value.astype(np.float32) if value.dtype == np.float64 else value
 
 

@@ -113,6 +113,7 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
     is_quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
     if is_quantized or job.precision != "fp16":
         return model.path
+    # The copy holds its weights inside, rounded ones beside the others until those are dropped.
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
     full = read_proto(model)

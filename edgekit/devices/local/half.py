@@ -69,6 +69,7 @@ def _round_node(rounding: _Rounding, node: onnx.NodeProto) -> None:
             rounding.nodes.append(_cast(node.output[index], half, HALF))
             if kind == FLOAT:
                 rounding.nodes.append(_cast(half, name, FLOAT))
+                # Readers that are taken read it as it is: it was rounded when it was made.
                 rounding.sources[name] = name
 
 
@@ -76,6 +77,7 @@ def _add_source(rounding: _Rounding, name: str) -> str:
     """Returns the name of a float32 copy of a value, rounded to half."""
     source = f"{name}/rounded"
     if name in rounding.weights:
+        # Beyond 65504 half precision has infinity, which is what the target computes with.
         with np.errstate(over="ignore"):
             value = numpy_helper.to_array(rounding.weights[name]).astype(np.float16).astype(np.float32)
         rounding.added.append(numpy_helper.from_array(value, source))

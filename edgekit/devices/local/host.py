@@ -50,4 +50,6 @@ class OlderHost(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         runner = Runner(device=self.name, evidence=self.evidence)
+        # qemu's Haswell has AVX2 and neither VNNI nor AVX-512: MLAS then takes its VPMADDUBSW kernels
+        # (targets/cpu/NOTES.md).
         return run_python(runner, job, describe_job(job), work, (_QEMU, "-cpu", "Haswell"))

@@ -166,6 +166,7 @@ def _known_abi(abi: str) -> Abi:
 
 def _place(abi: Abi) -> Path:
     files = sorted(path for path in runner_sources().rglob("*") if path.is_file())
+    # Everything that the bytes of the program depend on here: a change of a source builds it anew.
     parts = [abi.name, str(ANDROID_API), *(f"{path.name} {digest_file(path)}" for path in files)]
     return cache_folder() / "runner" / f"{abi.name}-{digest_bytes(chr(10).join(parts).encode())[:16]}"
 
@@ -205,6 +206,7 @@ def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str
         raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint="give the folder of an NDK")
     return [
         f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", f"-DANDROID_ABI={abi.name}", f"-DANDROID_PLATFORM=android-{ANDROID_API}",
+        # Linked in: a shared C++ library would be one more file to push, and might meet another version of itself.
         "-DANDROID_STL=c++_static",
     ]  # fmt: skip
 

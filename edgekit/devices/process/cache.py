@@ -22,6 +22,7 @@ def find_installed(name: str, lock: Path) -> Path | None:
     """Returns the folder of an emulator that was installed from exactly this lock file, or None."""
     folder = cache_folder() / name
     stamp = folder / _STAMP
+    # Another lock file is another emulator: it is installed anew, not mended.
     if stamp.is_file() and stamp.read_text() == digest_file(lock):
         return folder
     return None

@@ -20,8 +20,10 @@ FAR = Path(__file__).parents[1] / "far"
 ORT_RUNNER = FAR / "ort_runner.py"
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
+# A device may say what it likes: what goes into reports is bounded in number and length.
 _MOST_VERSIONS = 32
 
+# What a far side that wrote nothing has said: it was started, and no more is known.
 _NOTHING = FarRun(
     status="running",
     message="",
@@ -76,6 +78,8 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         warmup=job.warmup,
         repeat=job.repeat,
         budget_s=job.budget_s,
+        # A session of a file in ORT format has no record of assignments; the profiler names the provider of each
+        # kernel.
         profile=job.model.suffix == ".ort",
         custom_ops=tuple(map(str, job.custom_ops)),
     )
@@ -101,7 +105,11 @@ def run_python(runner: Runner, job: Job, far: FarJob, work: Path, emulator: Sequ
     """Runs a job with the onnxruntime of this Python, in a child, which `emulator` executes if it is given."""
     write_job(work, far, job.samples)
     finished = run_process(
-        [*emulator, sys.executable, "-P", str(ORT_RUNNER), str(work)], timeout_s=job.timeout_s, cwd=work
+        # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same
+        # names.
+        [*emulator, sys.executable, "-P", str(ORT_RUNNER), str(work)],
+        timeout_s=job.timeout_s,
+        cwd=work,
     )
     return collect_run(runner, job, finished, work)
 
@@ -131,6 +139,7 @@ def judge_run(
         placement=_read_placement(far, job.model),
         placement_source=far.placement_source,
         load_ms=far.load_ms,
+        # Times beyond the outputs that are whole belong to a sample that did not come back.
         latency_ms=far.latency_ms[: outputs.count * repeat],
         peak_rss_bytes=far.peak_rss_bytes,
         versions={printable(key): printable(value) for key, value in list(far.versions.items())[:_MOST_VERSIONS]},

@@ -24,6 +24,7 @@ from edgekit.devices.device import LEAST_SAMPLES, DeviceState
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 
+# Bounds for what comes back, before it is parsed or kept: numpy's own limit was 32 axes until 2.0.
 MAX_HEADER_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 1 << 32
 MAX_RANK = 32
@@ -32,6 +33,7 @@ MAX_RESULT_BYTES = 1 << 26
 _RUN = "run.json"
 _CHUNK_BYTES = 1 << 20
 
+# Beyond 2^53 readers of JSON, whose numbers are doubles, do not keep whole numbers exact (RFC 8259, 6).
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
 """A day is the longest time limit that a device may get, so nothing in a run has taken longer."""
@@ -245,12 +247,14 @@ def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> 
     line = stream.readline(MAX_HEADER_BYTES + 1)
     entries = _decode_header(line, path, specs)
     size_bytes = len(line) + sum(entry.size_bytes for entry in entries)
+    # Asked of the open file, not of the name.
     if size_bytes > MAX_SAMPLE_BYTES or size_bytes != os.fstat(stream.fileno()).st_size:
         raise _malformed(path, "its size is not what its header says")
     return entries
 
 
 def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
+    # No end within the bound: longer than allowed, or cut off.
     if not line.endswith(b"\n"):
         raise _malformed(path, "its header has no end")
     try:
@@ -265,6 +269,7 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
 
 
 def _check_names(path: Path, got: Sequence[str], wanted: Sequence[str]) -> None:
+    # Sorted lists and not sets, so that a name which comes twice is seen.
     if sorted(got) != sorted(wanted):
         raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
 
@@ -274,6 +279,7 @@ def _check_entry(path: Path, entry: _Entry, spec: TensorSpec) -> None:
         raise _malformed(path, f"'{entry.name}' is {entry.dtype[:40]}, the model gives {spec.dtype}")
     if not shape_matches(entry.shape, spec):
         raise _malformed(path, f"'{entry.name}' has shape {list(entry.shape)[:16]}, the model gives [{spec}]")
+    # A dimension of 0 counts as 1: [0, 2^40] has no bytes, and is no shape to work with all the same.
     if len(entry.shape) > MAX_RANK or math.prod(dim or 1 for dim in entry.shape) > MAX_SAMPLE_BYTES:
         raise _malformed(path, f"the shape of '{entry.name}' is too large")
     if entry.dtype != "string" and entry.size_bytes != np.dtype(DTYPES[entry.dtype]).itemsize * math.prod(entry.shape):

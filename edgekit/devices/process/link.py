@@ -99,6 +99,7 @@ def digest_files(files: Mapping[str, Path]) -> str:
 def digest_unchanged(path: Path) -> str:
     """Returns the sha256 of a file in hex, read once for as long as its size and times stay what they are."""
     facts = path.stat()
+    # Models of gigabytes are pushed to several devices in one run; the change time catches who sets the other back.
     return _digest_known(path, (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns))
 
 
@@ -132,6 +133,7 @@ def _context_files(model: Model) -> Iterator[str]:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
+    # Another file system, or one without hard links.
     with contextlib.suppress(OSError):
         os.link(source, target, follow_symlinks=True)
         return

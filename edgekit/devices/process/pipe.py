@@ -76,6 +76,7 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
     """Reads messages until the last line; what is wrong stands in the answer."""
     try:
         while first := _peek(stream):
+            # A message begins with the list of its tensors, the last line with an object: one byte tells them apart.
             if first == b"{":
                 answer.run = decode_run(_read_line(stream))
                 if _peek(stream):
@@ -97,6 +98,7 @@ def _peek(stream: BufferedReader) -> bytes:
 
 def _has_ended(stream: BufferedReader) -> bool:
     """Returns True if nothing will come any more, without waiting for what may come."""
+    # At the end of a pipe `select` says that it can be read, and reading gives nothing.
     return bool(select.select([stream.fileno()], [], [], 0)[0]) and not _peek(stream)
 
 
@@ -109,6 +111,7 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) ->
     far = answer.run
     if finished.timed_out:
         return f"ran out of time ({job.timeout_s:g} s)"
+    # A program that died in the middle of a message is reported by how it died, not by the message that it cut off.
     if answer.wrong and (finished.succeeded or not answer.cut):
         return answer.wrong
     if far is not None and far.status == "refused":

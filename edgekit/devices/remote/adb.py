@@ -22,8 +22,6 @@ ADB = "adb"
 BASE = "/data/local/tmp/edgekit"
 """Where edgekit keeps its files: the one folder of a phone in which adb's user may write and start programs."""
 
-"""Files that come slower than this are given up: adb's client itself waits for ever."""
-
 _SERIAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 # What adb says of a device that cannot be used, the same in our words, and what to do next.
 _STATES = (
@@ -62,10 +60,12 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
             return Missing(reason="adb not found", command="apt-get install adb")
         if self.serial and not _SERIAL.fullmatch(self.serial):
             return Missing(reason=f"'{self.serial[:80]}' is no serial of a device", command="adb devices -l")
+        # The state alone tells whether there is a link: `adb connect` exits with 0 however it went (measured).
         finished = self._adb(["get-state"])
         if finished.stdout.strip() != "device":
             return self._describe_state(finished)
         features = self._adb(["features"]).stdout.split()
+        # Without that feature the exit code of a program never reaches this side.
         if "shell_v2" not in features:
             return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
         return None
@@ -80,6 +80,7 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
 
     def wrap(self, argv: Sequence[str]) -> tuple[str, ...]:
         """Returns the command that runs `argv` on the device."""
+        # -T: no terminal, which would turn line ends and echo what is sent.
         return (*self._command(), "shell", "-T", wrap_program(BASE, self.run, argv))
 
     def stop(self) -> None:
@@ -234,6 +235,9 @@ def _push_reason(finished: Finished) -> str:
     if finished.timed_out:
         return "it does not answer"
     lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
+    # adb 29 writes what went wrong to stdout, adb 36 to stderr, and what stands before "error: " differs: both are
+    # searched for the word.
     errors = [line for line in lines if "error: " in line]
     line = one_line(errors[-1] if errors else "\n".join(lines))
+    # The files have numbers here, in a folder of this machine that says nothing to the user.
     return re.sub(r"'/[^']*/(\d+)'", r"file \1", line.removeprefix("adb: error: "))[-300:] or finished.ending

@@ -4,6 +4,7 @@ import re
 
 from edgekit.errors import UsageError
 
+# No "-" in front, which would make an option of it, and nothing that means something to a shell.
 _SERIAL = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,126}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}@"
 _HOST = r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]{1,43}\]?)"

@@ -16,6 +16,8 @@ from edgekit.evidence import Evidence
 
 STEP_S = 30.0
 """How long one step of a conversation with a device may take, but for what its bytes need."""
+# adb's client waits for ever for a daemon that stops answering (measured): each step has a limit of its own, which
+# grows with its bytes.
 SLOWEST_BYTES_PER_S = 256 << 10
 """A link that moves fewer is taken for dead: USB 2 and slow Wi-Fi move ten times as many."""
 
@@ -95,6 +97,7 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def native_program(native: NativeRunner, libraries: tuple[Path, ...] = ()) -> Program:
     """Returns edgekit's own runner with ONNX Runtime's library, and a plug-in provider's with what that one loads."""
+    # The second is where Qualcomm's FastRPC looks for the half of the library that runs on the DSP.
     paths = ("env", "LD_LIBRARY_PATH={folder}", "ADSP_LIBRARY_PATH={folder}") if libraries else ()
     return Program(
         files={**native.files, **{path.name: path for path in libraries}},
@@ -122,6 +125,7 @@ def run_remote(link: StoppableLink, program: Program, job: Job, work: Path, sess
     argv = [word.replace("{folder}", folder) for word in program.argv]
     try:
         run = run_over(link, argv, job, far, work, runner=runner)
+    # Ctrl-C too: a program left running would keep the phone busy and warm.
     except BaseException:
         link.stop()
         raise

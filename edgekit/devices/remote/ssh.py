@@ -30,6 +30,7 @@ _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ClearAllForwardings=yes",
 )  # fmt: skip
 
+# A connection that nobody closed, because edgekit was killed, ends by itself.
 _SHARED_S = 30
 _HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'
 
@@ -121,6 +122,8 @@ class SshLink(msgspec.Struct, frozen=True, kw_only=True):
             raise DeviceError(f"'{self.name}' while sending files: {reason[-300:]}", hint=f"sftp {self.host}")
 
     def _command(self, script: str) -> tuple[str, ...]:
+        # `exec sh -c`, because the user's own shell may be fish or csh, which read other scripts; `--` ends the
+        # options.
         return ("ssh", "-T", *self._options(), "--", self.host, f"exec sh -c {shlex.quote(script)}")
 
     def _options(self) -> tuple[str, ...]:
@@ -245,6 +248,7 @@ exit 0"""
 @contextlib.contextmanager
 def shared_connection(link: SshLink) -> Generator[SshLink]:
     """Yields a link like `link` whose commands share one connection, which ends with the block."""
+    # A short path: a Unix socket's name has about 100 bytes (sun_path in unix(7): 108).
     with tempfile.TemporaryDirectory(prefix="edgekit-ssh-") as folder:
         shared = msgspec.structs.replace(link, control=f"{folder}/c")
         try:

@@ -27,12 +27,16 @@ KEPT_SETS = 12
 """How many sets of files stay on a machine; those used longest ago go first."""
 
 _SPARE_BYTES = 4 << 20
+# A slow board's sha256sum; the limit of a step grows with what it has to read.
 _SLOWEST_DIGEST_BYTES_PER_S = 4 << 20
 _LIST = ".files"
 _BEGIN = "EDGEKIT-BEGIN"
 _DONE = "EDGEKIT-DONE"
 _KINDS = frozenset({"part", "run"})
+# adb passes a command as a service name whose length has four hex digits: beyond 65,535 bytes it arrives garbled
+# (measured).
 _MAX_SCRIPT_BYTES = 60_000
+# The process group first, with what the program started; the process alone where there is no setsid.
 _KILL = "kill -9 -$p 2>/dev/null || kill -9 $p 2>/dev/null"
 _TEST = """h() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
 t() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "'$3' arrived damaged" >&2; exit 1; }; }
@@ -84,8 +88,9 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
     Raises:
         DeviceError: the machine did not run it to its end, or it failed; the message names machine and step.
     """
+    # In a subshell, so that an `exit` in the script cannot skip the line that says it came to its end.
     whole = f"echo {_BEGIN}; (\n{script}\n); rc=$?; echo; echo {_DONE} $rc"
-    if len(whole.encode()) > _MAX_SCRIPT_BYTES:  # adb's names of services hold 64 kB
+    if len(whole.encode()) > _MAX_SCRIPT_BYTES:
         raise DeviceError(f"'{shell.name}' while {step}: too many files", hint="put the weights into one file")
     finished = shell.start_script(whole, shell.step_timeout_s if timeout_s is None else timeout_s)
     before, begin, rest = finished.stdout.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
@@ -204,6 +209,7 @@ def _fill(
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
     needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
+    # Asked before anything is sent, which may take minutes.
     if seen.free_bytes is not None and seen.free_bytes < needed:
         raise DeviceError(
             f"'{shell.name}' while sending files: {needed >> 10} kB are needed below '{base}', "
@@ -234,6 +240,7 @@ def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digest
     for name, path in wanted.items():
         number, quoted = numbers[name], shlex.quote(name)
         parent = str(PurePosixPath(name).parent)
+        # Neither sftp's `put` nor adb's push can be relied on for modes: adbd widens them to 0666 or 0777.
         mode = "700" if os.access(path, os.X_OK) else "600"
         lines += [
             f"t {number} {digests[name]} {quoted}",
@@ -261,6 +268,7 @@ def _remove(shell: Shell, base: str, name: str) -> None:
     """Removes an own folder, if the machine can still be reached within some seconds."""
     script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
     deadline = time.monotonic() + _CLEAN_S
+    # A link that just broke may be back within seconds; the user is not kept longer than that.
     while (left := deadline - time.monotonic()) > 0:
         try:
             ask(shell, script, step="cleaning up", timeout_s=min(left, shell.step_timeout_s))
@@ -295,6 +303,7 @@ def _is_left_over(name: str) -> bool:
         others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
         return int(thread) not in others
     try:
+        # Signal 0 only asks whether the process is there.
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
@@ -308,6 +317,7 @@ def _is_number(word: str) -> bool:
 
 
 def _computer() -> str:
+    # Digested, as the phone's folder is no place for the name of a computer.
     return hashlib.sha256(f"{platform.node()} {os.getuid()}".encode()).hexdigest()[:8]
 
 

@@ -16,6 +16,7 @@ from edgekit.verify.layers.outliers import find_first_bad
 from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
+# The chart is 1000 units wide: with more points none could be told from its neighbour.
 _MOST_LAYERS, _MOST_LOCATED = 400, 200
 _MOST_DB = 80.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
@@ -70,12 +71,14 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
     for step in steps:
         level += step.noise_share or 0.0
         ends.append(level)
+    # Without any loss all ends are 0, and the scale would be divided by it.
     low, high = min(ends), max(*ends, 1e-9)
     scale = 100.0 / (high - low)
     return tuple(
         Bar(
             step=step,
             left=(min(start, end) - low) * scale,
+            # A step that changes nothing is still to be seen.
             width=max(abs(end - start) * scale, 0.4),
             falls=end < start,
         )
@@ -142,6 +145,7 @@ def draw_image(value: Array) -> str | None:
         return None
     values = planes.astype(np.float64)
     low, high = float(values.min()), float(values.max())
+    # Stretched, because inputs are normalised by whatever the model wants, which is not known here.
     shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
     image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
     image.thumbnail((_THUMB, _THUMB))
@@ -155,6 +159,7 @@ def _find_planes(value: Array) -> Array | None:
     if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
         return None
     one: Array = value[0]
+    # Smaller planes are features, not images.
     if one.shape[0] in {1, 3} and min(one.shape[1:]) >= 8:
         return np.moveaxis(one, 0, 2)
     return one if one.shape[2] in {1, 3} and min(one.shape[:2]) >= 8 else None
