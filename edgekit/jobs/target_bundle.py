@@ -102,7 +102,7 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     ort_source: Model | None = None
     if precision == "fp16":
         try:
-            # Files in ORT format are made of the float model: ONNX Runtime would bake casts around each node of a half one.
+            # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
             ort_source, model = model, _halve(model, check, work / "half.onnx", notes)
             check = check_model(model, target)
         except (ModelError, RuntimeRefusal) as error:
