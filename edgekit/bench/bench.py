@@ -11,13 +11,13 @@ import numpy as np
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough
+from edgekit.bench.interleaved import compare_on
 from edgekit.bench.latency import describe_drift, find_drift, median_interval
 from edgekit.bench.report import BenchReport, BenchRun, SkippedBench
 from edgekit.bench.subject import Subject, open_subject
 from edgekit.bench.thermal import describe_change
-from edgekit.bench.turns import compare_on
 from edgekit.devices.device import Device
-from edgekit.devices.lab import run_each
+from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence

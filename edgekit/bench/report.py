@@ -39,7 +39,7 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How the other subject (B) compares with the subject (A) on one device, run by run in turns.
+    """How the other subject (B) compares with the subject (A) on one device, in interleaved rounds.
 
     `ratio` is None where `failure` says that there is none.
     """

@@ -58,11 +58,11 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
     for node in source.nodes:
         trace = found[node.index]
         yield source, node, trace
-        twin = names.get(node.name)
+        same = names.get(node.name)
         # Bodies pair up by their order among the attributes; where their number changed, they share what became of the
         # node.
-        if twin is not None and len(twin.bodies) == len(node.bodies):
-            for body, other in zip(node.bodies, twin.bodies, strict=True):
+        if same is not None and len(same.bodies) == len(node.bodies):
+            for body, other in zip(node.bodies, same.bodies, strict=True):
                 yield from trace_nodes(body, other)
         else:
             yield from _inherit(node, trace)
@@ -76,11 +76,11 @@ def _inherit(node: Node, trace: Trace) -> Iterator[tuple[Graph, Node, Trace]]:
 
 
 def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
-    twin = view.names.get(node.name)
-    if twin is not None and (twin.op_type, twin.domain) == (node.op_type, node.domain):
-        return Trace(fate="kept", became=(twin.name,))
-    if twin is not None:
-        return Trace(fate="rewritten", became=(twin.name,), note=f"written as {twin.op_type}")
+    same = view.names.get(node.name)
+    if same is not None and (same.op_type, same.domain) == (node.op_type, node.domain):
+        return Trace(fate="kept", became=(same.name,))
+    if same is not None:
+        return Trace(fate="rewritten", became=(same.name,), note=f"written as {same.op_type}")
     producers = view.prepared.producers
     makers = [producers[name] for name in node.output if name in producers]
     if makers:

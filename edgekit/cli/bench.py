@@ -13,7 +13,7 @@ from edgekit.cli.terminal import show_bench, show_json, showing_progress
 from edgekit.devices.register import DeviceChoice
 
 
-@click.command(short_help="Time a bundle or a model on devices, or two of them in turns.")
+@click.command(short_help="Time a bundle or a model on devices, or two of them in interleaved rounds.")
 @click.argument("subject", type=click.Path(path_type=Path))
 @options.ON
 @options.ON_FILE
@@ -22,7 +22,9 @@ from edgekit.devices.register import DeviceChoice
 @click.option(
     "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
 )
-@click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in turns with SUBJECT.")
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in rounds interleaved with SUBJECT."
+)
 @click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
 @click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
 @options.JSON
@@ -43,7 +45,7 @@ def command(
     """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
 
     Without --runs each device runs until its median is known to 2 % or its time is over. Emulators are timed too, but
-    the result says that it is not the device's time. With --against both run in turns on each device.
+    the result says that it is not the device's time. With --against both run in interleaved rounds on each device.
 
     \b
     Example:

@@ -19,7 +19,7 @@ YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
 
 COMMANDS = {
-    "bench": "Time a bundle or a model on devices, or two of them in turns.",
+    "bench": "Time a bundle or a model on devices, or two of them in interleaved rounds.",
     "build": "Make a verified bundle of a model for each target.",
     "check": "Say node by node what each target would take, why not, and what to do.",
     "compare": "Say how far one model lies from another, and in which layer it begins.",

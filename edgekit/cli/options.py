@@ -10,7 +10,7 @@ import click
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.model import Model
-from edgekit.prepare.reface import LAYOUTS, Layout
+from edgekit.prepare.change_interface import LAYOUTS, Layout
 from edgekit.recipe import Data
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -9,7 +9,7 @@ from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_json, show_prepared, showing_progress
 from edgekit.jobs.prepare import PrepareOptions, prepare_for
 from edgekit.model.model import load_model
-from edgekit.prepare.reface import InterfaceChanges
+from edgekit.prepare.change_interface import InterfaceChanges
 from edgekit.target import load_target
 
 

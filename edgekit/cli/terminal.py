@@ -52,7 +52,7 @@ def show_verify(report: VerifyReport) -> None:
     """Prints a verification: the table, each failure, each device that was skipped."""
     print_table(text.table_verify(report))
     if report.comparison:
-        print_table(text.table_lab(report))
+        print_table(text.table_device_figures(report))
     for remark in text.list_verify_remarks(report):
         click.echo(f"- {remark}")
     click.echo(f"{report.bundle}: {'pass' if report.passed else 'fail'}")

@@ -9,12 +9,12 @@ from edgekit._files import digest_file, move_file, work_folder
 from edgekit._ort import VERSION
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
 from edgekit.convert.equality import Equality
-from edgekit.convert.fates import OpFate
 from edgekit.convert.forms import ORT_FILES, Source, Written, write_context_form, write_onnx_form, write_ort_form
+from edgekit.convert.fusions import OpFusion
+from edgekit.convert.onnx_form import write_stamped
 from edgekit.convert.ort_form import OrtOptions, refuse_large
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.convert.ort_format.census import UnfusedNode
-from edgekit.convert.twin import write_twin
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.target import Form, Target
@@ -37,7 +37,7 @@ class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     files: dict[Form, tuple[str, ...]]
     census: dict[Form, dict[str, int]]
-    fates: dict[Form, tuple[OpFate, ...]]
+    fates: dict[Form, tuple[OpFusion, ...]]
     unfused: dict[Form, tuple[UnfusedNode, ...]]
     equality: dict[Form, Equality]
     host_traits: dict[Form, tuple[str, ...]]
@@ -87,13 +87,13 @@ def convert_model(
     if "context" in forms:
         require_compiler()
     with work_folder(out) as work:
-        twin = write_twin(model, work)
-        ort_twin = twin if ort_source is None else write_twin(ort_source, _make_folder(work / "ort"))
-        source = Source(model=ort_twin, origin=origin or ort_source or model, samples=samples, checked=checked)
+        stamped = write_stamped(model, work)
+        ort_stamped = stamped if ort_source is None else write_stamped(ort_source, _make_folder(work / "ort"))
+        source = Source(model=ort_stamped, origin=origin or ort_source or model, samples=samples, checked=checked)
         options = OrtOptions(style="full", cpu=target.conversion.cpu)
         writers: Mapping[Form, Callable[[], Written]] = {
-            **_portable_writers(source, twin, work, options),
-            "context": lambda: write_context_form(twin, target, work, context),
+            **_portable_writers(source, stamped, work, options),
+            "context": lambda: write_context_form(stamped, target, work, context),
         }
         written: dict[Form, Written] = {form: writers[form]() for form in forms}
         return _publish(model, written, work, out, target=target.name, reason=target.conversion.reason)
@@ -109,7 +109,7 @@ def convert_styles(
     samples: Samples | None = None,
     checked: bool = True,
 ) -> ConvertedModel:
-    """Writes a prepared model into the folder `out` in ORT format, in the styles asked for, or as its ONNX twin.
+    """Writes a prepared model into the folder `out` in ORT format, in the styles asked for, or as its ONNX form.
 
     Raises:
         ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or a file gives other
@@ -120,18 +120,18 @@ def convert_styles(
     if _ORT_FORMS & set(forms):
         refuse_large(model)
     with work_folder(out) as work:
-        twin = write_twin(model, work)
-        source = Source(model=twin, origin=origin or model, samples=samples, checked=checked)
-        writers = _portable_writers(source, twin, work, options)
+        stamped = write_stamped(model, work)
+        source = Source(model=stamped, origin=origin or model, samples=samples, checked=checked)
+        writers = _portable_writers(source, stamped, work, options)
         written: dict[Form, Written] = {form: writers[form]() for form in forms}
         return _publish(model, written, work, out, target="", reason=_ASKED_FOR)
 
 
 def _portable_writers(
-    source: Source, twin: Model, work: Path, options: OrtOptions
+    source: Source, stamped: Model, work: Path, options: OrtOptions
 ) -> Mapping[Form, Callable[[], Written]]:
     return {
-        "onnx": lambda: write_onnx_form(twin),
+        "onnx": lambda: write_onnx_form(stamped),
         "full": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="full")),
         "runtime": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="runtime")),
     }

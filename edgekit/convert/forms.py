@@ -8,7 +8,7 @@ import msgspec
 from edgekit._ort import Level
 from edgekit.convert.context import ContextOptions, compile_context, shorten_name
 from edgekit.convert.equality import Equality, compare_with_source
-from edgekit.convert.fates import OpFate, trace_fates
+from edgekit.convert.fusions import OpFusion, trace_fusions
 from edgekit.convert.host_traits import describe_traits
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.convert.ort_format.census import UnfusedNode, count_ops, find_unfused, replay_saved
@@ -38,7 +38,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
     files: tuple[str, ...]
     census: dict[str, int] = {}
-    fates: tuple[OpFate, ...] = ()
+    fates: tuple[OpFusion, ...] = ()
     unfused: tuple[UnfusedNode, ...] = ()
     equality: Equality | None = None
     host_traits: tuple[str, ...] = ()
@@ -84,25 +84,25 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     return Written(
         files=(path.name,),
         census=count_ops(nodes),
-        fates=trace_fates(skim_model(source.model.path).graph, nodes),
+        fates=trace_fusions(skim_model(source.model.path).graph, nodes),
         unfused=unfused,
         equality=equality,
         host_traits=describe_traits(skim_model(source.origin.path).graph, graph.nodes),
     )
 
 
-def write_onnx_form(twin: Model) -> Written:
-    """Returns the twin as a form: it lies there already."""
-    return Written(files=(twin.path.name, *twin.external_files))
+def write_onnx_form(model: Model) -> Written:
+    """Returns the ONNX file as a form: it lies there already."""
+    return Written(files=(model.path.name, *model.external_files))
 
 
-def write_context_form(twin: Model, target: Target, folder: Path, options: ContextOptions) -> Written:
-    """Compiles the twin for the target's SoC, beside it.
+def write_context_form(model: Model, target: Target, folder: Path, options: ContextOptions) -> Written:
+    """Compiles the ONNX file for the target's SoC, beside it.
 
     Raises:
         EdgekitError: QNN's compiler is missing, crashed, or does not take the whole model.
     """
-    context = compile_context(twin.path.name, target, folder, options)
+    context = compile_context(model.path.name, target, folder, options)
     return Written(
         files=context.files,
         compatibility=context.compatibility,

@@ -11,7 +11,7 @@ from edgekit.bundle.golden.recorded import adopt_reference
 from edgekit.bundle.opening import open_recorded
 from edgekit.data.data_check import warn_if_few
 from edgekit.data.split import SampleSets, read_sample_sets
-from edgekit.devices.lab import run_together
+from edgekit.devices.parallel import run_together
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError, ModelError, UsageError
 from edgekit.jobs.prepare import list_versions, peak_rss_bytes

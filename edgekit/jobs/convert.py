@@ -10,8 +10,8 @@ from edgekit._ort import Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality, compare_onnx
-from edgekit.convert.fates import OpFate
 from edgekit.convert.forms import ORT_FILES
+from edgekit.convert.fusions import OpFusion
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
 from edgekit.convert.ort_format.census import UnfusedNode
 from edgekit.data.samples import Samples, load_samples
@@ -27,7 +27,7 @@ from edgekit.target import Form, Target
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX twin too `with_onnx`.
+    """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX form too `with_onnx`.
 
     Transformer patterns are fused first as `fuse` says, then weights are made smaller as `weights` says; with
     `qoperator` a QDQ model gets integer operators in place of Q and DQ nodes.
@@ -84,7 +84,7 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
     weights: SmallWeights | None
     files: dict[Form, tuple[str, ...]]
     census: dict[Form, dict[str, int]]
-    fates: dict[Form, tuple[OpFate, ...]]
+    fates: dict[Form, tuple[OpFusion, ...]]
     unfused: dict[Form, tuple[UnfusedNode, ...]]
     equality: dict[Form, Equality]
     host_traits: dict[Form, tuple[str, ...]]

@@ -13,15 +13,15 @@ from edgekit.jobs.check import TargetGain, fix_for_target
 from edgekit.machine import peak_bytes
 from edgekit.model.model import Model
 from edgekit.prepare import Fix, fix_model
+from edgekit.prepare.change_interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.reface import InterfaceChanges, reface_model, remaining_preprocess
 from edgekit.prepare.weights.external import place_weights, refuse_inline
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Target
 
 
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to prepare a model; see `prepare_model`, `reface_model` and `fix_model`.
+    """How to prepare a model; see `prepare_model`, `change_interface` and `fix_model`.
 
     `external` puts the weights beside the model or into it; None decides by size. With a `target` the rewrites by which
     it takes more are applied too.
@@ -66,7 +66,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
         prepared = prepare_model(
             source, staged, options.dims, opset=options.opset, outputs=options.outputs, constants=options.constants
         )
-        prepared = reface_model(prepared, staged, changes)
+        prepared = change_interface(prepared, staged, changes)
         fixes: tuple[Fix, ...] = ()
         gain: TargetGain | None = None
         if options.fix and options.target is not None:

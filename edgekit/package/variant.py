@@ -90,9 +90,9 @@ def describe_variants(bundles: Sequence[Bundle], platform: str) -> tuple[Variant
     if not bundles:
         raise UsageError("there is no bundle to package", hint="give the folders that hold manifest.json")
     digests = [bundle.sha256 for bundle in bundles]
-    twin = next((bundle for bundle in bundles if digests.count(bundle.sha256) > 1), None)
-    if twin is not None:
-        raise UsageError(f"bundle '{twin.folder}' is given twice", hint="give each bundle once")
+    again = next((bundle for bundle in bundles if digests.count(bundle.sha256) > 1), None)
+    if again is not None:
+        raise UsageError(f"bundle '{again.folder}' is given twice", hint="give each bundle once")
     names = [_name(bundle) for bundle in bundles]
     unique = [
         name if names.count(name) == 1 else f"{name}-{digest[:8]}" for name, digest in zip(names, digests, strict=True)

@@ -21,8 +21,8 @@ from edgekit.prepare.tidy import (
     restore_stamps,
     sort_values,
 )
-from edgekit.prepare.weights.hollow import hollow_weights, skim_weights
 from edgekit.prepare.weights.large import put_weights
+from edgekit.prepare.weights.stripped import skim_weights, strip_weights
 
 
 def prepare_model(
@@ -96,7 +96,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
     fix_dims(proto.graph, dims)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)
     lower_ir_version(proto, chosen)
-    shells = hollow_weights(proto)
+    shells = strip_weights(proto)
     with replacing_file(out) as temporary:
         if chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)

@@ -112,7 +112,7 @@ def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]
     yield from judge_task(task, limit)
 
 
-def table_lab(report: VerifyReport) -> Table:
+def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row a device."""
     table = make_table("device", "SQNR", "top-1", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     for figures in report.comparison:

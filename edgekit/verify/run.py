@@ -15,7 +15,7 @@ from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.devices.lab import run_each, run_together
+from edgekit.devices.parallel import run_each, run_together
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine

@@ -13,8 +13,8 @@ from tiny_models import parse_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bench.bench import bench_on, bench_subject
 from edgekit.bench.blocks import Effort
+from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.subject import open_subject
-from edgekit.bench.turns import ROUNDS
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice

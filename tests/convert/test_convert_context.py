@@ -128,7 +128,7 @@ def test_a_missing_wheel_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_qnn
-def test_the_twin_can_be_had_without_a_context(tmp_path: Path) -> None:
+def test_the_onnx_form_can_be_had_without_a_context(tmp_path: Path) -> None:
     target = load_target("qnn")
     conversion = msgspec.structs.replace(target.conversion, forms=("onnx",))
     converted = convert_model(

@@ -44,12 +44,12 @@ def test_digests_ancestry_and_versions_are_recorded(tmp_path: Path) -> None:
     assert msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(converted, enc_hook=str)))["target"] == "nnapi"
 
 
-def test_the_twin_carries_metadata_and_changes_nothing(tmp_path: Path) -> None:
+def test_the_onnx_form_carries_metadata_and_changes_nothing(tmp_path: Path) -> None:
     model = make_float(tmp_path / "m.onnx")
     before = model.path.read_bytes()
     convert_model(model, load_target("coreml"), tmp_path / "out")
-    twin = onnx.load(str(tmp_path / "out/model.onnx"))
-    props = {entry.key: entry.value for entry in twin.metadata_props}
+    written = onnx.load(str(tmp_path / "out/model.onnx"))
+    props = {entry.key: entry.value for entry in written.metadata_props}
     assert props == {"author": "me", "edgekit.source_sha256": model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
     assert np.array_equal(run_ort(tmp_path / "out/model.onnx", (1, 3, 8, 8)), run_ort(model.path, (1, 3, 8, 8)))
     assert model.path.read_bytes() == before
@@ -61,7 +61,7 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
     assert first.sha256 == second.sha256
 
 
-def test_external_data_goes_into_one_file_beside_the_twin(tmp_path: Path) -> None:
+def test_external_data_goes_into_one_file_beside_the_onnx_form(tmp_path: Path) -> None:
     path = make_float(tmp_path / "m.onnx").path
     proto = onnx.load(str(path))
     onnx.save(proto, str(path), save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=0)

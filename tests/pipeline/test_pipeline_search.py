@@ -44,11 +44,11 @@ def test_work_on_the_target_counts_more_than_a_smaller_drop(plan: QuantPlan) -> 
 
 def test_a_model_that_stays_float_is_not_taken_for_less_than_the_sampling_error(plan: QuantPlan) -> None:
     near, far = trial(plan, "a", 0.008, 1.0), trial(plan, "b", 0.02, 1.0)
-    hollow = msgspec.structs.replace(trial(plan, "c", 0.001, 1.0), integer_macs=0.1)
-    found = choose_trial([near, hollow], 0.005)
+    mostly_float = msgspec.structs.replace(trial(plan, "c", 0.001, 1.0), integer_macs=0.1)
+    found = choose_trial([near, mostly_float], 0.005)
     assert (found.met, found.chosen.step) == (True, "a")
     assert found.note == "within the sampling error; 'c' leaves 10% of the work in integers"
-    assert choose_trial([far, hollow], 0.005).chosen.step == "c"
+    assert choose_trial([far, mostly_float], 0.005).chosen.step == "c"
 
 
 def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
@@ -58,10 +58,10 @@ def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
 
 def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_worse(plan: QuantPlan) -> None:
     near, far = trial(plan, "a", 0.014, 1.0), trial(plan, "b", 0.016, 1.0)
-    hollow = msgspec.structs.replace(trial(plan, "c", 0.01, 1.0), integer_macs=0.1)
-    assert choose_trial([near, hollow], 0.005).chosen.step == "a"
-    assert choose_trial([far, hollow], 0.005).chosen.step == "c"
-    assert not choose_trial([near, hollow], 0.005).met
+    mostly_float = msgspec.structs.replace(trial(plan, "c", 0.01, 1.0), integer_macs=0.1)
+    assert choose_trial([near, mostly_float], 0.005).chosen.step == "a"
+    assert choose_trial([far, mostly_float], 0.005).chosen.step == "c"
+    assert not choose_trial([near, mostly_float], 0.005).met
 
 
 def test_a_search_stops_at_the_first_plan_that_is_good_enough(small: tuple[Path, Data], tmp_path: Path) -> None:

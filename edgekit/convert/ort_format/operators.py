@@ -28,7 +28,7 @@ Operators = dict[tuple[str, int], frozenset[str]]
 def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -> None:
     """Writes the config of a build that runs every one of these ORT-format files; no path enters it.
 
-    A runtime-style file wants its full-style twin in the list: the layouts that a session gives to the operators its
+    A runtime-style file wants its full-style file in the list: the layouts that a session gives to the operators its
     saved optimisations produce stand there only.
 
     Args:

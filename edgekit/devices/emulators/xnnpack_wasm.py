@@ -52,7 +52,7 @@ class XnnpackWasm(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job, on a twin of the model with a lower opset where the emulator needs that.
+        """Runs every sample of a job, on a copy of the model with a lower opset where the emulator needs that.
 
         Raises:
             DeviceError: Node or onnxruntime-web is missing.

@@ -1,1 +1,1 @@
-"""Weights kept out of the way of graph optimization: external, hollowed, standing in."""
+"""Weights kept out of the way of graph optimization: external, stripped, standing in."""

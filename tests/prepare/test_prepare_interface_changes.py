@@ -14,8 +14,8 @@ from edgekit.errors import ModelError, UsageError
 from edgekit.jobs.prepare import PrepareOptions, prepare_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
+from edgekit.prepare.change_interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.reface import InterfaceChanges, reface_model, remaining_preprocess
 from edgekit.prepare.weights.external import place_weights, refuse_inline
 
 IMAGENET = Preprocess(size=(6, 4), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -52,17 +52,17 @@ def normalise(pixels: Array) -> Array:
 
 def test_normalisation_moves_into_the_model_to_the_bit(tmp_path: Path) -> None:
     model = make_net(tmp_path / "m.onnx")
-    refaced = reface_model(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
-    assert str(refaced.inputs[0]) == "image: uint8[1,3,4,6]"
-    assert np.array_equal(run(refaced, image=PIXELS), run(model, image=normalise(PIXELS)))
+    changed = change_interface(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
+    assert str(changed.inputs[0]) == "image: uint8[1,3,4,6]"
+    assert np.array_equal(run(changed, image=PIXELS), run(model, image=normalise(PIXELS)))
     assert remaining_preprocess(IMAGENET) == Preprocess(size=(6, 4), scale=1.0, dtype="uint8")
 
 
 def test_half_precision_inputs_take_images_too(tmp_path: Path) -> None:
     model = make_net(tmp_path / "m.onnx", elem_type=TensorProto.FLOAT16)
-    refaced = reface_model(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
+    changed = change_interface(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
     expected = run(model, image=normalise(PIXELS).astype(np.float16))
-    assert np.allclose(run(refaced, image=PIXELS), expected, rtol=2e-3, atol=2e-3)
+    assert np.allclose(run(changed, image=PIXELS), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_everything_at_once(tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_channels_last_become_channels_second(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,6,3] x) => (float[1,3] y) {
         y = ReduceMean<axes=[1,2], keepdims=0>(x) }"""
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
-    refaced = reface_model(model, tmp_path / "r.onnx", InterfaceChanges(layouts={"x": "nchw"}))
+    changed = change_interface(model, tmp_path / "r.onnx", InterfaceChanges(layouts={"x": "nchw"}))
     values = np.random.default_rng(2).standard_normal((1, 3, 4, 6)).astype(np.float32)
     expected = run(model, x=np.ascontiguousarray(values.transpose(0, 2, 3, 1)))
-    assert np.allclose(run(refaced, x=values), expected, atol=1e-6)
+    assert np.allclose(run(changed, x=values), expected, atol=1e-6)
 
 
 def test_names_can_change_places_and_reach_into_bodies(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_names_can_change_places_and_reach_into_bodies(tmp_path: Path) -> None:
     }"""
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     changes = InterfaceChanges(renames={"a": "b", "b": "a", "y": "z"})
-    refaced = reface_model(model, tmp_path / "r.onnx", changes)
+    changed = change_interface(model, tmp_path / "r.onnx", changes)
     first, second = np.array([5, 6], np.float32), np.array([1, 2], np.float32)
-    assert run(refaced, c=np.array(True), b=first, a=second).tolist() == [4, 4]
-    assert [spec.name for spec in refaced.outputs] == ["z"]
+    assert run(changed, c=np.array(True), b=first, a=second).tolist() == [4, 4]
+    assert [spec.name for spec in changed.outputs] == ["z"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_model_without_an_image_is_refused(tmp_path: Path) -> None:
                     tmp_path / "m.onnx")
     )  # fmt: skip
     with pytest.raises(UsageError, match="no float input of rank 4"):
-        reface_model(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
+        change_interface(model, tmp_path / "r.onnx", InterfaceChanges(preprocess=IMAGENET))
 
 
 def test_weights_go_beside_the_model_and_back(tmp_path: Path) -> None:

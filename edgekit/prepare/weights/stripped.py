@@ -28,7 +28,7 @@ def skim_weights(path: Path) -> onnx.ModelProto | None:
     return proto if not inner and absent <= set(_find_weights(proto.graph)) else None
 
 
-def hollow_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
+def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
     """Puts inputs in the place of large weights, in place, and returns shells of these: names, types and shapes.
 
     A weight that ConstantOfShape would make counts as one.

@@ -1,4 +1,4 @@
-"""The ONNX twin: the model as it goes into a bundle, stamped, with its external data in one file beside it."""
+"""The ONNX form: the model as it goes into a bundle, stamped, with its external data in one file beside it."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import onnx
 from edgekit.model.model import Model, read_proto
 from edgekit.prepare.weights.external import write_beside
 
-TWIN_FILE = "model.onnx"
+ONNX_FILE = "model.onnx"
 
 
-def write_twin(model: Model, folder: Path) -> Model:
-    """Writes the twin of a model into a folder and returns it.
+def write_stamped(model: Model, folder: Path) -> Model:
+    """Writes a model, stamped, into a folder and returns it.
 
     Its metadata names the file it came from by sha256, also as Core ML's cache key: that provider keeps compiled models
     under the key and never compares them with the file (ORT's `coreml_execution_provider`, `ModelCacheDirectory`).
@@ -20,4 +20,4 @@ def write_twin(model: Model, folder: Path) -> Model:
     stamps = {entry.key: entry.value for entry in proto.metadata_props}
     stamps |= {"edgekit.source_sha256": model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
     onnx.helper.set_model_props(proto, dict(sorted(stamps.items())))
-    return write_beside(proto, model, folder / TWIN_FILE)
+    return write_beside(proto, model, folder / ONNX_FILE)

@@ -42,7 +42,7 @@ class InterfaceChanges(msgspec.Struct, frozen=True, kw_only=True):
         return self.preprocess is None and not self.layouts and not self.renames
 
 
-def reface_model(model: Model, out: Path, changes: InterfaceChanges) -> Model:
+def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Model:
     """Writes a prepared model to `out` with the inputs and names that an app wants, and returns it.
 
     Raises:

@@ -19,7 +19,7 @@ _MOST_LAYOUT_NODES = 4
 _LAYOUT_OPS = frozenset({"Transpose", "ReorderOutput", "ReorderInput", "Cast"})
 
 
-class OpFate(msgspec.Struct, frozen=True, kw_only=True):
+class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the nodes of one operator: `became` counts them by the operator that computes their result now."""
 
     op: str
@@ -33,7 +33,7 @@ class OpFate(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(parts)
 
 
-def trace_fates(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[OpFate, ...]:
+def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[OpFusion, ...]:
     """Returns what became of the nodes of the main graph, by operator, most frequent first.
 
     A node is found again by its name, which ONNX Runtime keeps or lengthens by `_token_N`, or by the tensor it gives.
@@ -52,7 +52,7 @@ def trace_fates(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[OpFa
         found = named.get(node.name) or _find_maker(node, makers, readers, given)
         fates[_qualified(node)][found.op.rpartition(".")[2] if found else FOLDED] += 1
     ranked = sorted(fates.items(), key=lambda item: (-item[1].total(), item[0]))
-    return tuple(OpFate(op=op, count=count.total(), became=_by_frequency(count)) for op, count in ranked)
+    return tuple(OpFusion(op=op, count=count.total(), became=_by_frequency(count)) for op, count in ranked)
 
 
 def _find_maker(

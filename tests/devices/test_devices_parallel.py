@@ -11,7 +11,7 @@ import pytest
 
 from edgekit._proc import run_process
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.lab import count_slots, run_each, run_together
+from edgekit.devices.parallel import count_slots, run_each, run_together
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 
@@ -99,7 +99,7 @@ def test_when_one_raises_the_children_of_the_others_end() -> None:
 def test_an_interrupt_leaves_no_child(tmp_path: Path) -> None:
     sleeper = f"import time, pathlib; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
     program = (
-        "import sys\nfrom edgekit._proc import run_process\nfrom edgekit.devices.lab import run_together\n"
+        "import sys\nfrom edgekit._proc import run_process\nfrom edgekit.devices.parallel import run_together\n"
         f"run_together([lambda: run_process([sys.executable, '-c', {sleeper!r}], timeout_s=60)])"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)

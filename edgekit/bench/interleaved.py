@@ -1,4 +1,4 @@
-"""Two subjects on one device in turns, so that what changes slowly hits both alike."""
+"""Two subjects on one device in interleaved rounds, so that what changes slowly hits both alike."""
 
 from statistics import median
 
@@ -40,10 +40,10 @@ def _run_rounds(
     guesses = [guess_time(device, job, effort) for job in jobs]
     seconds = effort.seconds / (2 * ROUNDS)
     rounds: list[tuple[float, float]] = []
-    for turn in range(ROUNDS):
-        progress(f"round {turn + 1} of {ROUNDS} on {device.name}")
+    for number in range(ROUNDS):
+        progress(f"round {number + 1} of {ROUNDS} on {device.name}")
         medians: dict[int, float] = {}
-        for side in (0, 1) if turn % 2 == 0 else (1, 0):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
             runs = effort.runs or min(FIRST_RUNS, count_fitting(seconds, guesses[side]))
             medians[side] = median(run_block(device, jobs[side], runs, seconds, guesses[side]).latency_ms)
         rounds.append((medians[0], medians[1]))
