@@ -89,7 +89,7 @@ def link_runner(
     write_imports(imports, table)
     compiled = table.with_suffix(".o")
     _run_together([[*compiler.c, "-c", f"-I{android_sources()}", "-o", str(compiled), str(table)]])
-    argv = [*compiler.cpp, "-static", "-s", "-o", str(program), *map(str, objects), str(compiled), "-pthread"]
+    argv = [*compiler.cpp, "-Os", "-static", "-s", "-o", str(program), *map(str, objects), str(compiled), "-pthread"]
     finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
     if finished.succeeded:
         return
