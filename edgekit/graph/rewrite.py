@@ -1,6 +1,6 @@
 """Putting nodes in the place of others."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,7 +42,7 @@ def replace_nodes(graph: onnx.GraphProto, opset: int, ops: Collection[str], expa
     return tuple(changed)
 
 
-def set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
+def set_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Gives a graph other nodes, some of which may be its own, in place."""
     kept = list(nodes)
     del graph.node[:]

@@ -6,6 +6,7 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.errors import RuntimeRefusal
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model
 from edgekit.prepare.half import guard_half, strip_casts
 from edgekit.prepare.tidy import name_nodes
@@ -49,8 +50,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     # when the stripped graph is loaded.
     if whole and (not stripped or _loads(optimized, model, path)):
         return optimized
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
+    set_nodes(proto.graph, nodes)
     if keeps_external(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, list_names, read_proto, rename_tensors
 from edgekit.prepare.tidy import name_nodes
 from edgekit.prepare.weights.external import save_graph
@@ -166,5 +167,4 @@ def _rename(graph: onnx.GraphProto, renames: Mapping[str, str]) -> None:
 
 def _put_first(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     rest = list(graph.node)
-    del graph.node[:]
-    graph.node.extend([*nodes, *rest])
+    set_nodes(graph, [*nodes, *rest])

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, defs, helper
 
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import iterate_graphs
 from edgekit.prepare.shapes.infer import infer_types
 
@@ -29,8 +30,7 @@ def guard_half(proto: onnx.ModelProto) -> None:
             nodes.extend(_guard_node(node, types, f"EdgekitGuard{count}_"))
         else:
             nodes.append(node)
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
+    set_nodes(proto.graph, nodes)
 
 
 def strip_casts(graph: onnx.GraphProto) -> bool:
@@ -42,8 +42,7 @@ def strip_casts(graph: onnx.GraphProto) -> bool:
     for part in iterate_graphs(graph):
         kept = [node for node in part.node if node.op_type != "Cast" or not _INSERTED.match(node.name)]
         stripped |= len(kept) < len(part.node)
-        del part.node[:]
-        part.node.extend(kept)
+        set_nodes(part, kept)
         values = [value for value in part.value_info if not _INSERTED.match(value.name)]
         del part.value_info[:]
         part.value_info.extend(values)

@@ -7,6 +7,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.errors import UsageError, suggest_name
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import drop_unread, iterate_reads
 
 
@@ -34,8 +35,7 @@ def drop_idle_nodes(graph: onnx.GraphProto) -> None:
         if needed & set(node.output):
             kept.append(node)
             needed.update(iterate_reads(node))
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
+    set_nodes(graph, reversed(kept))
     drop_unread(graph)
 
 

@@ -18,6 +18,7 @@ from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_met
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import find_reads
 from edgekit.model.tensors import Array
 
@@ -118,8 +119,7 @@ def _quantize_weights(graph: onnx.GraphProto) -> None:
             stored[quantized] = numpy_helper.from_array(_round_weight(weight, scale, zero, axis), quantized)
         node.input[0] = quantized
     kept = [node for node in graph.node if node.output[0] not in rounding]
-    del graph.node[:]
-    graph.node.extend(kept)
+    set_nodes(graph, kept)
     read = find_reads(graph)
     del graph.initializer[:]
     graph.initializer.extend(tensor for name, tensor in stored.items() if name in read)

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import find_reads
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
@@ -47,8 +48,7 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
             _round_node(rounding, node)
         else:
             rounding.nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(rounding.nodes)
+    set_nodes(graph, rounding.nodes)
     graph.initializer.extend(rounding.added)
     _drop_unused(graph, weights)
 

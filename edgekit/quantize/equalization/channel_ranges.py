@@ -12,7 +12,7 @@ from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import open_moments
 from edgekit.quantize.equalization.pairs import EqualizationPair, Step
 from edgekit.quantize.equalization.silu import invert_silu
-from edgekit.quantize.graph.layers import read_layers
+from edgekit.quantize.graph.layers import read_layer
 from edgekit.quantize.ranges.methods import TensorRange
 
 # Pooling seldom shrinks extremes more than that; beyond, the two tensors are not alike. Chosen by hand.
@@ -96,7 +96,7 @@ def _growth(seen: Mapping[str, TensorRange], step: Step) -> tuple[float, float]:
 def _estimate_floor(graph: Graph, step: Step, statistics: Path, seen: Mapping[str, TensorRange]) -> Array:
     """Returns about the lowest value of each channel of what a layer makes: six standard deviations below the mean."""
     lowest = np.full(len(step.slope), seen[step.tensor].low if step.tensor in seen else 0.0)
-    layer = next((layer for layer in read_layers(graph) if layer.node == graph.producers[step.tensor].name), None)
+    layer = read_layer(graph, graph.producers[step.tensor])
     if layer is None:
         return lowest
     with open_moments(statistics / "moments.npz") as read:

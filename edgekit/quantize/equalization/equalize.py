@@ -275,10 +275,13 @@ class _Constants:
         """Returns the graph with the scaled constants under names of their own, and tensors renamed."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self._graph.model)
+        changed: dict[str, dict[int, Array]] = {}
+        for (name, index), value in self._values.items():
+            changed.setdefault(name, {})[index] = value
         for node in proto.graph.node:
-            for _, index in [key for key in self._values if key[0] == node.name]:
+            for index, value in changed.get(node.name, {}).items():
                 name = f"{node.input[index]}{SUFFIX}.{node.name}"
-                proto.graph.initializer.append(numpy_helper.from_array(self._values[node.name, index], name))
+                proto.graph.initializer.append(numpy_helper.from_array(value, name))
                 node.input[index] = name
         rename_tensors(proto.graph, renamed)
         drop_unread(proto.graph)

@@ -12,6 +12,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.scaling import SUFFIX
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -98,20 +99,21 @@ def restore_sigmoid_inputs(proto: onnx.ModelProto, factors: Mapping[str, Array])
     `factors` are by the node's name and have the shape of a constant that fits what it reads. A tensor that is scaled
     back has RESTORED behind the name that it had before it was scaled.
     """
-    graph = proto.graph
-    for index, node in reversed(list(enumerate(graph.node))):
+    graph, nodes = proto.graph, list[onnx.NodeProto]()
+    known = {value.name: value for value in graph.value_info}
+    for node in reversed(graph.node):
+        nodes.append(node)
         if node.name not in factors:
             continue
         made = node.input[0]
         restored, constant = f"{made.removesuffix(SUFFIX)}{RESTORED}", f"{node.name}.edgekit.factors"
         graph.initializer.append(numpy_helper.from_array((1 / factors[node.name]).astype(np.float32), constant))
         node.input[0] = restored
-        graph.node.insert(
-            index, helper.make_node("Mul", [made, constant], [restored], name=f"{node.name}.edgekit.scale")
-        )
-        for value in [value for value in graph.value_info if value.name == made]:
-            graph.value_info.add().CopyFrom(value)
+        nodes.append(helper.make_node("Mul", [made, constant], [restored], name=f"{node.name}.edgekit.scale"))
+        if made in known:
+            graph.value_info.add().CopyFrom(known[made])
             graph.value_info[-1].name = restored
+    set_nodes(graph, nodes[::-1])
 
 
 def _squash(node: Node, values: Array) -> Array:

@@ -77,19 +77,22 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
     """Yields the nodes whose rounding errors a Log or the root of a spectrum amplifies, itself first, and its kind."""
     # The slopes 1/x and 1/(2 sqrt x) have no bound near 0, and the power of a spectrum spans many decades: most of its
     # values lie far below any integer's step. tools/bench/collapse trains such nets.
-    before = _ancestors(graph, node) if node.op_type in {"Log", "Sqrt", "Pow"} else []
+    # Looked at first what lies near: of a network's many roots none costs a walk back to the inputs.
+    if node.op_type != "Log" and not _is_root(graph, node):
+        return
+    before = _ancestors(graph, node)
     is_spectrum = _is_spectrum(graph, before)
     if node.op_type == "Log":
         is_front = is_spectrum or _count_layers(before) <= _count_layers(_descendants(graph, node))
         for member in (node, *(before if is_front else _ancestors(graph, node, stop=_LAYERS))):
             yield member, "logarithm"
-    elif is_spectrum and _is_root(graph, node):
+    elif is_spectrum:
         for member in (node, *before):
             yield member, "root of a spectrum"
 
 
 def _is_root(graph: Graph, node: Node) -> bool:
-    return not _normalisation(graph, node) if node.op_type == "Sqrt" else 0 < _exponent(graph, node) < 1
+    return 0 < _exponent(graph, node) < 1 if node.op_type != "Sqrt" else not _normalisation(graph, node)
 
 
 def _is_spectrum(graph: Graph, nodes: list[Node]) -> bool:
@@ -170,9 +173,22 @@ def _softmax(graph: Graph, exponential: Node) -> list[Node]:
     quotients = [node for node in readers if node.op_type == "Div"]
     if not sums or not quotients:
         return []
-    between = [node for node in _ancestors(graph, quotients[0]) if sums[0] in _ancestors(graph, node)]
+    between = _find_between(graph, sums[0], quotients[0])
     shift = [node for node in _producers(graph, exponential) if node.op_type == "Sub"]
     return [exponential, *shift, *sums, *between, *quotients]
+
+
+def _find_between(graph: Graph, first: Node, last: Node) -> list[Node]:
+    """Returns the nodes on the ways from one node to another, without these, looking at none outside of them."""
+
+    def inner(current: Node) -> Iterator[Node]:
+        yield from (node for node in _producers(graph, current) if node.index > first.index)
+
+    reached = {first}
+    for node in sorted(_walk(last, inner, frozenset()), key=lambda node: node.index):
+        if not reached.isdisjoint(_producers(graph, node)):
+            reached.add(node)
+    return sorted(reached - {first}, key=lambda node: node.index)
 
 
 _HIGH_PRECISION = {"Sqrt": ("normalisation", _normalisation), "Exp": ("softmax", _softmax)}

@@ -1,7 +1,6 @@
 """Layers with constant weights as matrices, and where in their input the patches lie (im2col) that these multiply."""
 
 import math
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -75,7 +74,7 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_layers(graph: Graph) -> tuple[Layer, ...]:
     """Returns the layers whose weight is constant and theirs alone, in graph order."""
-    return tuple(layer for node in graph.nodes for layer in _read_layer(graph, node))
+    return tuple(layer for node in graph.nodes if (layer := read_layer(graph, node)) is not None)
 
 
 def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
@@ -105,23 +104,24 @@ def spread_positions(size: int, count: int) -> Array:
     return ((np.arange(len(jitter)) + jitter) * (size / max(1, len(jitter)))).astype(np.int64).clip(0, size - 1)
 
 
-def _read_layer(graph: Graph, node: Node) -> Iterator[Layer]:
+def read_layer(graph: Graph, node: Node) -> Layer | None:
+    """Returns the layer that a node is if its weight is constant and its alone, None of another node."""
     if node.op_type not in {"Conv", "Gemm", "MatMul"} or node.domain not in {"", "ai.onnx"}:
-        return
+        return None
     weight = graph.constants.get(node.input[1])
     alone = graph.readers(node.input[1]) == (node,) and node.input[1] not in graph.captured | graph.outputs
     if weight is None or not alone or weight.data_type != onnx.TensorProto.FLOAT or node.input[0] in graph.constants:
-        return
+        return None
     numbers = node.attributes
     bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 and node.input[2] else None
     if bias is not None and not _own_vector(graph, bias):
-        return
+        return None
     groups, transposed = int(numbers.get("group", 1)), node.op_type != "Conv" and not numbers.get("transB", 0)
     plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
     if node.op_type != "Conv" and (not plain or len(weight.dims) != 2):
-        return
+        return None
     outputs = weight.dims[1 if transposed else 0]
-    yield Layer(
+    return Layer(
         node=node.name, op=node.op_type, source=node.input[0], weight=node.input[1], bias=bias, groups=groups,
         outputs=outputs // groups, inputs=math.prod(weight.dims) // outputs, transposed=transposed,
     )  # fmt: skip

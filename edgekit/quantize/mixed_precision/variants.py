@@ -5,6 +5,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
+from edgekit.graph.rewrite import set_nodes
 
 SWITCHES = "edgekit.switches"
 """The input that says which activations are quantized."""
@@ -27,8 +28,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     present = {tensor.name for tensor in proto.graph.initializer}
     made = {node.output[0] for node in proto.graph.node if node.output}
     clashing = wanted & made
-    for node in [node for node in proto.graph.node if node.output and node.output[0] in clashing]:
-        proto.graph.node.remove(node)
+    set_nodes(proto.graph, [node for node in proto.graph.node if not clashing.intersection(node.output[:1])])
     proto.graph.initializer.extend(graph.constants[name] for name in sorted(wanted - present))
     return proto
 

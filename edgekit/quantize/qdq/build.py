@@ -5,6 +5,7 @@ from pathlib import Path
 import onnx
 
 from edgekit.graph.graph import Graph
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, order_nodes
 from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -58,8 +59,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     placed = place_qdq(graph.model, _request(plan, graph), subject)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
     nodes = order_nodes(placed.graph)
-    del placed.graph.node[:]
-    placed.graph.node.extend(nodes)
+    set_nodes(placed.graph, nodes)
     return placed
 
 

@@ -8,6 +8,7 @@ import onnx
 from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
+from edgekit.graph.rewrite import set_nodes
 
 _LOGGER = logging.getLogger(float16.__name__)
 
@@ -48,5 +49,4 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
             continue
         seen.update(node.output)
         nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
