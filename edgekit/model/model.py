@@ -247,9 +247,9 @@ def find_reads(graph: onnx.GraphProto) -> set[str]:
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Removes the initializers that nothing in a graph reads, in place."""
     read = find_reads(graph)
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+    for at in reversed(range(len(graph.initializer))):  # putting the others into a new list would copy each of them
+        if graph.initializer[at].name not in read:
+            del graph.initializer[at]
 
 
 def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ BENCHES = (
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
     Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),
+    Bench("speed", "graph_speed.py", "the one view of a graph: seconds and memory; beside onnx-ir with --ir"),
     Bench("speed", "build_zoo.py", "seconds and memory of a build for four targets"),
     Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
     Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 import onnx
 
+from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.target import Target
 
 OPTIMIZER = "WeightBiasQuantization"
@@ -22,17 +23,11 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
     Those are layers that read a DQ of one scale, have a constant float weight, and feed a Q alone, directly or through
     Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
     """
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    outputs = {value.name for value in graph.output}
+    view = view_part(graph)
 
-    def feeds_quantizer(node: onnx.NodeProto) -> bool:
-        while len(node.output) == 1 and node.output[0] not in outputs:
-            following = readers.get(node.output[0], [])
+    def feeds_quantizer(node: Node) -> bool:
+        while len(node.output) == 1 and node.output[0] not in view.outputs:
+            following = view.consumers.get(node.output[0], ())
             if len(following) != 1:
                 return False
             node = following[0]
@@ -41,11 +36,11 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
         return False
 
     return tuple(
-        node.name
-        for node in graph.node
+        node.proto.name
+        for node in view.nodes
         if node.op_type in _WEIGHTED
-        and _is_float(stored.get(node.input[1]))
-        and _has_one_scale(makers.get(node.input[0]), stored)
+        and view.is_float_constant(node.input[1])
+        and _has_one_scale(view.producers.get(node.input[0]), view)
         and feeds_quantizer(node)
     )
 
@@ -66,14 +61,10 @@ def keep_float_weights(target: Target, graph: onnx.GraphProto) -> tuple[Target, 
     return msgspec.structs.replace(target, session=session), (told,)
 
 
-def _is_float(weight: onnx.TensorProto | None) -> bool:
-    return weight is not None and weight.data_type == onnx.TensorProto.FLOAT
-
-
-def _has_one_scale(node: onnx.NodeProto | None, stored: Mapping[str, onnx.TensorProto]) -> bool:
+def _has_one_scale(node: Node | None, graph: Graph) -> bool:
     if node is None or node.op_type != "DequantizeLinear":
         return False
-    scale = stored.get(node.input[1])
+    scale = graph.constants.get(node.input[1])
     # A scale that is computed may be one number: it is taken for one, since rounding in silence is worse than a key too
     # many.
     return scale is None or list(scale.dims) in ([], [1])

@@ -6,12 +6,13 @@ BatchNormalization, Add or Mul follows.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.model import iterate_graphs
 from edgekit.model.skim import skim_model
 
@@ -71,26 +72,23 @@ def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...
     """Returns the type and shape of each large weight whose numbers no rewrite looks at."""
     made = dict(_made_constants(graph))
     made |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    outputs = {value.name for value in graph.output} | {name for node in graph.node for name in _captured(node)}
+    view = view_part(graph)
+    hidden = view.outputs | view.captured
     return {
         name: what
         for name, what in made.items()
         if math.prod(what[1]) >= _LEAST_ELEMENTS
-        and name not in outputs
-        and readers.get(name)
-        and all(_only_multiplies(node, name, readers) for node in readers[name])
+        and name not in hidden
+        and view.readers(name)
+        and all(_only_multiplies(view, node, name) for node in view.readers(name))
     }
 
 
-def _only_multiplies(node: onnx.NodeProto, name: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> bool:
+def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
     # As the first operand, or as the bias, a rewrite may look at its numbers.
-    if node.op_type not in _WEIGHTED or node.domain or list(node.input).index(name) != 1 or name in node.input[2:]:
+    if node.op_type not in _WEIGHTED or node.domain or node.input.index(name) != 1 or name in node.input[2:]:
         return False
-    followers = readers.get(node.output[0], ())
+    followers = graph.readers(node.output[0])
     convolves = node.op_type in {"Conv", "ConvTranspose"}
     return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
 
@@ -107,12 +105,6 @@ def _made_constants(graph: onnx.GraphProto) -> list[tuple[str, tuple[int, tuple[
         dims = numpy_helper.to_array(shape).reshape(-1).tolist()
         found.append((node.output[0], (value, tuple(int(dim) for dim in dims))))
     return found
-
-
-def _captured(node: onnx.NodeProto) -> set[str]:
-    bodies = [body for attribute in node.attribute for body in (attribute.g, *attribute.graphs)]
-    names = {name for body in bodies for inner in body.node for name in (*inner.input, *_captured(inner))}
-    return names | {value.name for body in bodies for value in body.output}
 
 
 def _inner_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
