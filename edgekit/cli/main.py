@@ -58,6 +58,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        # Before click says only that there is none: the nearest name is what a typing error wants.
         if name not in COMMANDS and not name.startswith("-"):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(sorted(COMMANDS))}"
@@ -98,6 +99,7 @@ def run_command(arguments: list[str]) -> int:
         code = group.main(arguments, prog_name="edgekit", standalone_mode=False)
     except EdgekitError as error:
         return _complain(str(error))
+    # Help that nobody asked for: on stderr, and no success.
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return WRONG

@@ -64,6 +64,7 @@ def _refuse_nan(_context: click.Context, _option: click.Parameter, value: float 
 def verbosity(function: _F) -> _F:
     """Adds -q and -v, which become the argument `volume`: -1, 0 or 1."""
     function = click.option("-q", "--quiet", "volume", flag_value=-1, type=int, help="No progress.")(function)
+    # Both options write one parameter, so that the last one given counts.
     return click.option("-v", "--verbose", "volume", flag_value=1, type=int, default=0, help="Say each step.")(function)
 
 
@@ -106,6 +107,7 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
         if name not in specs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
         given = [_parse_size(f"{name}:{axis}", size) for axis, size in enumerate(text.split(","))]
+        # An input without a rank takes as many axes as are given.
         wanted = specs[name].shape or tuple(None for _ in given)
         if len(wanted) != len(given) or any(isinstance(w, int) and w != g for w, g in zip(wanted, given, strict=True)):
             raise UsageError(f"--shape {name}={text} does not fit the model's {specs[name]}", hint="one size an axis")

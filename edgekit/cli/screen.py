@@ -32,6 +32,7 @@ def showing_progress(volume: int) -> Generator[Progress]:
     """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""
     # Without markup: names of tensors and files have brackets.
     console = Console(stderr=True, highlight=False, markup=False)
+    # Lines that stay, also in a file: -v is for logs.
     if volume > 0:
         yield lambda step: console.print(step, style="dim")
     # A log of a CI job would have a line for each turn of the spinner.

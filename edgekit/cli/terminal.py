@@ -157,6 +157,7 @@ def _show_form(report: ConvertReport, form: Form) -> None:
     size = format_bytes(sum(report.size_bytes[name] for name in names))
     click.echo(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
     for fate in report.fates.get(form, ()):
+        # Only what changed: operators that all became themselves tell nothing.
         if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
             click.echo(f"  {fate.sentence}")
     for node in report.unfused.get(form, ()):

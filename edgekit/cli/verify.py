@@ -107,6 +107,7 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     """
     # The options are three questions: what runs, how it is judged, where the result goes.
     question, limits, places = _pick(_Question, asked), _pick(Limits, asked), _pick(_Places, asked)
+    # Options that would go unheard are refused: a limit that is silently ignored passes what it should stop.
     _check_options(question, limits)
     if files_only:
         return _check_files(question, places, as_json=as_json)
@@ -172,6 +173,7 @@ def _check_places(question: _Question, places: _Places) -> None:
     chosen = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
     for option, place in {**chosen, "--history": question.history}.items():
         bundle = question.bundle
+        # A report in the bundle is a file that the manifest does not list.
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
             raise UsageError(f"{option} '{place}' lies in the bundle", hint="write it beside the bundle")
         if place is not None:

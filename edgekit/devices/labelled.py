@@ -39,6 +39,7 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
         limited = msgspec.structs.replace(
             job,
             timeout_s=job.timeout_s if self.timeout_s is None else self.timeout_s,
+            # A job may ask for less time than the user allows, never for more.
             budget_s=job.budget_s if self.budget_s is None else min(job.budget_s, self.budget_s),
         )
         return msgspec.structs.replace(self.device.run_job(limited, work), device=self.label)

@@ -101,6 +101,7 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
         BundleError: a bundle is damaged or not safe to open.
         ModelError: a model cannot be read.
     """
+    # A folder may be named like a model.
     kinds = {path.suffix in MODEL_SUFFIXES and path.is_file() for path in (old, new)}
     if len(kinds) > 1:
         raise UsageError(f"'{old}' and '{new}' are a model and a bundle", hint="give two models or two bundles")
@@ -114,6 +115,7 @@ def _compare_models(old: Path, new: Path) -> Delta:
     sizes = tuple(path.stat().st_size for path in (old, new))
     same = digest_file(old) == digest_file(new)
     facts = [_pick(to_plain(inspect_model(path)), _MODEL_FACTS) for path in (old, new)]
+    # Files of one digest have one content: there is nothing to look for.
     layers = () if same else tuple(_compare_layers(measure_layers(old), measure_layers(new)))
     return Delta(
         old=str(old),

@@ -96,6 +96,7 @@ def _inspect_onnx(path: Path, custom_ops: Sequence[Path]) -> OnnxReport:
         inputs=model.inputs,
         outputs=model.outputs,
         nodes=len(nodes),
+        # By count, then by name: a dict keeps the order, and two runs print alike.
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         parameters=sum(_count_values(tensor) for tensor in weights),
         weight_bytes=_weight_bytes(weights),
@@ -118,6 +119,7 @@ def _is_custom(node: onnx.NodeProto) -> bool:
 
 def _loads(model: Model) -> bool:
     try:
+        # Loading is the question, not speed: without optimisation it is decided soonest.
         CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     except RuntimeRefusal:
         return False

@@ -125,6 +125,7 @@ def _model_files(path: Path) -> list[FileSize]:
 def _measure_onnx(path: Path) -> tuple[LayerSize, ...]:
     model = load_model(path)
     graph = read_graph(model)
+    # By output and not by name, which nodes need not have.
     macs = {node.output[0]: count_macs(graph, node) for node in graph.nodes}
     graphs = list(iterate_graphs(read_proto(model).graph))
     nodes = [node for part in graphs for node in part.node]

@@ -60,6 +60,7 @@ def build(
     recipe, progress = recipe or Recipe(), progress or say_nothing
     targets = load_targets(recipe)
     source = load_model(model)
+    # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
     with work_folder() as work, staged_entries(out) as staging:
         job = BuildJob(recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress)
         inputs = _read_inputs(source, data, job)

@@ -65,6 +65,7 @@ def check_targets(
     with work_folder() as work:
         progress("prepare the model")
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
+        # Once for all targets: what became of the nodes does not depend on them.
         traced = trace_model(source, prepared, recipe.dims)
         for target in targets:
             progress(f"check {target.name}")

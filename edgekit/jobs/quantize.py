@@ -153,6 +153,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     outputs = check_outputs(recipe.outputs, fixed.model)
     every = load_samples(data.source, fixed.model.inputs, data.preprocess)
     samples, limit = limit_samples(every, recipe.samples), recipe.metric or TOP1
+    # Before the calibration, which takes the most time.
     labels = _read_labels(data.labels, limit, every, samples)
     measure: Callable[[Model], Prediction] = partial(predict_drop, fixed.model, samples=samples, outputs=outputs)
     if labels is not None:

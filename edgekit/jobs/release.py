@@ -31,6 +31,7 @@ def sign_verified(folder: Path, key: Path, *, allow_failed: bool = False) -> tup
         UsageError: the key cannot be read, or is no Ed25519 private key.
         OutputError: the folder cannot be written.
     """
+    # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
     doubts = _refuse_doubtful(bundles, allow_failed=allow_failed)
     return sign_bundle(folder, key), doubts

@@ -12,7 +12,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.coordinates import Dependency, list_android_dependencies
 from edgekit.errors import BundleError, MissingExtraError
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, list_entries
+from edgekit.package.variant import Identity, Variant, list_entries, sortable
 
 _JAVA = Path(__file__).parent / "far" / "java"
 _STAND_IN = b"package edgekit.loader;"
@@ -115,10 +115,6 @@ def _merge_dependencies(variants: Sequence[Variant]) -> list[Dependency]:
         for needed in list_android_dependencies(variant.provider, variant.versions, variant.minimum_ort):
             known = merged.get(needed.artifact)
             # The newest, as Gradle itself takes the newest of several.
-            if known is None or _sortable(needed.version) > _sortable(known.version):
+            if known is None or sortable(needed.version) > sortable(known.version):
                 merged[needed.artifact] = needed
     return list(merged.values())
-
-
-def _sortable(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())

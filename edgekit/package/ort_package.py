@@ -29,6 +29,7 @@ def collect_ort_package(
     A file that several bundles hold, such as the golden inputs, lies once in `shared_assets/sha256-<hex>/`. What each
     file of a bundle is called, its sha256 and where it lies stands in the variant's `additional_metadata`.
     """
+    # By name and digest: an asset keeps the file name that loaders ask for.
     counts = Counter(key for bundle, variant in zip(bundles, variants, strict=True) for key in _keys(bundle, variant))
     shared = {key for key, count in counts.items() if count > 1}
     entries: dict[str, Path | bytes] = {}

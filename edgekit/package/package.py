@@ -108,6 +108,7 @@ def package_bundles(
     identity = identify(bundles, name=name, group=group, version=version)
     with work_folder() as work:
         entries = form.collect(bundles, variants, identity, work)
+        # Before anything is written, and of the sources: what the report names is what was to be packed.
         digests = {name: _digest(entries[name]) for name in sorted(entries)}
         if form.archive is not None:
             write_archive(entries, out, form.archive)

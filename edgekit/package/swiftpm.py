@@ -8,7 +8,7 @@ from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, list_entries
+from edgekit.package.variant import Identity, Variant, list_entries, sortable
 
 _SWIFT = Path(__file__).parent / "far" / "swift"
 # iOS 15 has Core ML 5; newer ones are asked for by the target's settings.
@@ -26,7 +26,7 @@ def collect_swiftpm(
         "module": module,
         # One package has one deployment target: the highest that a bundle in it asks for.
         "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
-        "minimum_ort": max((variant.minimum_ort for variant in variants), key=_sortable),
+        "minimum_ort": max((variant.minimum_ort for variant in variants), key=sortable),
         "swift_package": SWIFT_PACKAGE,
     }
     sources = f"Sources/{module}"
@@ -37,7 +37,3 @@ def collect_swiftpm(
     for bundle, variant in zip(bundles, variants, strict=True):
         entries.update(list_entries(bundle, variant, f"{sources}/Resources"))
     return entries
-
-
-def _sortable(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())

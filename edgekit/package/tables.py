@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-from jinja2.sandbox import SandboxedEnvironment
-
-from edgekit.bundle.snippets import quote_cpp, quote_kotlin, quote_swift
+from edgekit.bundle.snippets import make_environment
 from edgekit.package.variant import Variant
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -17,15 +14,8 @@ def render_table(template: str, variants: Sequence[Variant], **values: object) -
 
     Templates see `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
     """
-    environment = SandboxedEnvironment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update({"cpp": quote_cpp, "java": quote_java, "kotlin": quote_kotlin, "swift": quote_swift})
+    environment = make_environment(_TEMPLATES)
+    environment.filters["java"] = quote_java
     return environment.get_template(template).render(variants=variants, **values).encode()
 
 

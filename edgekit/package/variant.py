@@ -120,6 +120,11 @@ def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
     return tuple(sorted(bundles, key=lambda bundle: (known.get(bundle.manifest.provider, -1), bundle.manifest.target)))
 
 
+def sortable(version: str) -> tuple[int, ...]:
+    """Returns a version as numbers, which compare as versions do: 1.9 before 1.31."""
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
 def clean_name(text: str) -> str:
     """Returns a name of ASCII letters, digits, `.`, `_` and `-` that begins with a letter or digit."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"

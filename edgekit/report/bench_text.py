@@ -13,6 +13,7 @@ _BAD, _UNKNOWN = "red", "yellow"
 
 def table_bench(report: BenchReport) -> Table:
     """Returns the times as a table: a row a device."""
+    # No mean: one pause of the system moves it, and not the median.
     table = make_table("device", "evidence", "provider", "median", "p95", "p99", "runs", "load", "memory")
     for run in report.runs:
         if run.failure is not None:

@@ -31,6 +31,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_refused(self) -> bool:
         """True if a target's verdict is "no", or ONNX Runtime or the vendor's own code made no session."""
+        # What the vendor's own code does outweighs what rules predict.
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return self.refusal is not None or refused or any(report.verdict == "no" for report in self.targets.values())
 

@@ -49,6 +49,7 @@ def _describe_run(bundle: str, run: RunReport) -> Iterator[ET.Element]:
         seconds = _count_seconds(run) if gate.name == "run" else 0.0
         name = f"{gate.name} {gate.subject}" if gate.subject else gate.name
         case = _element("testcase", name=name, classname=f"{bundle}.{run.device}", time=f"{seconds:.3f}")
+        # The explanations are of the run, and stand once: with the first gate that fails.
         if gate.failures:
             _fail(case, (*gate.failures, *explanations))
             explanations = ()
@@ -67,6 +68,7 @@ def _describe_run(bundle: str, run: RunReport) -> Iterator[ET.Element]:
 
 def _count_seconds(run: RunReport) -> float:
     median = 0.0 if run.latency_ms is None else run.latency_ms.median
+    # An estimate from the median: the time of each sample is not kept.
     return (run.load_ms + median * run.samples) / 1e3
 
 

@@ -173,6 +173,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
     """Returns the contents of a model as a table: a row a fact."""
     table = make_table("", "")
     table.show_header = False
+    # By the plain form, so that the table and --json have the same facts in the same order.
     for name, value in to_plain(report).items():
         shown = "yes" if value is True else "no" if value is False else value
         if name in {"inputs", "outputs"}:
@@ -242,6 +243,7 @@ def describe_agreement(verify: VerifyReport | None) -> str:
         return "-"
     top1 = [output.top1_agreement for run in runs for output in run.outputs if output.top1_agreement is not None]
     sqnr = [output.sqnr_db for run in runs for output in run.outputs if output.sqnr_db is not None]
+    # The worst of all runs and outputs: a summary that takes the mean would hide the device that fails.
     parts = [f"{min(top1):.1%} top-1"] if top1 else []
     parts += [f"{min(sqnr):.1f} dB"] if sqnr else []
     return ", ".join(parts) or "-"

@@ -103,6 +103,7 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     """
     if arch and arch not in ARCH_SOCS:
         raise UsageError(f"there is no HTP architecture '{arch}'", hint=suggest_name(arch, ARCH_SOCS))
+    # The provider ignores a word that it does not know, and takes a misspelt SoC for its default.
     for key in options:
         if key not in _OPTIONS:
             raise TargetError(f"'{key}' is no option of {PROVIDER}", hint=suggest_name(key, _OPTIONS))

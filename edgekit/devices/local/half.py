@@ -64,6 +64,7 @@ def _round_node(rounding: _Rounding, node: onnx.NodeProto) -> None:
     for index, name in enumerate(node.output):
         kind = rounding.types.get(name)
         if kind in {FLOAT, HALF}:
+            # Rounded right behind the node, so that every reader sees what the target would hand on.
             node.output[index] = f"{name}/full"
             half = name if kind == HALF else f"{name}/half"
             rounding.nodes.append(_cast(node.output[index], half, HALF))

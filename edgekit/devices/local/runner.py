@@ -118,8 +118,10 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
         OutputError: the cache cannot be written.
     """
     known = _known_abi(abi)
+    # A library that the user names always builds anew: it may not be the one in the cache.
     if library is None and (found := find_runner(abi)) is not None:
         return found
+    # Another process may have built it while this one waited, so it is looked for again inside.
     with one_at_a_time(_place(known)):
         if library is not None or find_runner(abi) is None:
             _build(known, progress, ndk, library)

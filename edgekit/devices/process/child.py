@@ -65,9 +65,12 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
     config = dict(session.config)
     if provider == CPU_PROVIDER:
         config.pop("session.disable_cpu_ep_fallback", None)
+    # Saved optimisations are applied as the file states them: only a file whose digest was just checked is trusted so
+    # far.
     if not job.digests_hold:
         config.pop(REPLAY_SAVED, None)
     return FarJob(
+        # Absolute, as the child works in a folder of its own.
         model=str(job.model.resolve()),
         provider=provider,
         provider_options=session.provider_options if provider == job.target.provider else {},
@@ -158,6 +161,7 @@ def describe_stop(count: int, job: Job) -> tuple[str, ...]:
 
 
 def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
+    # The program saw only that one provider took everything: the nodes are those of the file.
     if far.placed_whole:
         try:
             graph = onnx.load(str(model), load_external_data=False).graph

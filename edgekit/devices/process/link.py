@@ -74,6 +74,7 @@ class LocalLink(msgspec.Struct, frozen=True, kw_only=True):
         digest = digest_files(files)
         place = self.folder / digest
         if not place.is_dir():
+            # Whole or not at all: a folder under its digest is believed to hold what the digest says.
             with staged_folder(place) as staging:
                 for name, source in files.items():
                     target = safe_join(staging, name)
@@ -128,6 +129,7 @@ def _context_files(model: Model) -> Iterator[str]:
     """
     for node in read_proto(model, weights=False).graph.node:
         values = {attribute.name: attribute for attribute in node.attribute}
+        # embed_mode 1, the default, keeps the compiled graph in the node itself.
         if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
             yield values["ep_cache_context"].s.decode()
 

@@ -109,6 +109,7 @@ def _read_line(stream: BufferedReader) -> bytes:
 
 def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) -> str | None:
     far = answer.run
+    # First of all: what else is wrong may be no more than the end of a program that was killed.
     if finished.timed_out:
         return f"ran out of time ({job.timeout_s:g} s)"
     # A program that died in the middle of a message is reported by how it died, not by the message that it cut off.

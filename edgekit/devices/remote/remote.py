@@ -111,6 +111,7 @@ def run_remote(link: StoppableLink, program: Program, job: Job, work: Path, sess
     """Runs every sample of a job on the machine of a link; whatever goes wrong on the way is the run's failure."""
     runner = Runner(device=link.name, evidence=session.evidence)
     try:
+        # Program and model are two sets: another model does not send the library again.
         folder = link.push(program.files)
         model = f"{link.push(list_model_files(job.model))}/{job.model.name}"
     except EdgekitError as error:

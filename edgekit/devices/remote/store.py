@@ -133,6 +133,7 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
         return f"{base}/{digest}"
     if seen.sizes:  # it is there, but as a sudden end of the system leaves files
         gone.append(digest)
+    # Under its final name only when all of it is there and right: a set that is found is a set that is whole.
     part = _own_name("part")
     try:
         _fill(shell, base, part, digest, wanted, seen, gone)
@@ -218,6 +219,7 @@ def _fill(
         )
     place = shlex.quote(base)
     digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
+    # Sent under numbers: clients then need not understand names of the user.
     numbers = {name: str(index) for index, name in enumerate(wanted)}
     missing = {numbers[name]: path for name, path in wanted.items()}
     copies = "".join(

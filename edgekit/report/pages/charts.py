@@ -94,6 +94,7 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
     shown = layers[: _MOST_LAYERS if located is None else _MOST_LOCATED]
     named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
     bad = find_first_bad(layers) if located is None else named
+    # One layer alone stands at the left.
     step = (_RIGHT - _LEFT) / max(1, len(shown) - 1)
     points = tuple(
         Point(
@@ -151,6 +152,7 @@ def draw_image(value: Array) -> str | None:
     image.thumbnail((_THUMB, _THUMB))
     buffer = BytesIO()
     image.save(buffer, "PNG", optimize=True)
+    # In the page itself: a report is one file, and loads nothing.
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

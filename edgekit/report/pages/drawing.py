@@ -12,7 +12,9 @@ Place = Literal["taken", "left", "fatal"]
 
 CHIP_WIDTH = 150
 _PITCH_X, _PITCH_Y, _CHIP_HEIGHT, _MARGIN = 164, 40, 26, 8
+# About a screen of chips; longer blocks are closed until somebody opens them.
 _OPEN_NODES = 60
+# A browser lays out every chip, seen or not.
 _MAX_NODES = 5000
 _MAX_SHOWN = 22
 
@@ -44,6 +46,7 @@ def draw_blocks(report: CheckReport) -> Iterator[Block]:
     total = sum(node.macs for node in report.node_list)
     shown = report.node_list[:_MAX_NODES]
     every_open = len(shown) <= _OPEN_NODES
+    # In the order of the graph, where a partition may come back after others: then it has several blocks.
     for _, members in groupby(shown, key=lambda node: (node.partition, node.fatal)):
         nodes = tuple(members)
         yield _draw_block(nodes, total, is_open=every_open or (not nodes[0].taken and len(nodes) <= _OPEN_NODES))
@@ -79,6 +82,7 @@ def _find_spots(nodes: Sequence[CheckedNode]) -> dict[int, tuple[int, int]]:
     used: dict[int, int] = {}
     spots: dict[int, tuple[int, int]] = {}
     for at, node in enumerate(nodes):
+        # What is read from other blocks has no place here, and pushes nothing down.
         row = max((rows[name] + 1 for name in node.reads if name in rows), default=0)
         rows[node.name] = row
         spots[at] = (used.get(row, 0), row)

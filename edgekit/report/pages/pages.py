@@ -14,6 +14,8 @@ def make_page(name: str, filters: Mapping[str, Callable[..., object]], **values:
     """
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
+        # Names of models, tensors and devices are a stranger's text: every value of a template is escaped unless it
+        # says otherwise.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -21,6 +23,9 @@ def make_page(name: str, filters: Mapping[str, Callable[..., object]], **values:
     )
     templates.filters.update(filters)
     script = templates.get_template("page.js").render()
+    # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no text
+    # in it can run as another.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = templates.get_template(f"{name}.html.j2").render(digest=digest, **values)
+    # Names of files may hold lone surrogates (PEP 383), which no UTF-8 text can.
     return page.encode(errors="replace").decode()

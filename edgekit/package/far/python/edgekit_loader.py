@@ -26,6 +26,7 @@ Variant = dict[str, Any]
 _HERE = Path(__file__).resolve().parent
 _NO_CPU = "session.disable_cpu_ep_fallback"
 _PLUGINS = frozenset({"QNNExecutionProvider"})
+# Two outputs that are equal have an infinite ratio: the limit keeps the figures finite.
 _DB_LIMIT = 200.0
 
 
@@ -158,6 +159,7 @@ def _add(sums: dict[str, float], wanted: Any, got: Any) -> None:
     sums["matches"] += int(np.count_nonzero(wanted == got))
     if wanted.dtype.kind != "f" and not (wanted.dtype.kind in "iu" and wanted.dtype.itemsize <= 2):
         return
+    # In float64: sums of squares of half precision overflow at 65504.
     first, second = wanted.astype(np.float64).ravel(), got.astype(np.float64).ravel()
     sums["numeric"] = 1
     sums["faulty"] += int(np.count_nonzero(~(np.isfinite(first) & np.isfinite(second))))
@@ -182,6 +184,7 @@ def _judge(name: str, sums: dict[str, float], variant: Variant) -> list[str]:
         ratio = _decibels(sums["wanted"], sums["error"])
         shares = [("cosine", cosine, limits["min_cosine"]), ("SQNR in dB", ratio, limits["min_sqnr_db"])]
     if sums["ranked"]:
+        # Few samples: one that differs would be a larger share than the limit means.
         least = limits["min_top1_agreement"] - limits["granted_samples"] / sums["samples"]
         shares.append(("top-1 agreement", sums["agreed"] / sums["ranked"], least))
     return [f"output '{name}': {what} {value:.4f}, least {least:.4f}" for what, value, least in shares if value < least]
