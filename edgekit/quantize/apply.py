@@ -46,6 +46,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     _refuse_float_weights(quantized.graph)
     if not units.quantized:
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
+    # Rounding learns signed integers; a zero point of 128 makes them what MLAS computes without saturation on x64.
     if plan.weight == "uint8" and plan.weight_symmetric:
         store_weights_unsigned(quantized)
     compact_qdq(quantized)

@@ -99,6 +99,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     rules = target.quantization
     activation = rules.activation if precision == "int8" else "uint16"
     op_types = _op_types(graph, rules)
+    # What needs more than 8 bits gets 16 where the target has them, and is float elsewhere.
     widens = precision == "int8" and "int16" in target.precisions
     high_precision = find_high_precision_regions(graph) if precision == "int8" else {}
     exact = calibration.ranges["minmax"]

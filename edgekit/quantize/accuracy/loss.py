@@ -88,6 +88,7 @@ def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
     blank = int(counts.argmax()) if 2 * counts.max() > len(before) else None
     if (before == after).all() or (blank is not None and _read_answer(before, blank) == _read_answer(after, blank)):
         return np.zeros(3)
+    # Steps are taken to be independent, so that a long answer is the less sure.
     steps = np.arange(len(before))
     old, new = (float(np.prod(chances[answer, steps])) for answer in (before, after))
     return np.array([old - new, max(old + new - (old - new) ** 2, _LEAST_VARIANCE), 1.0])

@@ -126,6 +126,7 @@ class Likeness:
             drop_interval=None,
             source="no output decides anything that is known",
         )
+        # An output that is not finite has lost all, whatever its finite samples would say.
         if self._broken:
             lost = Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0)
             return _with_loss(prediction, lost, self._readings[min(self._broken)])

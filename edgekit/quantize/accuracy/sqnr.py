@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Past -20 dB nothing is left of a signal, past 80 dB float32 itself errs: one such output must not decide a mean.
 _WORST_DB, _BEST_DB = -20.0, 80.0
 
 

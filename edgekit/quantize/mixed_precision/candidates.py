@@ -170,6 +170,7 @@ def _judge_all(draft: Draft, floor_db: float) -> Iterator[Candidate]:
     methods = _METHODS_16 if draft.plan.precision == "int16" else AUTO_METHODS
     ratios = {method: _judge_ranges(draft.choose(method, "nearest")) for method in methods}
     best = max(ratios, key=lambda method: ratios[method])
+    # Plain minmax is always among the candidates, so that what is chosen is never worse on these samples.
     if best != "minmax":
         yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",))
     chosen = draft.choose(best, "nearest")

@@ -52,6 +52,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
     for node in proto.graph.node:
         for index, name in enumerate(node.input):
             node.input[index] = f"{name}.edgekit.switched" if name in names else name
+    # One graph with switches is loaded once; a graph for each activation would be optimized as often.
     for index, name in enumerate(names):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
         proto.graph.node.extend(_switch(name, sites[name]))
