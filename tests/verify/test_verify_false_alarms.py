@@ -83,6 +83,15 @@ def test_two_samples_of_one_or_two_classes_that_are_mistaken_are_no_other_order(
         assert accuse(*(list(rows.astype(np.float32)) for rows in both)) is None
 
 
+@pytest.mark.parametrize(("step", "is_told"), [(1.0, False), (0.25, False), (0.01, True)])
+def test_a_grid_that_is_too_coarse_for_what_varies_is_no_lie(step: float, *, is_told: bool) -> None:
+    """Outputs that all round to the same level come back the same; a constant that no grid makes of them is told."""
+    wanted = 0.1 * np.random.default_rng(0).uniform(-1.0, 1.0, size=(8, 1, 4)).astype(np.float32)
+    assert not np.round(wanted / 0.25).any()
+    found = np.repeat(np.round(wanted[:1] / step) * step, 8, axis=0).astype(np.float32)
+    assert (accuse(list(wanted), list(found)) == "is the same for every sample") is is_told
+
+
 @pytest.mark.parametrize(("classes", "samples"), [(1, 64), (2, 24), (10, 16)])
 def test_a_device_that_gives_the_outputs_of_others_is_still_found(classes: int, samples: int) -> None:
     """The fewer values an output has, the more samples it takes."""

@@ -14,7 +14,7 @@ import numpy as np
 from edgekit.data.samples import Samples
 from edgekit.verify.metrics.compare import MeasuredSample, measure_outputs
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.sketch import Floats
+from edgekit.verify.metrics.sketch import BUCKETS, Floats
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
 """How often chance may accuse an honest output, and the same as a normal deviate: a tenth of one run in a thousand."""
@@ -24,6 +24,8 @@ _LEAST_MOVE = 0.25
 """An error below half of what samples lie apart does not hide whose output it is."""
 _STILL = 100.0
 """A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""
+_SAME = 1e-5
+"""Sums of float32 values that should be equal are, to this share."""
 _STEADY = 300.0
 """A reference that varies by less than a 300th of its energy (25 dB) is steady: rounding may hide what varies."""
 _LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
@@ -49,16 +51,18 @@ def find_dependence(samples: Sequence[MeasuredSample]) -> str | None:
     later = [(row, row.errors) for row in samples if row.errors is not None and row.stale_energy is not None]
     if len(later) < 2:
         return None  # one step tells nothing: outputs that saturate are equal now and then
-    moved = sum(row.reference_step or 0.0 for row, _ in later)
-    signal = sum(errors.reference_energy for _, errors in later)
-    if moved > signal / _STILL and not any(row.got_step for row, _ in later):
-        return "is the same for every sample"
     sketches = [row.sketches for row in samples if row.sketches is not None]
     same_size = len({row.errors.elements for row in samples if row.errors is not None}) == 1
     if not sketches or not same_size:
         return None
     reference, got = (np.stack(side) for side in zip(*sketches, strict=True))
     error = sum(errors.error_energy for _, errors in later)
+    moved = sum(row.reference_step or 0.0 for row, _ in later)
+    signal = sum(errors.reference_energy for _, errors in later)
+    is_constant = moved > signal / _STILL and not any(row.got_step for row, _ in later)
+    # Where the figures are good, no grid is so coarse; where they are not, all values may lie below a step.
+    if is_constant and (error * _CLOSER < signal or not _may_be_rounded(reference, got, later[0][1].elements)):
+        return "is the same for every sample"
     stale = sum(row.stale_energy or 0.0 for row, _ in later)
     dims = min(count_dimensions(reference), count_dimensions(got - reference))
     if stale * _CLOSER < error and measure_chance(stale, error, len(later) * dims) < CHANCE:
@@ -128,6 +132,19 @@ def find_independence(reference: Floats, got: Floats, energy: float) -> str | No
     if correlation >= min(least, _LEAST_CORRELATION):
         return None
     return f"does not follow its inputs: what varies from sample to sample correlates by {correlation:.2f} only"
+
+
+def _may_be_rounded(reference: Floats, got: Floats, elements: int) -> bool:
+    """Returns True if a device that rounds to a coarse grid could make the same of every sample.
+
+    All that it gives are whole steps of the grid, and so are their sums in the buckets of a sketch: the step is no
+    larger than the least distance of two of them, or of one and zero. Rounding moves a value by half a step.
+    """
+    levels = np.unique(np.append(got[0], 0.0))
+    gaps = np.diff(levels)
+    gaps = gaps[gaps > _SAME * np.abs(levels).max()]
+    step = float(gaps.min()) if gaps.size else math.inf
+    return float(np.abs(reference - got).max()) <= math.ceil(elements / BUCKETS) * step / 2.0
 
 
 def measure_chance(near: float, far: float, dims: float) -> float:
