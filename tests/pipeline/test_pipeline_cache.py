@@ -42,18 +42,14 @@ def samples():
         time.sleep({seconds} if passes > 3 else 0)  # counted, fitted, judged; then calibrated with
         yield {{"x": row}}
 """
-
-
-WAITING = """
-import time
+HANGING = """
 from pathlib import Path
-import numpy as np
 
-def samples():
-    for row in np.load("d.npz")["x"]:
-        if any(Path().glob("cache/calibration-*/{part}")) and not Path("go").exists():
+def endless():
+    for sample in samples():
+        if any(Path().glob("cache/calibration-*/{part}")):
             time.sleep(60)  # until it is ended
-        yield {{"x": row}}
+        yield sample
 """
 
 
@@ -104,15 +100,15 @@ def test_a_finished_calibration_is_read_and_gives_the_same_bytes(folder: Path) -
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(
     folder: Path, part: str, sent: signal.Signals, code: int
 ) -> None:
-    (folder / "slow.py").write_text(WAITING.format(part=part))
-    arguments = ["quantize", "m.onnx", "--data", "slow:samples", "--target", "nnapi", "--method", "mse"]
+    (folder / "slow.py").write_text(SLOW.format(seconds=0.02) + HANGING.format(part=part))
+    arguments = ["quantize", "m.onnx", "--data", "slow:endless", "--target", "nnapi", "--method", "mse"]
     command = [sys.executable, "-m", "edgekit", *arguments, "--cache", "cache", "--out", "q.onnx", "--json", "-v"]
     child = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     wait_for(folder, part)
     child.send_signal(sent)
     assert child.wait() == code
     assert not (folder / "q.onnx").exists()
-    (folder / "go").touch()
+    (folder / "slow.py").write_text(SLOW.format(seconds=0) + "endless = samples\n")
     again = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     known = json.loads(again.stdout)["calibration"]["known"]
     assert known in (range(8, 64, 8) if part == "measured" else range(65, COUNT))
