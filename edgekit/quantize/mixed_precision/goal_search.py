@@ -32,7 +32,7 @@ _PLAIN_INTEGER = 0.75
 """The least share of the work that stays in integers in the plain mode: what is float, an accelerator leaves."""
 _WORTH = 0.002
 """What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
-float for 0.1 points (docs/reference/measured.md)."""
+float for 0.1 points."""
 _SAME_SHARE = 0.005
 """Shares of work that differ by less are the same."""
 _HALF = 0.5
@@ -165,7 +165,7 @@ def _run_trials(
 ) -> list[Trial]:
     """Returns the trials up to one that meets the goal, or leaves too little in integers; `first` is the first plan."""
     known = {trial.step: trial for trial in state.trials} if state is not None else {}
-    # More tensors out of 8 bits hardly ever drop more, so that the first plan that is good enough is the cheapest.
+    # Each step takes more from the accelerator than the one before: the first that is good enough is the cheapest.
     counts = (0, *(goal.reliefs if search.precision == "int8" else ()))
     trials: list[Trial] = []
     spent: list[float] = []
