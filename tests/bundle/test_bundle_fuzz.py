@@ -22,6 +22,8 @@ from edgekit.bundle.opening import open_any, opened_any, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError
 
+pytestmark = pytest.mark.slow
+
 NAMES = st.sampled_from(
     [
         "../x",

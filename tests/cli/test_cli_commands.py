@@ -207,6 +207,7 @@ def test_a_recipe_gives_the_options_and_the_command_line_wins(
     assert report["bundles"][0]["check"]["settings"] == {"api_level": "31", "layout": "NHWC", "cpu": "on"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "edgekit", *BUILD, "--out", str(tmp_path / "out"), "-v"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -223,6 +224,7 @@ def test_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_output_into_a_closed_pipe_is_no_traceback() -> None:
     command = f"{sys.executable} -m edgekit targets --json | head -c 1"
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)

@@ -27,6 +27,8 @@ from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 FLOAT_OPERATIONS = {
     "conv": "Conv<pads=[1,1,1,1], kernel_shape=[3,3]>(x, w, b)",
     "strided": "Conv<pads=[0,0,1,1], strides=[2,2], kernel_shape=[3,3]>(x, w, b)",

@@ -12,6 +12,7 @@ from mutation import TESTS, list_mutations  # noqa: E402
 from shape import find_breaks  # noqa: E402
 
 
+@pytest.mark.slow
 def test_the_house_stands() -> None:
     assert list(find_breaks(ROOT)) == []
 

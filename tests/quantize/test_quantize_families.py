@@ -20,6 +20,8 @@ from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
 from edgekit.target import load_target
 
+pytestmark = pytest.mark.slow
+
 TARGETS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qnn", {}),
     ("nnapi", {"api_level": "28"}),

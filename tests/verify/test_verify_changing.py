@@ -18,6 +18,8 @@ from edgekit.report.pages.html import render_verify
 from edgekit.target import load_target
 from edgekit.verify.run import verify_bundle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:

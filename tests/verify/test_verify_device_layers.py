@@ -23,6 +23,8 @@ from edgekit.verify.devices.probes import plan_probes
 from edgekit.verify.facts import Located
 from edgekit.verify.run import verify_bundle
 
+pytestmark = pytest.mark.slow
+
 FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 
 
