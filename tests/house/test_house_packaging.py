@@ -37,6 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "edgekit/convert/far/qnn_context.py",
         "edgekit/_runner/CMakeLists.txt",
         "edgekit/_runner/src/main.cpp",
+        "edgekit/_android/loader.c",
+        "edgekit/_android/imports.h",
         "edgekit/report/templates/build.html.j2",
         "edgekit/bundle/templates/README.md.j2",
         "edgekit/package/far/cpp/CMakeLists.txt",
