@@ -11,7 +11,7 @@ import onnx
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
 from edgekit.graph.inference import infer_model
-from edgekit.model.model import Model, iterate_reads, order_nodes, tensor_dtype
+from edgekit.model.model import Model, tensor_dtype
 from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array
 
@@ -85,7 +85,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A graph in topological order, without its Constant nodes, which are constants as ORT makes them.
+    """A graph in the order of the file, without its Constant nodes, which are constants as ORT makes them.
 
     `proto` is what was read, and `model` the file around it, for what is no graph: opsets, functions, metadata.
     `values` says what is known of tensors that are fed or computed. `values` and `constants` of a body include those
@@ -232,8 +232,7 @@ class _View:
             outputs=frozenset(value.name for value in proto.output),
             producers={}, consumers={}, captured=frozenset(),
         )  # fmt: skip
-        ordered = proto.node if _is_ordered(proto) else order_nodes(proto)
-        kept = [node for node in ordered if read_constant(node) is None]
+        kept = [node for node in proto.node if read_constant(node) is None]
         nodes = tuple(self._node(node, index, shell) for index, node in enumerate(kept))
         return index_nodes(shell, nodes)
 
@@ -281,16 +280,6 @@ def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
         consumers={name: tuple(found) for name, found in consumers.items()},
         captured=frozenset(name for node in nodes for name in node.captured),
     )
-
-
-def _is_ordered(graph: onnx.GraphProto) -> bool:
-    """Returns True if each node stands behind those that it reads from; bodies are looked into where it may matter."""
-    ahead = {name for node in graph.node for name in node.output}
-    for node in graph.node:
-        if not ahead.isdisjoint(iterate_reads(node)):
-            return False
-        ahead.difference_update(node.output)
-    return True
 
 
 def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:

@@ -9,7 +9,7 @@ import onnx
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto, save_proto
-from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
+from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing, sort_nodes
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ def _find_constants(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
     computed = {name for node in list_computing(graph) for name in node.output}
     needed = {name for node in nodes for name in node.reads}
     found: list[Node] = []
-    for node in reversed(graph.nodes):
+    for node in reversed(sort_nodes(graph)):
         if computed.isdisjoint(node.output) and not needed.isdisjoint(node.output):
             found.append(node)
             needed.update(node.reads)

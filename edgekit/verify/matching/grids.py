@@ -10,7 +10,7 @@ import numpy.typing as npt
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
-from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
+from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, sort_nodes
 
 _STEPS = 255.0
 """The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs."""
@@ -139,7 +139,7 @@ def find_grids(model: Model) -> dict[str, Grid | None]:
 def follow_moves(grids: Mapping[str, Grid | None], graph: Graph) -> dict[str, Grid | None]:
     """Returns the grids with those of the tensors whose values are only moved before they are rounded."""
     found = dict(grids)
-    for node in reversed(graph.nodes):
+    for node in reversed(sort_nodes(graph)):
         if node.op_type in _MOVERS and node.output[0] in found:
             found.setdefault(node.input[0], found[node.output[0]])
     return found

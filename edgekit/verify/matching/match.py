@@ -7,7 +7,7 @@ import msgspec
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.scaling import SUFFIX
 from edgekit.verify.matching.align import align_tensors
-from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
+from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, sort_nodes
 
 _NAMES_COUNT = 0.8
 """Names are believed where they match at least so many of the operators that their order matches.
@@ -93,7 +93,7 @@ def _count_alike(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> int:
 def ordered_tensors(graph: Graph) -> Iterable[str]:
     """Yields the inputs and what the nodes compute, in the order of computation."""
     yield from graph.fed
-    for node in graph.nodes:
+    for node in sort_nodes(graph):
         if node.op_type not in _CONSTANT_OPS:
             yield from (name for name in node.output if name)
 
