@@ -12,6 +12,7 @@ from edgekit.graph.constants import lift_constants, list_constants
 from edgekit.graph.graph import Graph, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.model.tensors import Array
+from edgekit.verify.matching.order import sort_nodes
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
 BODIES = """(float[2] x, bool c) => (float[2] y) {
@@ -162,3 +163,10 @@ def test_constants_of_a_graph_are_its_own() -> None:
     proto = parser.parse_model(f"{HEAD} {BODIES}")
     assert list_constants(proto.graph) == {}
     assert set(list_constants(proto.graph.node[2].attribute[0].g)) == {"k"}
+
+
+def test_the_order_of_the_file_is_kept() -> None:
+    nodes = [helper.make_node("Relu", ["a"], ["y"]), helper.make_node("Abs", ["x"], ["a"])]
+    graph = view_part(helper.make_graph(nodes, "g", [], []), 17)
+    assert [node.op_type for node in graph.nodes] == ["Relu", "Abs"]
+    assert [node.op_type for node in sort_nodes(graph)] == ["Abs", "Relu"]
