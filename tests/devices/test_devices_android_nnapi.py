@@ -62,7 +62,7 @@ def require_device(api: str = "33") -> None:
     if missing is not None:
         pytest.skip(f"android: {missing.reason}: {missing.command}")
     if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install 'edgekit[android]'")
+        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
 
 
 def run_on_nnapi(path: Path, rows: Sequence[Tensors], work: Path, api: str = "33") -> DeviceRun:
@@ -169,7 +169,7 @@ def network_of(code: int, operands: tuple[Operand, ...], outputs: int = 1) -> Ne
 
 def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
     if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install 'edgekit[android]'")
+        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (
         tensor(kind, 1, 4, scale=0.5), tensor(kind, 1, 4, scale=0.25, zero=3), tensor(OperandType.INT32, size=4),
@@ -187,7 +187,7 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
 )
 def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
     if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install 'edgekit[android]'")
+        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
     float32 = OperandType.TENSOR_FLOAT32
     with pytest.raises(DeviceError, match=words):
         Computer().take_network(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
@@ -195,7 +195,7 @@ def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
 
 def test_questions_are_answered_until_the_last() -> None:
     if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install 'edgekit[android]'")
+        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
     float32 = OperandType.TENSOR_FLOAT32
     network = network_of(19, (tensor(float32, 3), tensor(float32, 3)))
     value = np.array([-1, 0, 2], np.float32)
@@ -237,4 +237,4 @@ def test_without_tflite_s_kernels_a_network_is_built_and_the_run_says_what_is_mi
     assert run.load_ms > 0
     assert {node.provider for node in run.placement} == {NNAPI}
     assert "OP_FAILED" in str(run.failure)
-    assert "NNAPI: nothing here computes its networks: pip install 'edgekit[android]'" in run.log
+    assert "NNAPI: nothing here computes its networks: pip install ai-edge-litert==2.3.0" in run.log

@@ -60,7 +60,9 @@ class _Draft:
         try:
             from ai_edge_litert import schema_py_generated  # noqa: PLC0415 - an optional extra
         except ImportError as error:
-            raise MissingExtraError("ai-edge-litert is not installed", hint="pip install 'edgekit[android]'") from error
+            raise MissingExtraError(
+                "ai-edge-litert is not installed", hint="pip install ai-edge-litert==2.3.0"
+            ) from error
         self.schema: Any = schema_py_generated
         self.operands = network.operands
         self.network = network
