@@ -425,7 +425,7 @@ int ANeuralNetworksExecution_compute(struct execution *execution) {
   pthread_mutex_lock(&asking);
   enum result result = OP_FAILED;
   if (open_pipes()) result = run_elsewhere(execution);
-  else fprintf(stderr, "NNAPI: nothing here computes its networks: pip install 'edgekit[android]'\n");
+  else fprintf(stderr, "NNAPI: nothing here computes its networks: pip install ai-edge-litert==2.3.0\n");
   pthread_mutex_unlock(&asking);
   return result;
 }
