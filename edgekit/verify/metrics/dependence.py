@@ -59,16 +59,19 @@ def find_dependence(samples: Sequence[MeasuredSample]) -> str | None:
     error = sum(errors.error_energy for _, errors in later)
     moved = sum(row.reference_step or 0.0 for row, _ in later)
     signal = sum(errors.reference_energy for _, errors in later)
-    is_constant = moved > signal / _STILL and not any(row.got_step for row, _ in later)
-    # Where the figures are good, no grid is so coarse; where they are not, all values may lie below a step.
-    if is_constant and (error * _CLOSER < signal or not _may_be_rounded(reference, got, later[0][1].elements)):
+    # Where the figures are good, no grid is so coarse; where they are not, all values may lie near a step or two.
+    if error * _CLOSER >= signal and _may_be_rounded(reference, got, later[0][1].elements):
+        return None
+    if moved > signal / _STILL and not any(row.got_step for row, _ in later):
         return "is the same for every sample"
     stale = sum(row.stale_energy or 0.0 for row, _ in later)
     dims = min(count_dimensions(reference), count_dimensions(got - reference))
     if stale * _CLOSER < error and measure_chance(stale, error, len(later) * dims) < CHANCE:
         return "follows the sample before, not its own"
     energy = sum(row.errors.reference_energy for row in samples if row.errors is not None)
-    return find_permutation(reference, got) or find_independence(reference, got, energy)
+    # Outputs that mostly lie beyond the calibrated range come back as its end, and correlate with nothing.
+    is_told = error * _CLOSER < signal or 2 * len(np.unique(got, axis=0)) > len(got)
+    return find_permutation(reference, got) or (find_independence(reference, got, energy) if is_told else None)
 
 
 def count_dimensions(rows: Floats) -> float:
@@ -135,15 +138,18 @@ def find_independence(reference: Floats, got: Floats, energy: float) -> str | No
 
 
 def _may_be_rounded(reference: Floats, got: Floats, elements: int) -> bool:
-    """Returns True if a device that rounds to a coarse grid could make the same of every sample.
+    """Returns True if what came back is what a device makes of the reference that rounds it to a coarse grid.
 
     All that it gives are whole steps of the grid, and so are their sums in the buckets of a sketch: the step is no
     larger than the least distance of two of them, or of one and zero. Rounding moves a value by half a step.
     """
-    levels = np.unique(np.append(got[0], 0.0))
+    levels = np.unique(np.append(got, 0.0))
     gaps = np.diff(levels)
     gaps = gaps[gaps > _SAME * np.abs(levels).max()]
     step = float(gaps.min()) if gaps.size else math.inf
+    if elements == 1:
+        # What lies beyond the range that was calibrated comes back as its end, which alone tells nothing of the step.
+        reference = reference.clip(got.min(axis=0), got.max(axis=0))
     return float(np.abs(reference - got).max()) <= math.ceil(elements / BUCKETS) * step / 2.0
 
 
