@@ -69,9 +69,9 @@ def find_dependence(samples: Sequence[MeasuredSample]) -> str | None:
     if stale * _CLOSER < error and measure_chance(stale, error, len(later) * dims) < CHANCE:
         return "follows the sample before, not its own"
     energy = sum(row.errors.reference_energy for row in samples if row.errors is not None)
-    # Outputs that mostly lie beyond the calibrated range come back as its end, and correlate with nothing.
-    is_told = error * _CLOSER < signal or 2 * len(np.unique(got, axis=0)) > len(got)
-    return find_permutation(reference, got) or (find_independence(reference, got, energy) if is_told else None)
+    moved_to = find_permutation(reference, got)
+    # Where the figures are bad, a model that clips or drowns in noise correlates no more than a device that lies.
+    return moved_to if moved_to or error * _CLOSER >= signal else find_independence(reference, got, energy)
 
 
 def count_dimensions(rows: Floats) -> float:
