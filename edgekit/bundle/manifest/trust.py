@@ -46,7 +46,7 @@ _SESSION: Mapping[str, str] = {
         _FLAG,
     ),
     "ep.nnapi.partitioning_stop_ops": rf"{_WORD}(,{_WORD}){{0,63}}",
-    "session.disable_specified_optimizers": rf"{_WORD}(;{_WORD}){{0,63}}",
+    "optimization.disable_specified_optimizers": rf"{_WORD}(;{_WORD}){{0,63}}",
     "session.dynamic_block_base": _NUMBER,
     "session.load_model_format": "ONNX|ORT",
     "session.qdq_matmulnbits_accuracy_level": "[0-4]",
