@@ -220,7 +220,7 @@ def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
     # Classes may lie on either axis: values decide between them, and hardly between steps. Before steps they must be
     # as even along these, else columns of a table, such as boxes in pixels, would be steps.
     even = tuple(axis for axis in axes if _is_even(values, axis))
-    readings = [Reading(kind="map", axis=axis) for axis in even if axis == axes[0] or even == axes]
+    readings = [Reading(kind="map", axis=axis) for axis in even if axis in axes[:1] or even == axes]
     confidences = {reading: _confidence(values, reading) for reading in readings}
     best = max(readings, key=lambda reading: confidences[reading], default=None)
     if best is not None and confidences[best] >= _LEAST_CONFIDENCE:

@@ -113,7 +113,7 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
     if weight is None or not alone or weight.data_type != onnx.TensorProto.FLOAT or node.input[0] in graph.constants:
         return None
     numbers = node.attributes
-    bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 and node.input[2] else None
+    bias = node.input[2] if node.op_type != "MatMul" and node.has_input(2) else None
     if bias is not None and not _own_vector(graph, bias):
         return None
     groups, transposed = int(numbers.get("group", 1)), node.op_type != "Conv" and not numbers.get("transB", 0)

@@ -28,7 +28,7 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
     this machine cannot open, and a bundle without a self-test, are not judged.
     """
     chosen = [choice.row for choice in bundle.manifest.golden.chosen]
-    forms = [form for form in TESTED_FORMS if form in bundle.manifest.forms]
+    forms: list[Form] = [form for form in TESTED_FORMS if form in bundle.manifest.forms]
     if not chosen or not forms:
         return
     try:

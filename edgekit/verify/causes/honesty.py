@@ -83,7 +83,7 @@ def find_replay(bundle: Bundle, indices: Sequence[int], reference: Samples, got:
     try:
         expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED))
         for index, wanted, found in zip(indices, reference, got, strict=False):
-            own = expected[places[index]] if index in places else {}
+            own = expected[places[index]] if index in places else dict[str, Array]()
             names = [name for name, value in wanted.items() if name in own and value.dtype.kind == "f"]
             if any(name not in found or found[name].shape != wanted[name].shape for name in names):
                 return None

@@ -178,7 +178,7 @@ def _measure_steps(quantized: Initializers, node: Node, wanted: Array) -> float:
     if not _is_spread(quantized.read(node.input[1]), axis, values):
         return 0.0
     scale = _spread(quantized.read(node.input[1]), axis, values.ndim)
-    has_zero = len(node.input) > 2 and node.input[2] in quantized.tensors
+    has_zero = node.has_input(2) and node.input[2] in quantized.tensors
     zero = _spread(quantized.read(node.input[2]), axis, values.ndim) if has_zero else 0.0
     limits = np.iinfo(values.dtype)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
