@@ -18,10 +18,10 @@ from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26
 """What is larger was not printed here: a plan has about 100 bytes a tensor."""
+# What only the target decides.
 _GIVEN = (
     "scheme", "activation", "weight", "activation_symmetric", "weight_symmetric", "reduce_range", "shared_ops",
 )  # fmt: skip
-"""What only the target decides."""
 _HINT = "correct it, or plan again: edgekit quantize --plan-only"
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

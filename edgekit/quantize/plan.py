@@ -17,16 +17,16 @@ from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
 from edgekit.target import Precision, Quantization, Target
 
+# Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like).
 _FOLLOWERS = frozenset(
     {
         "AveragePool", "Clip", "Flatten", "MaxPool", "Relu", "Reshape", "Resize", "Slice", "Split", "Squeeze", "TopK",
         "Transpose", "Unsqueeze",
     }
 )  # fmt: skip
-"""Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like)."""
 
+# Floats that no provider quantizes.
 _OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
-"""Floats that no provider quantizes."""
 
 
 class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,8 +15,8 @@ from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import Cost, RunReport, VerifyReport
 
 _SCHEMA_VERSION = 1
+# What SQLite can count to.
 _MOST_RUNS = (1 << 63) - 1
-"""What SQLite can count to."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS runs (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -27,9 +27,9 @@ CREATE TABLE IF NOT EXISTS runs (
   report TEXT NOT NULL
 )
 """
+# How far below an earlier signal-to-noise ratio without an interval the next may lie: kernels of another version add in
+# another order, and where that crosses a step of a grid a value moves by it.
 _SQNR_SLACK_DB = 1.0
-"""How far below an earlier signal-to-noise ratio without an interval the next may lie: kernels of another version add
-in another order, and where that crosses a step of a grid a value moves by it."""
 
 
 class PastRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,8 +25,8 @@ from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"
+# How many samples the float model runs at a time: more would need more memory, and machines of two cores are usual.
 _AT_ONCE = 2
-"""How many samples the float model runs at a time: more would need more memory, and machines of two cores are usual."""
 
 
 def verify_on(

@@ -26,8 +26,8 @@ _ADVICE: dict[str, str] = {
     "provider": "it rounds otherwise (half precision, kernels of its own); leave nodes where it matters to the CPU",
     "device": "the device computes otherwise than its emulator; compare driver and runtime versions",
 }
+# So many times the share of the work that may be lost, the share of the nodes may: most of them do little.
 _LOST_NODES = 4.0
-"""So many times the share of the work that may be lost, the share of the nodes may: most of them do little."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,8 +38,8 @@ from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
 from edgekit.verify.tasks.accuracy import measure_accuracy
 from edgekit.verify.tasks.tasks import measure_task
 
+# A report of a thousand layers on eight devices has some megabytes.
 _MAX_REPORT_BYTES = 64 << 20
-"""A report of a thousand layers on eight devices has some megabytes."""
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,26 +20,26 @@ RAW = "raw"
 """A sigmoid that the app computes."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Grey, RGB and RGBA."""
+# Less is no picture: a choice.
 _LEAST_SIDE = 8
-"""Less is no picture: a choice."""
+# More along an axis are places rather than classes: a choice.
 _MOST_CLASSES = 8192
-"""More along an axis are places rather than classes: a choice."""
+# More places are no steps of one answer, but boxes or pixels in a row: a choice.
 _MOST_STEPS = 512
-"""More places are no steps of one answer, but boxes or pixels in a row: a choice."""
+# Three axes whose last has so many or fewer are corners of boxes.
 _BOX = 4
-"""Three axes whose last has so many or fewer are corners of boxes."""
 # What tells raw scores from other numbers where no Softmax, Sigmoid or ArgMax does. All are choices by hand: they
 # tell the outputs of the zoo and of tools/bench/held_real.py apart, where each was added for a net that was misread.
+# Of a map the mean of the largest probability, were the values logits: features show less.
 _LEAST_CONFIDENCE = 0.6
-"""Of a map the mean of the largest probability, were the values logits: features show less."""
+# How much larger than the smallest the mean size of the largest channel of a map may be: boxes in pixels are more.
 _MOST_UNEVEN = 30.0
-"""How much larger than the smallest the mean size of the largest channel of a map may be: boxes in pixels are more."""
+# Fewer numbers are no curve.
 _LEAST_LANDMARKS = 8
-"""Fewer numbers are no curve."""
+# Landmarks vary from sample to sample by less than this share of the variance of their mean curve.
 _SAME_SHAPE = 0.1
-"""Landmarks vary from sample to sample by less than this share of the variance of their mean curve."""
+# So many positive numbers are no ratings, of which a sample has few.
 _MANY_CLASSES = 100
-"""So many positive numbers are no ratings, of which a sample has few."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ MOST_SAMPLES = 256
 """So many tell half a point, which is one changed answer of 200; more cost time."""
 FAITHFUL_DB = 30.0
 """From this ratio on outputs of no kind that is known are taken to meet any goal: an error of 3 %, a choice."""
+# So many samples tell of which kind an output is: a choice, for the time.
 _GUESSED_FROM = 4
-"""So many samples tell of which kind an output is: a choice, for the time."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,10 +23,10 @@ MINIMUM_OPSET = 13
 
 # Weights of this size and more leave the graph that is run; what is smaller may decide shapes. Chosen by hand.
 _ASIDE_BYTES = 1 << 14
+# Operators whose output has the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
 )
-"""Operators whose output has the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others)."""
 
 
 def read_float_graph(model: Model) -> Graph:

@@ -33,10 +33,10 @@ from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan
 from edgekit.target import Precision, Target
 
+# Equalized weights that are worse by this much when rounded quickly are not rounded with more care: a choice.
 _HOPELESS_DB = 1.0
-"""Equalized weights that are worse by this much when rounded quickly are not rounded with more care: a choice."""
+# What products before sigmoids must gain, which cost some time on a device: a choice.
 _SILU_DB = 1.0
-"""What products before sigmoids must gain, which cost some time on a device: a choice."""
 
 
 class _Subject(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,8 +24,8 @@ NOTABLE_DB = 0.3
 """What a change must gain: a choice, 7 % of the noise power."""
 FAITHFUL_DB = 40.0
 """From this ratio on, where the error is 1 % of the signal, nothing dearer than plain rounding is tried: a choice."""
+# Cutting off tails makes the other steps finer, which 16 bits have no need of.
 _METHODS_16 = ("minmax",)
-"""Cutting off tails makes the other steps finer, which 16 bits have no need of."""
 _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
 _LEARNED: tuple[Rounding, ...] = ("bias", *_SLOW)

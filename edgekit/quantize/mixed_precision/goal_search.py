@@ -25,16 +25,16 @@ from edgekit.target import Precision, Target
 
 PLAIN_DROP = 0.005
 """A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
+# How many of the most harmful tensors leave 8 bits, step by step: each about 2.5 times the one before.
 _RELIEFS = (1, 3, 8, 20, 40, 80)
-"""How many of the most harmful tensors leave 8 bits, step by step: each about 2.5 times the one before."""
 _PLAIN_RELIEFS = (1, 3, 8)
+# The least share of the work that stays in integers in the plain mode: what is float, an accelerator leaves.
 _PLAIN_INTEGER = 0.75
-"""The least share of the work that stays in integers in the plain mode: what is float, an accelerator leaves."""
+# What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
+# float for 0.1 points.
 _WORTH = 0.002
-"""What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
-float for 0.1 points."""
+# Shares of work that differ by less are the same.
 _SAME_SHARE = 0.005
-"""Shares of work that differ by less are the same."""
 _HALF = 0.5
 
 

@@ -25,10 +25,10 @@ BROKEN_DB = 10.0
 """Below this ratio, where the error is a third of the signal, a model is of no use, wherever it runs: a choice."""
 GOOD_DB = 30.0
 """From this ratio on, where the error is 3 % of the signal, nothing more is relieved: a choice."""
+# More tensors out of 8 bits hardly change which range method is best for the others.
 _FEW_RELIEVED = 8
-"""More tensors out of 8 bits hardly change which range method is best for the others."""
+# So many activations are ranked by all samples: the largest step of a schedule.
 _MOST_RANKED = 40
-"""So many activations are ranked by all samples: the largest step of a schedule."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +41,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 _THOROUGH = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=GOOD_DB)
 _MENDING = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=COLLAPSED_DB)
+# For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them.
 _SPARING = Schedule(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
-"""For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them."""
 
 
 def choose_schedule(ratio_db: float, *, widens: bool, thorough: bool) -> Schedule:

@@ -11,6 +11,7 @@ from edgekit.errors import ModelError
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.tidy import name_nodes, restore_stamps, sort_values
 
+# What else ONNX Runtime does at its extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc).
 _OTHER_FUSIONS = (
     "AttentionFusion", "BiasDropoutFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "ConvActivationFusion",
     "DynamicQuantizeMatMulFusion", "EmbedLayerNormFusion", "FastGeluFusion", "GatherSliceToSplitFusion",
@@ -18,7 +19,6 @@ _OTHER_FUSIONS = (
     "MatMulActivationFusion", "MatMulIntegerToFloatFusion", "MatMulScaleFusion", "MatmulTransposeFusion",
     "QuickGeluFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion",
 )  # fmt: skip
-"""What else ONNX Runtime does at its extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc)."""
 
 
 class QOperatorModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ HALF_BINS = 2048
 PARTS = 8
 """Into how many parts the samples of a histogram are dealt in turn, to see how much they differ; chosen by hand."""
 
+# The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995
-"""The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom."""
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):

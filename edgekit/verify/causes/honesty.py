@@ -15,13 +15,13 @@ from edgekit.verify.metrics.dependence import CHANCE, measure_chance
 from edgekit.verify.metrics.tensor_metrics import decibels, distance_energy
 
 _LOOKED_AT = 8
+# A float32 has half precision by chance once in 2^13 (the bits that half precision lacks); constants such as 0 and 1
+# always do, so that a few values tell nothing.
 _LEAST_VALUES = 16
-"""A float32 has half precision by chance once in 2^13 (the bits that half precision lacks); constants such as 0 and 1
-always do, so that a few values tell nothing."""
+# 20 dB: what is left of the distance where a device computes the float model with kernels of its own.
 _MUCH_CLOSER = 100.0
-"""20 dB: what is left of the distance where a device computes the float model with kernels of its own."""
+# So many values of a sample at most err on their own: they come from the same layers.
 _MOST_VALUES = 16
-"""So many values of a sample at most err on their own: they come from the same layers."""
 
 
 def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:

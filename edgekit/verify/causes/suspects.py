@@ -11,15 +11,15 @@ from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Floats
 
+# How much better an undone mistake must fit than what came back, to be named.
 _GAIN_DB = 15.0
-"""How much better an undone mistake must fit than what came back, to be named."""
+# What is left once the mistake is undone must look like a quantized model: targets ask for 12 to 25 dB.
 _FIT_DB = 20.0
-"""What is left once the mistake is undone must look like a quantized model: targets ask for 12 to 25 dB."""
 _SAMPLES = 4
+# Every value is held against every other: the square of their number, in memory for each row.
 _MOST_ORDERED = 4096
-"""Every value is held against every other: the square of their number, in memory for each row."""
+# An order uses each value once; values that are equal by themselves may be used twice.
 _LEAST_USED = 0.9
-"""An order uses each value once; values that are equal by themselves may be used twice."""
 _ORDER = "holds the reference's values in another order: look at layout and channel order"
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"

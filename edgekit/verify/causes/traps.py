@@ -23,10 +23,10 @@ _VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
 _SOCS: Mapping[str, str] = {soc: arch for arch, soc in ARCH_SOCS.items()}
 # As in `suspects`: what is left once a mistake is undone is a quantized model's error, and much less than before.
 _FIT_DB, _GAIN_DB, _SAMPLES = 20.0, 15.0, 3
+# Fewer Q and DQ nodes may be those of the model's inputs and outputs.
 _LEAST_ROUNDED = 4
-"""Fewer Q and DQ nodes may be those of the model's inputs and outputs."""
+# VPMADDUBSW adds two products of u8 and s8 in 16 bits with saturation: 2 * 255 * 64 = 32,640 still fits.
 _SAFE = 64
-"""VPMADDUBSW adds two products of u8 and s8 in 16 bits with saturation: 2 * 255 * 64 = 32,640 still fits."""
 
 
 def list_traps(bundle: Bundle, run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[str]:

@@ -37,8 +37,8 @@ _WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.0, 0.5
 mean square) or all of it is farther off than these steps: other kernels round otherwise, by a step at most (measured on
 QNN's simulator and XNNPACK: 1.0 and 0.13)."""
 
+# Where the outputs are wrong, the worst layer is to blame if it is worse than the middle one by this.
 _OUTLIER_DB = 20.0
-"""Where the outputs are wrong, the worst layer is to blame if it is worse than the middle one by this."""
 
 
 class _Slice(msgspec.Struct, frozen=True, kw_only=True):

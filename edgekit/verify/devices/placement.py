@@ -16,6 +16,7 @@ from edgekit.target import load_target
 from edgekit.verify.facts import OBSERVING, PlacementGap
 
 _MOST_NAMES = 20
+# Operators that do a model's work, by what ONNX Runtime's optimisers turn into one another on the CPU.
 _FAMILIES = {
     "Conv": "Conv", "FusedConv": "Conv", "QLinearConv": "Conv", "ConvInteger": "Conv", "NhwcFusedConv": "Conv",
     "ConvTranspose": "ConvTranspose", "QLinearConvTranspose": "ConvTranspose",
@@ -23,11 +24,10 @@ _FAMILIES = {
     "QLinearMatMul": "MatMul", "MatMulInteger": "MatMul", "MatMulIntegerToFloat": "MatMul",
     "DynamicQuantizeMatMul": "MatMul",
 }  # fmt: skip
-"""Operators that do a model's work, by what ONNX Runtime's optimisers turn into one another on the CPU."""
+# Their bodies hold nodes that a session reports, and that the list of the model's nodes does not have.
 _REPEATING = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Their bodies hold nodes that a session reports, and that the list of the model's nodes does not have."""
+# ONNX Runtime merges equal nodes and folds constants before it places them, so that a little work may be gone.
 _MOST_UNSEEN = 0.05
-"""ONNX Runtime merges equal nodes and folds constants before it places them, so that a little work may be gone."""
 
 
 def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:

@@ -17,10 +17,10 @@ from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
 from edgekit.verify.matching.trace import ISOLATED_PREFIX, open_proto
 
 _ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
+# What runtimes compute together with the node before, where nothing else reads that node.
 _FUSED_AFTER = frozenset({
     "BatchNormalization", "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Tanh",
 })  # fmt: skip
-"""What runtimes compute together with the node before, where nothing else reads that node."""
 _FUSED_WITH_CONSTANT = frozenset({"Add", "Mul"})
 
 

@@ -18,16 +18,16 @@ from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.trace import adapt_sample, open_traced
 from edgekit.verify.metrics import tensor_metrics as metrics
 
+# Results closer than this are the same: nobody could notice the difference, and half precision cannot hold it.
 _SAME_DB = 60.0
-"""Results closer than this are the same: nobody could notice the difference, and half precision cannot hold it."""
+# Larger constants are weights, which are compared as such, in steps of their grid.
 _MOST_ELEMENTS = 1 << 16
-"""Larger constants are weights, which are compared as such, in steps of their grid."""
+# Beyond it a constant of a mask is as good as minus infinity, and each exporter has its own.
 _MASK = 1e4
-"""Beyond it a constant of a mask is as good as minus infinity, and each exporter has its own."""
+# Rounding to half precision moves a constant by 2^-11 of itself at most; four times that is granted.
 _ROUNDED = 2.0**-9
-"""Rounding to half precision moves a constant by 2^-11 of itself at most; four times that is granted."""
+# The cosine of a weight and that weight quantized is near one, that of the same numbers in another order near 0.
 _ALIKE = 0.3
-"""The cosine of a weight and that weight quantized is near one, that of the same numbers in another order near 0."""
 _SHOWN = 60
 
 

@@ -11,10 +11,10 @@ from edgekit.verify.layers.weights import Initializers
 from edgekit.verify.matching.order import DEQUANTIZE
 
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
+# A product of two float32 scales is exact to 1e-7; a scale that is off by 1 % moves the largest value by 2.5 steps.
 _TOLERANCE = 0.01
-"""A product of two float32 scales is exact to 1e-7; a scale that is off by 1 % moves the largest value by 2.5 steps."""
+# Where fewer fit, the quantizer has another rule for biases, and one that does not fit tells nothing.
 _MOST_FIT = 0.5
-"""Where fewer fit, the quantizer has another rule for biases, and one that does not fit tells nothing."""
 
 
 class _Bias(msgspec.Struct, frozen=True, kw_only=True):

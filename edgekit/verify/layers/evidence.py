@@ -16,8 +16,8 @@ from edgekit.errors import BundleError, ModelError, RuntimeRefusal
 from edgekit.model.model import Model
 from edgekit.verify.layers.comparison import LayerReport, compare_layers
 
+# As many as tools/bench/seeded_faults.py looks at for its figures.
 _SAMPLES = 4
-"""As many as tools/bench/seeded_faults.py looks at for its figures."""
 
 
 class LayerEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

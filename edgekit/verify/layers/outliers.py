@@ -10,10 +10,10 @@ FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.
 FAR_OFFSET: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
 """How many steps of 8 bits the worst channel of a layer's own result, and all of it, may be off. Measured by
 tools/bench/seeded_faults.py: CLEAN; a zero point off by one is 1.0, two swapped channels are 28 and more."""
+# Of a normal distribution 6 values in 100,000 lie beyond four deviations: a model has some thousand channels.
 _SIGMAS = 4.0
-"""Of a normal distribution 6 values in 100,000 lie beyond four deviations: a model has some thousand channels."""
+# An overflow inside that costs less than a tenth of the end's amplitude was meant: masks and saturated gates.
 _LEAST_END_DB = 20.0
-"""An overflow inside that costs less than a tenth of the end's amplitude was meant: masks and saturated gates."""
 
 
 def judge_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:

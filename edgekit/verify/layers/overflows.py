@@ -6,8 +6,8 @@ from edgekit.model.tensors import Array
 
 HALF_MAX = 65504.0
 """The largest finite number of half precision (IEEE 754 binary16)."""
+# Attention masks are minus infinity, the lowest float, or minus a thousand million: a softmax makes zero of all.
 _MASK = -1e8
-"""Attention masks are minus infinity, the lowest float, or minus a thousand million: a softmax makes zero of all."""
 
 
 def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:

@@ -20,8 +20,8 @@ from edgekit.verify.layers.weights import Initializers, pair_nodes
 from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 
+# Operators that two forms of one subgraph may have more or fewer of.
 _PASSED = frozenset({"Cast", "Constant", "Identity", QUANTIZE, DEQUANTIZE})
-"""Operators that two forms of one subgraph may have more or fewer of."""
 _EITHER_WAY = frozenset({"Add", "Mul", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal"})
 
 _Opsets = tuple[Mapping[str, int], Mapping[str, int]]

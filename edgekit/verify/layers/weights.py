@@ -19,25 +19,25 @@ from edgekit.verify.matching.regions import Region
 FAR_STEPS = 12.0
 """Farther than any clean INT8 model of the benchmarks had a single weight (4.7); bit 4 is 16 steps."""
 _ISOLATED = 3
+# A refitted tensor has many weights some steps off; a broken one has a few, so much farther than all the others.
 _ALONE = 3.0
-"""A refitted tensor has many weights some steps off; a broken one has a few, so much farther than all the others."""
+# A fault that was put in touches a few rows; a quantizer that changes weights on purpose changes most of them.
 _MOST_ROWS = 0.9
-"""A fault that was put in touches a few rows; a quantizer that changes weights on purpose changes most of them."""
+# Among fewer weights there is no telling which are the odd ones.
 _LEAST_WEIGHTS = 32
-"""Among fewer weights there is no telling which are the odd ones."""
+# Units in the last place of a float weight: a cast rounds by half a unit, folding a factor in by half a unit more.
 _FAR_PLACES = 2.0
-"""Units in the last place of a float weight: a cast rounds by half a unit, folding a factor in by half a unit more."""
+# A weight of so many steps is known to a sixth, so that the power of two of its scaling can be told.
 _TOLD_STEPS = 3.0
-"""A weight of so many steps is known to a sixth, so that the power of two of its scaling can be told."""
+# So many turns at most, by rows and columns; it ends as soon as both have settled.
 _TURNS = 6
-"""So many turns at most, by rows and columns; it ends as soon as both have settled."""
 _LEAST_TOLD = 8
+# Rounding to the nearest centres on 0 steps, rounding down on half a step: a shift lies beyond both.
 _LEAST_SHIFT = 0.75
-"""Rounding to the nearest centres on 0 steps, rounding down on half a step: a shift lies beyond both."""
+# Rounding moves a weight by half a step at most, and a tenth is granted for float32.
 _SCATTER = 0.6
-"""Rounding moves a weight by half a step at most, and a tenth is granted for float32."""
+# JSON knows no infinity.
 _MOST_STEPS = 1e9
-"""JSON knows no infinity."""
 
 
 class WeightFacts(msgspec.Struct, frozen=True, kw_only=True):

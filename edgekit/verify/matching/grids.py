@@ -12,11 +12,11 @@ from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, sort_nodes
 
+# The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs.
 _STEPS = 255.0
-"""The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs."""
 
+# Where channels differ much in size, what is expected by the largest of them is far too much.
 _MOST_NOISE = 1.0
-"""Where channels differ much in size, what is expected by the largest of them is far too much."""
 
 _MOVERS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 

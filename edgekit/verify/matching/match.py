@@ -9,11 +9,10 @@ from edgekit.model.scaling import SUFFIX
 from edgekit.verify.matching.align import align_tensors
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, sort_nodes
 
+# Names are believed where they match at least so many of the operators that their order matches.
+#
+# A quantizer keeps the names of all but a few; another exporter shares names such as `output` by accident.
 _NAMES_COUNT = 0.8
-"""Names are believed where they match at least so many of the operators that their order matches.
-
-A quantizer keeps the names of all but a few; another exporter shares names such as `output` by accident.
-"""
 _CONSTANT_OPS = frozenset({"Constant", "ConstantOfShape", "Shape"})
 
 

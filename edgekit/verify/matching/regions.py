@@ -25,12 +25,12 @@ _INTEGER_OPS = ("QLinear", "ConvInteger", "MatMulInteger", "DynamicQuantize", "Q
 _INTEGERS_ONLY = ("QLinear", "QGemm", "QAttention", "QOrdered")
 _HALF = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FOUR_BITS = frozenset({TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2})
+# Operators that a small change can make jump, or that draw.
 _JUMPING = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "GatherND", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Mod",
     "NonMaxSuppression", "NonZero", "OneHot", "Round", "ScatterND", "Sign", "TopK", "Unique", "Where", "RandomNormal",
     "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
 })  # fmt: skip
-"""Operators that a small change can make jump, or that draw."""
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):

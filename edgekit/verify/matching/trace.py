@@ -16,8 +16,8 @@ from edgekit.verify.matching.order import QUANTIZE
 ISOLATED_PREFIX = "edgekit.isolated:"
 
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+# Several sessions take turns: the threads of those that wait must not keep the cores busy.
 _QUIET = {"session.intra_op.allow_spinning": "0"}
-"""Several sessions take turns: the threads of those that wait must not keep the cores busy."""
 
 
 def open_traced(model: Model, names: Sequence[str]) -> CpuSession:

@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 from edgekit.model.tensors import Array
 
+# The logarithm of zero is no number; this is e^-28.
 _LEAST_PROBABILITY = 1e-12
-"""The logarithm of zero is no number; this is e^-28."""
+# Ranks of more values cost a sort each sample and say no more: no classifier has as many classes.
 _MAX_RANKED = 100_000
-"""Ranks of more values cost a sort each sample and say no more: no classifier has as many classes."""
+# Masks are images of 8 bits (PASCAL VOC, Cityscapes); wider integers are indices.
 _MAX_CLASSES = 256
-"""Masks are images of 8 bits (PASCAL VOC, Cityscapes); wider integers are indices."""
 
 Floats = npt.NDArray[np.float64]
 ClassCount = tuple[int, int, int]

@@ -18,16 +18,16 @@ from edgekit.verify.metrics.sketch import BUCKETS, Floats
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
 """How often chance may accuse an honest output, and the same as a normal deviate: a tenth of one run in a thousand."""
+# An output that lies at half the distance (a quarter of the energy) is clearly nearer.
 _CLOSER = 4.0
-"""An output that lies at half the distance (a quarter of the energy) is clearly nearer."""
+# An error below half of what samples lie apart does not hide whose output it is.
 _LEAST_MOVE = 0.25
-"""An error below half of what samples lie apart does not hide whose output it is."""
+# A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant.
 _STILL = 100.0
-"""A reference whose steps from sample to sample are 20 dB below its energy may be answered by a constant."""
+# Sums of float32 values that should be equal are, to this share.
 _SAME = 1e-5
-"""Sums of float32 values that should be equal are, to this share."""
+# A reference that varies by less than a 300th of its energy (25 dB) is steady: rounding may hide what varies.
 _STEADY = 300.0
-"""A reference that varies by less than a 300th of its energy (25 dB) is steady: rounding may hide what varies."""
 _LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
 """What varies correlates by 0.7 (the root of a half) where as much noise as signal varies: less is no device that
 follows its inputs. Below 0.3 no number of samples makes it one."""

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from edgekit.data.wilson import Z95
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
 
+# What Efron and Tibshirani (1993) ask for percentile intervals; many samples, which cost more, get by with fewer.
 _RESAMPLES = 1000
-"""What Efron and Tibshirani (1993) ask for percentile intervals; many samples, which cost more, get by with fewer."""
 
 
 def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:

@@ -10,8 +10,8 @@ from edgekit.model.tensors import Array
 
 BUCKETS = 16
 """An estimate of a squared distance deviates by sqrt(2 / 16), a third, where factors of four are asked for."""
+# Squares of larger sums would lose what float64 has of digits.
 _LARGEST = 1e15
-"""Squares of larger sums would lose what float64 has of digits."""
 
 Floats = npt.NDArray[np.float64]
 

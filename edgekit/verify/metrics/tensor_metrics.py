@@ -18,8 +18,8 @@ DB_LIMIT = 200.0
 """Decibels are clamped to plus and minus this, because JSON knows no infinity: 200 dB means no error at all."""
 
 
+# Sums of 2^40 of these are still finite.
 _LARGEST = sys.float_info.max * 2.0**-40
-"""Sums of 2^40 of these are still finite."""
 
 
 class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):

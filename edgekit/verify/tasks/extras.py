@@ -5,8 +5,8 @@ from typing import Any
 
 from edgekit.errors import MissingExtraError
 
+# Packages that are called otherwise than their module.
 _PACKAGES = {"sklearn": "scikit-learn"}
-"""Packages that are called otherwise than their module."""
 
 
 def import_extra(module: str, metric: str) -> Any:
