@@ -71,7 +71,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="edgekit", message="edgekit %(version)s")
+@click.version_option(package_name="edgekit-onnx", message="edgekit %(version)s")
 def group() -> None:
     """Take an ONNX model to phones and boards: check, quantize, convert, bundle, verify.
 

@@ -4,9 +4,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from edgekit.cli.main import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,3 +74,8 @@ def test_no_message_installs_another_project() -> None:
     """`edgekit` on PyPI is somebody else's: what is advised names real packages."""
     told = [*(ROOT / "edgekit").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     assert [path for path in told if re.search(r"install\s+['\"]?edgekit", path.read_text())] == []
+
+
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"edgekit {metadata.version('edgekit-onnx')}\n"

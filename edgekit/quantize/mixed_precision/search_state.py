@@ -70,7 +70,7 @@ def open_state(
         "precision": precision,
         "settings": ",".join(f"{name}={value}" for name, value in sorted(target.settings.items())),
         **facts,
-        "version": f"edgekit {version('edgekit')}, onnxruntime {VERSION}",
+        "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}",
     }
     require_place(path)
     if not path.exists():
