@@ -52,9 +52,7 @@ _SESSION: Mapping[str, str] = {
     "session.qdq_matmulnbits_accuracy_level": "[0-4]",
 }
 
-# Options of the providers that are words, switches and numbers; paths (backend_path, profiling_file_path,
-# ModelCacheDirectory, cache_dir, op_packages, ...) are the user's own to give.
-_PROVIDERS: Mapping[str, Mapping[str, str]] = {
+PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "CPUExecutionProvider": {"use_arena": _FLAG},
     "CoreMLExecutionProvider": {
         "AllowLowPrecisionAccumulationOnGPU": _FLAG,
@@ -100,6 +98,10 @@ _PROVIDERS: Mapping[str, Mapping[str, str]] = {
     "WebGpuExecutionProvider": {"preferredLayout": "NCHW|NHWC"},
     "XnnpackExecutionProvider": {"intra_op_num_threads": _NUMBER},
 }
+"""Options of the providers that are words, switches and numbers, each with the pattern of its value.
+
+Paths (backend_path, profiling_file_path, ModelCacheDirectory, cache_dir, op_packages, ...) are the user's own to give.
+"""
 
 # What manifest and `target.json` both say: apps read the one, devices the other.
 _TOLD: Mapping[str, Callable[[Target], object]] = {
@@ -126,7 +128,7 @@ def check_requests(manifest: Manifest, source: str) -> None:
             something else stands in place of a version.
     """
     _check_words(manifest.session_config, _SESSION, "session_config", source)
-    options = _PROVIDERS.get(manifest.provider)
+    options = PROVIDER_OPTIONS.get(manifest.provider)
     _check_words(manifest.provider_options, options, "provider_options", source)
     # Versions end in POMs and Gradle files, where more than a word would be code.
     for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():

@@ -10,6 +10,7 @@ import msgspec
 import onnx
 
 from edgekit._ort import VERSION
+from edgekit.bundle.manifest.trust import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device, run_python
@@ -26,14 +27,7 @@ _NO_DEVICE = frozenset({14, 22, 23, 24, 44, 79, 80, 81, 98, 121})
 _KNOWN_SOCS = frozenset(str(number) for number in range(1, 124) if number not in _NO_DEVICE)
 
 # Options that mean something to a session on a device; the provider takes any other word without complaint.
-_OPTIONS = frozenset({
-    "backend_type", "backend_path", "soc_model", "htp_arch", "device_id", "enable_htp_fp16_precision",
-    "htp_bf16_enable", "htp_performance_mode", "htp_graph_finalization_optimization_mode", "qnn_context_priority",
-    "vtcm_mb", "rpc_control_latency", "offload_graph_io_quantization", "enable_htp_spill_fill_buffer",
-    "enable_htp_shared_memory_allocator", "enable_vtcm_backup_buffer_sharing", "htp_share_resource_optimization",
-    "extended_udma", "enable_htp_monolithic_lstm", "enable_htp_fp16_clamp_overflow",
-    "enable_block_quant_weight_optimization", "disable_file_mapped_weights", "skip_qnn_version_check",
-})  # fmt: skip
+_OPTIONS = frozenset({*PROVIDER_OPTIONS[PROVIDER], "backend_path"})
 
 _FALLBACK = "session.disable_cpu_ep_fallback"
 _FALLBACK_REFUSED = "fallback to CPU EP has been explicitly disabled"
