@@ -22,19 +22,19 @@ from edgekit.target import Form, Target
 _ASKED_FOR = "the style, the level and the CPU were asked for"
 
 
-class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a model for one target.
+class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of a model and what is known of them.
 
-    `files` has, for each form in the target's order, the names in the folder, the one to load first. `census` counts
-    the nodes that each `.ort` form will run, `fates` says what became of those of the source, `equality` how it
-    compares with the source, `host_traits` what another kind of CPU would write otherwise. `sha256` and `size_bytes` go
-    by file name. `versions` name what wrote the files: onnxruntime, the version of the canonical form, and for a
-    context onnxruntime-qnn and qairt. `target` is empty where the styles were asked for.
+    `files` has, for each form in the target's order, the names in the folder, the one to load first; `reason` says why
+    these forms. `census` counts the nodes that each `.ort` form will run, `fates` says what became of those of the
+    source, `unfused` which quantized nodes keep a float activation, `equality` how it compares with the source,
+    `host_traits` what another kind of CPU would write otherwise. `sha256` and `size_bytes` go by file name. `versions`
+    name what wrote the files: onnxruntime, the version of the canonical form, and for a context onnxruntime-qnn and
+    qairt. `target` is empty where the styles were asked for.
     """
 
-    source_sha256: str
     target: str
-    folder: Path
+    reason: str
     files: dict[Form, tuple[str, ...]]
     census: dict[Form, dict[str, int]]
     fates: dict[Form, tuple[OpFusion, ...]]
@@ -43,10 +43,16 @@ class ConvertedModel(msgspec.Struct, frozen=True, kw_only=True):
     host_traits: dict[Form, tuple[str, ...]]
     sha256: dict[str, str]
     size_bytes: dict[str, int]
-    canonical_version: int
     versions: dict[str, str]
     compatibility: str
-    reason: str
+
+
+class ConvertedModel(ConvertedFiles, frozen=True, kw_only=True):
+    """The files that the model of a digest became, in a folder."""
+
+    source_sha256: str
+    folder: Path
+    canonical_version: int
 
 
 def convert_model(

@@ -27,6 +27,7 @@ QUANTIZED_TOLERANCE = 0.05
 cross a step of a quantized tensor, a value moves by that step."""
 MAX_SAMPLES = 3
 
+_NO_TENSORS = "its inputs or outputs are no tensors"
 _RANDOM_OPS = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
@@ -70,21 +71,11 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=tolerance)
     if drawn := sorted(ops & _RANDOM_OPS):
         return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
-    chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
-    if chosen is None or not all(spec.is_tensor for spec in source.outputs):
-        return msgspec.structs.replace(facts, skipped="its inputs or outputs are no tensors")
+    chosen = _choose_samples(source, samples)
+    if chosen is None:
+        return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
     settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level, source)
-    try:
-        wanted = _run(source.path, settings, chosen, source.custom_ops)
-    except RuntimeRefusal as refusal:
-        if samples is not None:
-            raise
-        return msgspec.structs.replace(facts, skipped=_explain_refusal(refusal))
-    got = _run(path, load_settings(options), chosen, source.custom_ops)
-    errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
-    compared = msgspec.structs.replace(
-        facts, samples=chosen.count, bit_equal=all(error is None for error in errors), error=_worst(errors)
-    )
+    compared = _compare(facts, (source, settings), (path, load_settings(options)), chosen, drawn=samples is None)
     if compared.passed:
         return compared
     return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))
@@ -97,20 +88,42 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
         RuntimeRefusal: ONNX Runtime does not run the second where it runs the first.
     """
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=FUSED_TOLERANCE)
-    chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
-    if chosen is None or not all(spec.is_tensor for spec in source.outputs):
-        return msgspec.structs.replace(facts, skipped="its inputs or outputs are no tensors")
+    chosen = _choose_samples(source, samples)
+    if chosen is None:
+        return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
     plain = SessionSettings(level=Level.DISABLED, threads=1)
+    return _compare(facts, (source, plain), (changed.path, plain), chosen, drawn=samples is None)
+
+
+def _choose_samples(source: Model, samples: Samples | None) -> Samples | None:
+    """Returns the first samples, drawn at random where there are none; None where inputs or outputs are no tensors."""
+    chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
+    return chosen if all(spec.is_tensor for spec in source.outputs) else None
+
+
+def _compare(
+    facts: Equality,
+    one: tuple[Model, SessionSettings],
+    other: tuple[Path, SessionSettings],
+    samples: Samples,
+    *,
+    drawn: bool,
+) -> Equality:
+    """Returns the facts with how the outputs of a file compare with those of a model.
+
+    A model may refuse inputs that were drawn at random, which says nothing of the file.
+    """
+    source, settings = one
     try:
-        wanted = _run(source.path, plain, chosen, source.custom_ops)
+        wanted = _run(source.path, settings, samples, source.custom_ops)
     except RuntimeRefusal as refusal:
-        if samples is not None:
+        if not drawn:
             raise
         return msgspec.structs.replace(facts, skipped=_explain_refusal(refusal))
-    got = _run(changed.path, plain, chosen, changed.custom_ops)
+    got = _run(*other, samples, source.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
     equal = all(error is None for error in errors)
-    return msgspec.structs.replace(facts, samples=chosen.count, bit_equal=equal, error=_worst(errors))
+    return msgspec.structs.replace(facts, samples=samples.count, bit_equal=equal, error=_worst(errors))
 
 
 def _explain_refusal(refusal: RuntimeRefusal) -> str:

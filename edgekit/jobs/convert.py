@@ -8,12 +8,10 @@ import msgspec
 from edgekit._files import staged_entries, work_folder
 from edgekit._ort import Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
-from edgekit.convert.convert import ConvertedModel, convert_model, convert_styles
+from edgekit.convert.convert import ConvertedFiles, ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality, compare_onnx
 from edgekit.convert.forms import ORT_FILES
-from edgekit.convert.fusions import OpFusion
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
-from edgekit.convert.ort_format.census import UnfusedNode
 from edgekit.data.samples import Samples, load_samples
 from edgekit.errors import ModelError
 from edgekit.model.model import Model, QuantizedForm, find_quantized_form, load_model, measure_files, read_proto
@@ -66,32 +64,17 @@ class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
     size_after: int
 
 
-class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The files written, by form, the one to load first, and what is known of them.
+class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
+    """The files written from a model into a folder.
 
-    `reason` says why these forms. `quantized` is how the model was quantized before, empty for a float one: its
-    integers pass through as they are. `census` counts the nodes that an `.ort` file will run, `fates` says what became
-    of those of the source, `unfused` which quantized nodes keep a float activation, `equality` how the file compares
-    with its source, `host_traits` why another kind of CPU would write other bytes (nowhere else).
+    `quantized` is how the model was quantized before, empty for a float one: its integers pass through as they are.
     """
 
     model: str
     out: Path
-    target: str
-    reason: str
     quantized: QuantizedForm
     fusion: Fusion | None
     weights: SmallWeights | None
-    files: dict[Form, tuple[str, ...]]
-    census: dict[Form, dict[str, int]]
-    fates: dict[Form, tuple[OpFusion, ...]]
-    unfused: dict[Form, tuple[UnfusedNode, ...]]
-    equality: dict[Form, Equality]
-    host_traits: dict[Form, tuple[str, ...]]
-    sha256: dict[str, str]
-    size_bytes: dict[str, int]
-    versions: dict[str, str]
-    compatibility: str
 
 
 def convert_for(
@@ -178,8 +161,6 @@ def _report(
     return ConvertReport(
         model=source.name,
         out=out,
-        target=converted.target,
-        reason=converted.reason,
         quantized=find_quantized_form(read_proto(source, weights=False)),
         fusion=fusion,
         weights=None
@@ -191,14 +172,5 @@ def _report(
             size_before=small.size_before,
             size_after=small.size_after,
         ),
-        files=converted.files,
-        census=converted.census,
-        fates=converted.fates,
-        unfused=converted.unfused,
-        equality=converted.equality,
-        host_traits=converted.host_traits,
-        sha256=converted.sha256,
-        size_bytes=converted.size_bytes,
-        versions=converted.versions,
-        compatibility=converted.compatibility,
+        **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
     )

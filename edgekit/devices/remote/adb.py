@@ -14,6 +14,7 @@ from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.runner import ABIS, find_missing_runner
 from edgekit.devices.process.child import require_device
+from edgekit.devices.remote.address import is_serial
 from edgekit.devices.remote.remote import SLOWEST_BYTES_PER_S, STEP_S, RemoteOptions, native_program, run_remote
 from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
 from edgekit.errors import DeviceError, EdgekitError
@@ -22,7 +23,6 @@ ADB = "adb"
 BASE = "/data/local/tmp/edgekit"
 """Where edgekit keeps its files: the one folder of a phone in which adb's user may write and start programs."""
 
-_SERIAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 # What adb says of a device that cannot be used, the same in our words, and what to do next.
 _STATES = (
     (
@@ -58,7 +58,7 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
         """Returns why adb cannot run a program on this device, and what to do about it."""
         if shutil.which(ADB) is None:
             return Missing(reason="adb not found", command="apt-get install adb")
-        if self.serial and not _SERIAL.fullmatch(self.serial):
+        if self.serial and not is_serial(self.serial):
             return Missing(reason=f"'{self.serial[:80]}' is no serial of a device", command="adb devices -l")
         # The state alone tells whether there is a link: `adb connect` exits with 0 however it went (measured).
         finished = self._adb(["get-state"])

@@ -11,13 +11,18 @@ _HOST = r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]{1,43
 _SSH = re.compile(f"(?:{_USER})?{_HOST}")
 
 
+def is_serial(text: str) -> bool:
+    """Returns True for a serial as `adb devices` prints it: a number, `emulator-5554`, or HOST:PORT."""
+    return _SERIAL.fullmatch(text) is not None
+
+
 def check_serial(serial: str) -> str:
-    """Returns a serial as `adb devices` prints it: a number, `emulator-5554`, or HOST:PORT.
+    """Returns a serial.
 
     Raises:
         UsageError: it could be something else on a command line.
     """
-    if not _SERIAL.fullmatch(serial):
+    if not is_serial(serial):
         raise UsageError(f"{_quote(serial)} is no serial of a device", hint="adb devices lists them")
     return serial
 
