@@ -30,6 +30,13 @@ def to_plain(value: object) -> Any:
             return msgspec.to_builtins(value)
 
 
+def escape_controls(text: str) -> str:
+    r"""Returns a text with what a terminal would obey written out: `\x1b` for ESC; newlines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+
+
 def to_json(value: object) -> str:
     """Returns a value as JSON for people and scripts: indented, with a newline at the end, keys in their own order."""
     return msgspec.json.format(msgspec.json.encode(to_plain(value)), indent=2).decode() + "\n"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,8 +53,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `dims` gives dynamic dimensions their sizes, `settings` parameters of targets their values. `samples` limits the
     calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
-    replaces the targets' own `min_top1_agreement`. `thresholds` replaces the thresholds of a target by name, `metric`
-    is a metric of the task that every target must keep.
+    replaces the targets' own `min_top1_agreement`. `thresholds` changes those limits of a target, by its
+    name, that it names; `metric` is a metric of the task that every target must keep.
     `outputs` says what outputs are, by name: else that is guessed from their values.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
@@ -65,7 +65,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     precision: PrecisionChoice = "auto"
     samples: int | None = None
     max_drop: float | None = None
-    thresholds: dict[str, Thresholds] = {}
+    thresholds: dict[str, dict[str, Any]] = {}
     licence: Licence = Licence()
     tensors: dict[str, TensorNotes] = {}
     metric: TaskLimit | None = None
@@ -142,10 +142,20 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     mine: Mapping[str, str] = {key: value for key, value in recipe.settings.items() if key in target.parameters}
     target = load_target(name, mine)
     choose_precision(target, recipe.precision)
-    thresholds = recipe.thresholds.get(target.name, target.thresholds)
+    thresholds = _change_limits(target, recipe.thresholds.get(target.name, {}))
     if recipe.max_drop is not None:
         least = 1 - recipe.max_drop / 100
         thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)
     if recipe.metric is not None:
         thresholds = msgspec.structs.replace(thresholds, task=recipe.metric)
     return msgspec.structs.replace(target, thresholds=thresholds)
+
+
+def _change_limits(target: Target, changes: Mapping[str, Any]) -> Thresholds:
+    try:
+        return msgspec.convert(msgspec.to_builtins(target.thresholds) | dict(changes), Thresholds)
+    except msgspec.ValidationError as error:
+        limits = ", ".join(Thresholds.__struct_fields__)
+        raise UsageError(
+            f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=f"limits: {limits}"
+        ) from error

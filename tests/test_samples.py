@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from PIL import Image
+from PIL import Image, ImageOps
 
 from edgekit.data.data_check import check_samples
 from edgekit.data.images import Preprocess, load_preprocess, read_image
@@ -77,6 +77,31 @@ def test_images_as_int8_and_grey_nhwc(tmp_path: Path) -> None:
     preprocess = Preprocess(size=(4, 4), color="L", layout="NHWC", dtype="int8")
     image = read_image(tmp_path / "a.png", preprocess)
     assert (image.shape, image.dtype, int(image[0, 0, 0])) == ((4, 4, 1), np.dtype(np.int8), 72)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_turned_upright(tmp_path: Path, orientation: int) -> None:
+    pixels = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    with Image.open(tmp_path / "a.png") as opened:
+        upright = np.asarray(ImageOps.exif_transpose(opened))  # Pillow's own, as another's opinion
+    size = (upright.shape[1], upright.shape[0])
+    read = read_image(tmp_path / "a.png", Preprocess(size=size, color="L", layout="NHWC", dtype="uint8"))
+    assert np.array_equal(read[..., 0], upright)
+
+
+def test_a_photo_whose_exif_is_damaged_is_read(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "maker"
+    Image.new("RGB", (8, 4)).save(tmp_path / "a.jpg", exif=exif)
+    data = bytearray((tmp_path / "a.jpg").read_bytes())
+    # The second tag says that its text is of a type that there is not.
+    place = data.index(b"\x01\x0f")
+    data[place + 2 : place + 4] = b"\x00\xff"
+    (tmp_path / "a.jpg").write_bytes(data)
+    assert read_image(tmp_path / "a.jpg", Preprocess(size=(8, 8))).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize(

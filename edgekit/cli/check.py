@@ -7,7 +7,7 @@ import click
 from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.recipe import Recipe
 from edgekit.report import checked
@@ -59,18 +59,18 @@ def command(
 def show_checks(summary: CheckSummary) -> None:
     """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
     for name, report in summary.targets.items():
-        click.echo(checked.describe_check(report))
+        show_line(checked.describe_check(report))
         if report.taken < report.nodes:
             print_table(checked.table_check(report))
         for remark in checked.list_check_remarks(report, summary.observed.get(name)):
-            click.echo(f"- {remark}")
+            show_line(f"- {remark}")
         for advice in report.advice:
-            click.echo(f"- {checked.describe_advice(advice)}")
+            show_line(f"- {checked.describe_advice(advice)}")
     if summary.refusal is not None:
-        click.echo(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
+        show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
     fates = checked.describe_fates(next(iter(summary.targets.values())))
     if fates:
-        click.echo(fates)
+        show_line(fates)
     for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
-        click.echo(line)
-    click.echo(f"recommendation: {checked.describe_recommendation(summary.recommended, summary.targets)}")
+        show_line(line)
+    show_line(f"recommendation: {checked.describe_recommendation(summary.recommended, summary.targets)}")

@@ -11,6 +11,7 @@ from types import FrameType
 import click
 
 from edgekit.errors import EdgekitError
+from edgekit.plain import escape_controls
 
 # What the system says where intermediate files find no space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -126,7 +127,7 @@ def _end(error: OSError) -> int:
 
 
 def _complain(message: str) -> int:
-    click.echo(f"edgekit: error: {' '.join(message.split())}", err=True)
+    click.echo(escape_controls(f"edgekit: error: {' '.join(message.split())}"), err=True)
     return WRONG
 
 

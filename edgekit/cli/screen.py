@@ -3,12 +3,24 @@
 import contextlib
 import sys
 from collections.abc import Generator, Iterable
+from typing import Any
 
 import click
 from rich.console import Console, RenderableType
+from rich.text import Text
 
-from edgekit.plain import to_json
+from edgekit.plain import escape_controls, to_json
 from edgekit.progress import Progress
+
+
+class _Screen(Console):
+    """A console that takes what models name as text: `[batch,3]` is no markup, `:key:` no picture, ESC no command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_controls(text), **options)
 
 
 def show_json(value: object) -> None:
@@ -16,9 +28,9 @@ def show_json(value: object) -> None:
     click.echo(to_json(value), nl=False)
 
 
-def show_line(line: str) -> None:
-    """Prints a line on stdout."""
-    click.echo(line)
+def show_line(line: str, *, aside: bool = False) -> None:
+    """Prints a line on stdout, or on stderr what is said aside of the result."""
+    click.echo(escape_controls(line), err=aside)
 
 
 def show_lines(lines: Iterable[str]) -> None:
@@ -30,8 +42,7 @@ def show_lines(lines: Iterable[str]) -> None:
 @contextlib.contextmanager
 def showing_progress(volume: int) -> Generator[Progress]:
     """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""
-    # Without markup: names of tensors and files have brackets.
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = _Screen(stderr=True)
     # Lines that stay, also in a file: -v is for logs.
     if volume > 0:
         yield lambda step: console.print(step, style="dim")
@@ -40,11 +51,12 @@ def showing_progress(volume: int) -> Generator[Progress]:
         yield lambda _step: None
     else:
         with console.status("") as status:
-            yield status.update
+            # A spinner reads markup in a string, whatever its console says.
+            yield lambda step: status.update(Text(escape_controls(step)))
 
 
 def print_table(table: RenderableType) -> None:
     """Prints a table, as wide as the terminal."""
     # rich takes 80 columns where there is no terminal, and would fold every row of a log.
     wide = None if sys.stdout.isatty() else 160
-    Console(width=wide, highlight=False).print(table)
+    _Screen(width=wide).print(table)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 from edgekit.bench.report import BenchReport
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines, showing_progress
 from edgekit.convert.equality import Equality
@@ -38,14 +36,14 @@ def show_build(report: BuildReport) -> None:
     """Prints a build: the table, what must be known, and where the report is."""
     print_table(text.table_build(report))
     for remark in text.list_remarks(report):
-        click.echo(f"- {remark}")
-    click.echo(f"report: {report.report}")
+        show_line(f"- {remark}")
+    show_line(f"report: {report.report}")
 
 
 def show_doubts(doubts: Sequence[Doubt]) -> None:
     """Says on stderr which bundles were released although they did not pass, so that scripts' output stays as it is."""
     for doubt in doubts:
-        click.echo(f"allowed: bundle '{doubt.bundle}' {doubt.reason}", err=True)
+        show_line(f"allowed: bundle '{doubt.bundle}' {doubt.reason}", aside=True)
 
 
 def show_verify(report: VerifyReport) -> None:
@@ -54,8 +52,8 @@ def show_verify(report: VerifyReport) -> None:
     if report.comparison:
         print_table(text.table_device_figures(report))
     for remark in text.list_verify_remarks(report):
-        click.echo(f"- {remark}")
-    click.echo(f"{report.bundle}: {'pass' if report.passed else 'fail'}")
+        show_line(f"- {remark}")
+    show_line(f"{report.bundle}: {'pass' if report.passed else 'fail'}")
 
 
 def show_bench(report: BenchReport) -> None:
@@ -63,15 +61,15 @@ def show_bench(report: BenchReport) -> None:
     if report.runs or report.skipped:
         print_table(table_bench(report))
     for remark in list_bench_remarks(report):
-        click.echo(f"- {remark}")
+        show_line(f"- {remark}")
 
 
 def show_self_test(test: SelfTest) -> None:
     """Prints what was tried on a device."""
     print_table(text.table_self_test(test))
     if test.skipped is not None:
-        click.echo(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
-    click.echo(f"{test.device}: {'pass' if test.passed else 'fail'}")
+        show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
+    show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
 
 
 def show_targets(targets: Sequence[Target]) -> None:
@@ -81,7 +79,7 @@ def show_targets(targets: Sequence[Target]) -> None:
 
 def show_target(target: Target) -> None:
     """Prints one target with its parameters."""
-    click.echo(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
+    show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
     print_table(text.table_parameters(target))
 
 
@@ -93,17 +91,17 @@ def show_devices(statuses: Sequence[DeviceStatus]) -> None:
 def show_comparison(report: ModelComparison) -> None:
     """Prints how far two models lie apart, and where that begins."""
     for theirs, mine in report.renamed.items():
-        click.echo(f"taken for '{mine}' by its place: '{theirs}'")
+        show_line(f"taken for '{mine}' by its place: '{theirs}'")
     print_table(text.table_outputs(report))
     for line in text.list_task(report.task, report.task_limit):
-        click.echo(line)
+        show_line(line)
     if report.layers:
         print_table(text.table_layers(report.layers))
-        click.echo(f"first bad layer: {report.first_bad_layer or 'none'}")
+        show_line(f"first bad layer: {report.first_bad_layer or 'none'}")
         for line in judge_layers(report.layers):
-            click.echo(f"- {line}")
+            show_line(f"- {line}")
     if report.failure is not None:
-        click.echo(f"the device failed: {report.failure}")
+        show_line(f"the device failed: {report.failure}")
     if report.located is not None:
         show_located(report.located, str(report.device))
 
@@ -111,27 +109,27 @@ def show_comparison(report: ModelComparison) -> None:
 def show_located(found: Located, device: str) -> None:
     """Prints the layers of a model as a device computes them, and the first that it computes otherwise."""
     if found.layers:
-        click.echo(f"on {device} against this machine, each layer fed as it was there:")
+        show_line(f"on {device} against this machine, each layer fed as it was there:")
         print_table(text.table_layers(found.layers))
     first, *notes = text.list_located(found)
-    click.echo(f"{device}: {first}")
+    show_line(f"{device}: {first}")
     show_lines([f"- {note}" for note in notes])
 
 
 def show_prepared(report: PrepareReport, out: Path) -> None:
     """Prints what became of a model that was prepared, and what an app still does to its images."""
-    click.echo(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
+    show_line(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
     for spec in (*report.model.inputs, *report.model.outputs) if report.is_refaced else ():
-        click.echo(f"- {spec}")
+        show_line(f"- {spec}")
     for fix in report.fixes:
-        click.echo(f"- {fix.id}: {len(fix.nodes)} nodes")
+        show_line(f"- {fix.id}: {len(fix.nodes)} nodes")
     if report.gain is not None:
         for when, share in (("before", report.gain.before), ("after", report.gain.after)):
             taken = f"{share.taken}/{share.nodes} nodes, {share.taken_macs:.0%} of MACs"
-            click.echo(f"{when}: {report.gain.target}: {share.verdict}; {taken} in {share.partitions} partitions")
+            show_line(f"{when}: {report.gain.target}: {share.verdict}; {taken} in {share.partitions} partitions")
     if report.preprocess is not None:
         left = report.preprocess
-        click.echo(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")
+        show_line(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")
 
 
 def show_conversion(report: ConvertReport) -> None:
@@ -141,31 +139,31 @@ def show_conversion(report: ConvertReport) -> None:
     if report.fusion is not None:
         fused = ", ".join(f"{count} {op}" for op, count in report.fusion.fused.items())
         nodes = f"{report.fusion.nodes_before} nodes became {report.fusion.nodes_after}"
-        click.echo(f"fused: {fused}; {nodes}; {describe_equality(report.fusion.equality)}")
+        show_line(f"fused: {fused}; {nodes}; {describe_equality(report.fusion.equality)}")
     if report.weights is not None:
         sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
-        click.echo(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
+        show_line(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
     if report.quantized:
-        click.echo(f"quantized already ({report.quantized}): taken as it is")
+        show_line(f"quantized already ({report.quantized}): taken as it is")
     if report.compatibility:
-        click.echo(f"compatibility: {report.compatibility}")
-    click.echo(f"why: {report.reason}")
+        show_line(f"compatibility: {report.compatibility}")
+    show_line(f"why: {report.reason}")
 
 
 def _show_form(report: ConvertReport, form: Form) -> None:
     names = report.files[form]
     size = format_bytes(sum(report.size_bytes[name] for name in names))
-    click.echo(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
+    show_line(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
     for fate in report.fates.get(form, ()):
         # Only what changed: operators that all became themselves tell nothing.
         if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
-            click.echo(f"  {fate.sentence}")
+            show_line(f"  {fate.sentence}")
     for node in report.unfused.get(form, ()):
-        click.echo(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
+        show_line(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
     if form in report.equality:
-        click.echo(f"  {describe_equality(report.equality[form])}")
+        show_line(f"  {describe_equality(report.equality[form])}")
     for trait in report.host_traits.get(form, ()):
-        click.echo(f"  other bytes on another kind of CPU: {trait}")
+        show_line(f"  other bytes on another kind of CPU: {trait}")
 
 
 def describe_equality(found: Equality) -> str:

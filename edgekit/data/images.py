@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array
@@ -14,6 +14,16 @@ SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
 # Pillow's own guard warns at a third of this and raises at two thirds (Image.MAX_IMAGE_PIXELS, 89 million); both are
 # for files that unpack to far more than they hold.
 _MAX_PIXELS = 1 << 28
+# What the Orientation of EXIF 2.32 (tag 0x0112) asks for, to see the image upright; 1 is upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class Preprocess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,13 +78,21 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
             if opened.width * opened.height > _MAX_PIXELS:
                 raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
             # First the colour, then the size: palettes cannot be interpolated.
-            image = _resize(opened.convert("L" if preprocess.color == "L" else "RGB"), preprocess)
+            image = _turn_upright(opened.convert("L" if preprocess.color == "L" else "RGB"), opened)
+            image = _resize(image, preprocess)
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     if preprocess.color == "BGR":
         pixels = pixels[..., ::-1]
     return _normalise(pixels, preprocess)
+
+
+def _turn_upright(image: Image.Image, file: Image.Image) -> Image.Image:
+    # Phones store what the sensor saw, and in EXIF how it was held. Pillow's own exif_transpose writes all tags anew,
+    # and fails where one of them is damaged.
+    turn = _UPRIGHT.get(file.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:

@@ -86,8 +86,8 @@ def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin
 
 def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: str) -> dict[str, Any]:
     name, given = variant["provider"], variant["provider_options"]
-    if on_cpu:
-        return {"providers": ["CPUExecutionProvider"]}
+    if on_cpu or name == "CPUExecutionProvider":
+        return {"providers": [("CPUExecutionProvider", {} if on_cpu else given)]}
     if name in _PLUGINS:
         if name not in {device.ep_name for device in ort.get_ep_devices()}:
             ort.register_execution_provider_library(name, plugin or _find_plugin())

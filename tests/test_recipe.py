@@ -1,0 +1,29 @@
+"""A recipe changes what it names, and says what is wrong with it in one line."""
+
+import pytest
+
+from edgekit.errors import UsageError
+from edgekit.recipe import Recipe, load_targets
+from edgekit.target import load_target
+
+
+def test_one_limit_is_changed_and_the_others_stay() -> None:
+    (target,) = load_targets(Recipe(targets=("cpu",), thresholds={"cpu": {"min_sqnr_db": 33.0}}))
+    usual = load_target("cpu").thresholds
+    assert target.thresholds.min_sqnr_db == 33.0
+    assert target.thresholds.min_cosine == usual.min_cosine
+    assert target.thresholds.min_taken_macs == usual.min_taken_macs
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"min_cosin": 0.9}, "min_cosin"), ({"min_cosine": "high"}, "min_cosine"), ({"gate": "no"}, "gate")],
+)
+def test_a_limit_that_is_none_is_refused_by_its_name(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=rf"\[thresholds.cpu\].*{said}"):
+        load_targets(Recipe(targets=("cpu",), thresholds={"cpu": changes}))
+
+
+def test_limits_of_a_target_that_is_not_built_are_refused() -> None:
+    with pytest.raises(UsageError, match="'qnn', which is not built"):
+        load_targets(Recipe(targets=("cpu",), thresholds={"qnn": {"min_cosine": 0.9}}))
