@@ -18,6 +18,14 @@ def count_macs(graph: Graph, node: Node) -> int:
     return counter(graph, node) if counter else 0
 
 
+def has_unknown_work(graph: Graph, node: Node) -> bool:
+    """Returns True for a node that multiplies, if a dimension that its work rests on is unknown."""
+    if node.op_type not in _COUNTERS:
+        return False
+    shapes = (graph.value(name).shape for name in (*node.input[:2], *node.output[:1]) if name)
+    return any(shape is None or None in shape for shape in shapes)
+
+
 def count_bytes(graph: Graph, node: Node) -> int:
     """Returns the bytes of the computed values that a node reads and writes, weights left out."""
     names = dict.fromkeys(name for name in (*node.input, *node.output) if name and name not in graph.constants)

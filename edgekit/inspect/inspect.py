@@ -1,7 +1,7 @@
 """What a model contains, before anything is done to it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,11 +10,12 @@ import onnx
 from onnx import helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.check.macs import count_macs, value_bytes
+from edgekit.check.macs import count_macs, has_unknown_work, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.constants import list_constants
-from edgekit.graph.graph import Graph, read_graph
+from edgekit.graph.graph import Graph, read_graph, view_model
+from edgekit.graph.inference import infer_model
 from edgekit.model.model import (
     Model,
     QuantizedForm,
@@ -24,7 +25,9 @@ from edgekit.model.model import (
     read_proto,
     tensor_dtype,
 )
+from edgekit.model.skim import skim_model
 from edgekit.model.tensors import TensorSpec
+from edgekit.prepare.shapes.dims import fix_dims
 
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc"})
 
@@ -33,7 +36,8 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of an ONNX file.
 
     `nodes` and `ops` count the bodies of control flow as well. `macs` are the multiply-accumulates of one inference
-    where shapes are known. `weight_bytes` goes by element type. `activation_bytes` is the most that is alive at once
+    where shapes are known, and `unsized_nodes` of the nodes that multiply have dimensions that are not, each counted as
+    one. `weight_bytes` goes by element type. `activation_bytes` is the most that is alive at once
     when the nodes of the main graph run in their order and each value is freed after its last use; values of unknown
     shape count as nothing. `quantized` says how the model is quantized, empty for a float one. `custom_ops` are
     operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`; `runs` is None unless libraries for them
@@ -53,6 +57,7 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     weight_bytes: dict[str, int]
     macs: int
+    unsized_nodes: int
     activation_bytes: int
     is_static: bool
     is_quantized: bool
@@ -64,28 +69,31 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
 
 
-def inspect_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> OnnxReport | OrtFileReport:
+def inspect_model(
+    path: Path, *, custom_ops: Sequence[Path] = (), dims: Mapping[str, int] | None = None
+) -> OnnxReport | OrtFileReport:
     """Returns what an ONNX or ORT-format file contains; weights in external files are not read.
 
     Args:
         path: the file.
         custom_ops: libraries with custom operators, with which ONNX Runtime is asked to load an ONNX file.
+        dims: sizes of the dynamic dimensions of an ONNX model, for its shapes and its work; all of them, or none.
 
     Raises:
         ModelError: the file cannot be read.
-        UsageError: a library is missing.
+        UsageError: a library is missing, or a size fits no dimension.
     """
-    return inspect_ort(path) if path.suffix == ".ort" else _inspect_onnx(path, custom_ops)
+    return inspect_ort(path) if path.suffix == ".ort" else _inspect_onnx(path, custom_ops, dims or {})
 
 
-def _inspect_onnx(path: Path, custom_ops: Sequence[Path]) -> OnnxReport:
+def _inspect_onnx(path: Path, custom_ops: Sequence[Path], dims: Mapping[str, int]) -> OnnxReport:
     model = load_model(path, custom_ops=custom_ops)
     proto = read_proto(model, weights=False)
     graphs = list(iterate_graphs(proto.graph))
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
-    graph = read_graph(model)
+    graph = _read_sized(model, dims)
     return OnnxReport(
         name=model.name,
         sha256=model.sha256,
@@ -101,6 +109,7 @@ def _inspect_onnx(path: Path, custom_ops: Sequence[Path]) -> OnnxReport:
         parameters=sum(_count_values(tensor) for tensor in weights),
         weight_bytes=_weight_bytes(weights),
         macs=sum(count_macs(graph, node) for node in graph.nodes),
+        unsized_nodes=sum(has_unknown_work(graph, node) for node in graph.nodes),
         activation_bytes=_peak_activation_bytes(graph),
         is_static=model.is_static,
         is_quantized=any(node.op_type in {"QuantizeLinear", "DequantizeLinear"} for node in nodes),
@@ -111,6 +120,15 @@ def _inspect_onnx(path: Path, custom_ops: Sequence[Path]) -> OnnxReport:
         external_files=model.external_files,
         metadata={entry.key: entry.value for entry in proto.metadata_props},
     )
+
+
+def _read_sized(model: Model, dims: Mapping[str, int]) -> Graph:
+    """Returns the graph with its dynamic dimensions fixed, if sizes are given."""
+    if not dims:
+        return read_graph(model)
+    proto = skim_model(model.path)
+    fix_dims(proto.graph, dims)
+    return view_model(infer_model(proto), model.path.parent)
 
 
 def _is_custom(node: onnx.NodeProto) -> bool:

@@ -10,7 +10,9 @@ from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opin
 from edgekit.check.recommend import Recommendation
 from edgekit.check.report import Advice, CheckReport
 from edgekit.devices.observe import Disagreement, NotObserved, Observed
-from edgekit.report.tables import format_bytes, make_table
+from edgekit.report.tables import format_bytes, format_count, make_table
+
+_MOST_NAMES = 3
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,17 +50,31 @@ def describe_check(report: CheckReport) -> str:
 
 
 def table_check(report: CheckReport) -> Table:
-    """Returns a check as a table: a row a node that is not taken, of the user's model where it is known, and why."""
-    table = make_table("node", "op", "MACs", "why not")
+    """Returns a check as a table: a row an operator and a reason, with the nodes that are not taken for it.
+
+    Nodes of the user's model stand there by its names where they are known; those with the most work come first.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, op, macs, why in _list_left(report):
+        groups.setdefault((op, why), []).append((name, macs))
+    table = make_table("op", "nodes", "MACs", "why not", "which")
+    for (op, why), nodes in sorted(groups.items(), key=lambda item: -sum(macs for _, macs in item[1])):
+        more = f" and {len(nodes) - _MOST_NAMES} more: --json has all" if len(nodes) > _MOST_NAMES else ""
+        names = ", ".join(name for name, _ in nodes[:_MOST_NAMES]) + more
+        table.add_row(op, str(len(nodes)), format_count(sum(macs for _, macs in nodes)), why, names)
+    return table
+
+
+def _list_left(report: CheckReport) -> Iterator[tuple[str, str, int, str]]:
+    """Yields name, operator, multiply-accumulates and the reason of each node that is not taken."""
     # Nodes that the preparation made have no counterpart in the user's model: they get rows of their own.
     named = {name for node in report.model_nodes for name in node.became}
     for node in report.model_nodes:
         if not node.taken:
-            table.add_row(node.name, node.op, f"{node.macs:,}", "\n".join(filter(None, (node.note, *node.reasons))))
+            yield node.name, node.op, node.macs, "\n".join(node.reasons) or node.note
     for made in report.node_list:
         if not made.taken and made.name not in named:
-            table.add_row(made.name or "(no name)", made.op, f"{made.macs:,}", "\n".join(made.reasons))
-    return table
+            yield made.name or "(no name)", made.op, made.macs, "\n".join(made.reasons)
 
 
 def describe_fates(report: CheckReport) -> str:

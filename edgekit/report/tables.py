@@ -12,6 +12,16 @@ def make_table(*columns: str) -> Table:
     return table
 
 
+def format_count(count: int) -> str:
+    """Returns a number for people: `1.2 M`."""
+    size, unit = float(count), ""
+    for unit in ("", "k", "M", "G", "T"):
+        if size < 1000 or unit == "T":
+            break
+        size /= 1000
+    return f"{size:.0f}" if not unit else f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
+
+
 def format_bytes(size_bytes: int) -> str:
     """Returns a size for people, in decimal units."""
     size, unit = float(size_bytes), "B"

@@ -14,7 +14,7 @@ from edgekit.inspect.inspect import OnnxReport
 from edgekit.plain import to_plain
 from edgekit.report.checked import describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
-from edgekit.report.tables import format_bytes, make_table
+from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.facts import FileReport, Located
 from edgekit.verify.layers.comparison import LayerReport
@@ -182,9 +182,13 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
             shown = ", ".join(f"{key} {item}" for key, item in cast("dict[str, object]", shown).items())
         elif name.endswith("_bytes") or name == "size":
             shown = format_bytes(value)
+        elif name in {"macs", "parameters"}:
+            shown = format_count(value)
         elif isinstance(shown, list):
             shown = ", ".join(map(str, cast("list[object]", shown)))
-        table.add_row(name.replace("_", " "), str(shown) or "-")
+        if name == "unsized_nodes":
+            shown = f"{shown}: each dimension without a number counts as one; give --dim NAME=INT" if shown else shown
+        table.add_row(name.replace("_", " "), "-" if shown is None else str(shown) or "-")
     return table
 
 

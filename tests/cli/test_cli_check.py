@@ -186,3 +186,16 @@ def test_the_page_escapes_what_models_say() -> None:
     assert "1 differ" in page
     assert "no session" in page
     assert "not observed" in page
+
+
+def test_nodes_that_are_left_for_one_reason_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chain = "".join(f"[e{i}] t{i} = Erf(t{i - 1})" for i in range(1, 6))
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)'
+        f"{{ [first] t0 = Tanh(x) {chain} y = Identity(t5) }}"
+    )
+    run_command(["check", str(parse_model(text, tmp_path / "chain.onnx")), "--target", "xnnpack"])
+    shown = capsys.readouterr().out
+    assert "e1, e2, e3 and 2 more" in shown
+    assert "e4" not in shown
+    assert "first" in shown

@@ -1,0 +1,51 @@
+"""`edgekit inspect`: what is not known is said, and what a size makes known is counted."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_models import parse_model
+
+from edgekit.cli.main import run_command
+from edgekit.inspect.inspect import OnnxReport, inspect_model
+from edgekit.report.tables import format_count
+from edgekit.report.text import table_contents
+
+
+@pytest.fixture
+def any_batch(tmp_path: Path) -> Path:
+    return parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,3] x, float[3,5] w) => (float[batch,5] y)'
+        "{ t = MatMul(x, w) y = Relu(t) }",
+        tmp_path / "any.onnx",
+    )
+
+
+def _inspect(path: Path, **dims: int) -> OnnxReport:
+    report = inspect_model(path, dims=dims)
+    assert isinstance(report, OnnxReport)
+    return report
+
+
+def test_work_of_unknown_size_is_said_and_a_size_makes_it_known(any_batch: Path) -> None:
+    unknown, known = _inspect(any_batch), _inspect(any_batch, batch=4)
+    assert (unknown.macs, unknown.unsized_nodes) == (15, 1)
+    assert (known.macs, known.unsized_nodes) == (60, 0)
+    assert known.activation_bytes > unknown.activation_bytes
+
+
+def test_a_size_of_no_dimension_is_refused(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["inspect", str(any_batch), "--dim", "bach=4"]) == 2
+    assert "bach" in capsys.readouterr().err
+
+
+def test_the_table_says_what_to_do(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=160).print(table_contents(_inspect(any_batch)))
+    assert "1: each dimension without a number counts as one; give --dim NAME=INT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0"), (999, "999"), (1200, "1.2 k"), (3_504_872, "3.5 M"), (301_000_000, "301 M")]
+)
+def test_counts_are_for_people(count: int, shown: str) -> None:
+    assert format_count(count) == shown
