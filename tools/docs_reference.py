@@ -15,6 +15,7 @@ from docs_types import describe_default, describe_type, find_structs, list_prope
 import edgekit
 from edgekit.bench.report import BenchReport
 from edgekit.bundle.manifest.manifest import Manifest
+from edgekit.bundle.statement import Statement
 from edgekit.check.report import CheckReport
 from edgekit.cli.main import group
 from edgekit.data.images import Preprocess
@@ -47,6 +48,10 @@ SCHEMAS = ("recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "pla
 
 REPORTS: Mapping[str, tuple[type, str]] = {
     "manifest.json": (Manifest, "In every bundle. `manifest.schema.json` in the package is its JSON Schema."),
+    "signature.json": (
+        Statement,
+        "What `edgekit sign` signs, an in-toto statement; in the file it is the payload of a DSSE envelope, in base64.",
+    ),
     "edgekit build": (BuildReport, "Also `report.json` beside the bundles."),
     "edgekit prepare": (PrepareReport, ""),
     "edgekit check": (CheckReport, "One of these a target, in `targets`; also `check.json` of a bundle."),

@@ -32,6 +32,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("folder",),
         ("archive", "describe", "readme"),
         ("golden", "members", "sign", "snippets"),
+        ("statement",),
         ("manifest",),
     ),
     "check": (

@@ -24,8 +24,9 @@ from edgekit.bundle.manifest.manifest import (
 from edgekit.bundle.manifest.names import find_fault
 from edgekit.bundle.manifest.trust import check_requests, check_same
 from edgekit.bundle.readme import README, render_readme
-from edgekit.bundle.sign import SIGNATURE, check_signature
+from edgekit.bundle.sign import check_signature
 from edgekit.bundle.snippets import NOTES, render_snippets
+from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
 from edgekit.check.report import CheckReport
 from edgekit.errors import BundleError, OutputError
 from edgekit.target import Form, Target
@@ -43,12 +44,19 @@ _Value = TypeVar("_Value", CheckReport, Target)
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     """A folder that holds a model for one target with everything an app needs.
 
-    `sha256` is the digest of the manifest's file, and so of everything that the manifest covers.
+    `sha256` is the digest of the manifest's file, and so of everything that the manifest covers. `attested` is what the
+    holder of a key says was verified, None where the bundle was opened without one.
     """
 
     folder: Path
     manifest: Manifest
     sha256: str
+    attested: TestResult | None = None
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The sha256 of every file that a signature covers, by its name."""
+        return {MANIFEST: self.sha256, **{name: entry.sha256 for name, entry in self.manifest.files.items()}}
 
     @property
     def golden(self) -> Golden:
@@ -120,13 +128,15 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
         raise BundleError(f"there is no bundle '{path}'", hint="give the folder that holds manifest.json")
     data = read_bounded(path, MANIFEST)
     # The signature first: nothing of a manifest is decoded whose signer is not known.
-    if key is not None:
-        check_signature(data, path, key)
+    statement = None if key is None else check_signature(data, MANIFEST, path, key)
     manifest = decode_manifest(data, str(path / MANIFEST))
     check_requests(manifest, str(path / MANIFEST))
     # Every file, whether it will be used or not: what is allowed to lie in a bundle is exactly what was signed.
     check_files(path, manifest.files, UNLISTED)
-    bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data))
+    attested = None if statement is None else statement.predicate
+    bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data), attested=attested)
+    if statement is not None:
+        check_subjects(statement, bundle.digests, path)
     said = decode_plain(data, str(path / MANIFEST))
     check_same(manifest, said, read_target(bundle), str(path / MANIFEST))
     return bundle

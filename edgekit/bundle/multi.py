@@ -22,7 +22,8 @@ from edgekit.bundle.manifest.manifest import (
     encode_json,
 )
 from edgekit.bundle.manifest.names import find_fault
-from edgekit.bundle.sign import SIGNATURE, check_signature
+from edgekit.bundle.sign import check_signature
+from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
 from edgekit.errors import BundleError, UsageError, suggest_name
 
 INDEX = "index.json"
@@ -69,11 +70,16 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class MultiBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder with an index; `sha256` is that of the index's file, and so of everything in the folder."""
+    """A folder with an index; `sha256` is that of the index's file, and so of everything in the folder.
+
+    `digests` hold the sha256 of every file in it but the reports; `attested` is as in a bundle.
+    """
 
     folder: Path
     index: Index
     sha256: str
+    digests: dict[str, str]
+    attested: TestResult | None = None
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +129,8 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
                 if source.is_file() and not source.is_symlink():
                     _copy(source, folder / name)
         index = _make_index(bundles, shared)
-        data = encode_json(index)
-        write_file(staging / INDEX, data)
-    return MultiBundle(folder=out, index=index, sha256=digest_bytes(data))
+        write_file(staging / INDEX, encode_json(index))
+    return open_index(out)
 
 
 def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
@@ -136,8 +141,7 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
             link, or bears an unsafe name; it is not signed with the key.
     """
     data = read_bounded(path, INDEX)
-    if key is not None:
-        check_signature(data, path, key)
+    statement = None if key is None else check_signature(data, INDEX, path, key)
     source = str(path / INDEX)
     raw = decode_plain(data, source)
     index = convert_strictly(raw, Index, source)
@@ -146,7 +150,19 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     for variant in index.variants:
         expected.update(_expect(path, variant, index))
     check_files(path, expected, {INDEX, SIGNATURE, *(f"{variant.folder}/{VERIFY}" for variant in index.variants)})
-    return MultiBundle(folder=path, index=index, sha256=digest_bytes(data))
+    digests = {INDEX: digest_bytes(data), **{name: entry.sha256 for name, entry in expected.items()}}
+    attested = None if statement is None else statement.predicate
+    if statement is not None:
+        check_subjects(statement, digests, path)
+    return MultiBundle(folder=path, index=index, sha256=digests[INDEX], digests=digests, attested=attested)
+
+
+def find_file(multi: MultiBundle, variant: Variant, name: str) -> Path | None:
+    """Returns where a file of a variant lies, which may be among the shared ones; None where the variant has none."""
+    folder = multi.folder / variant.folder
+    manifest = decode_manifest(read_bounded(folder, MANIFEST), str(folder / MANIFEST))
+    place = _places(manifest, set(multi.index.shared)).get(name)
+    return None if place is None else multi.folder / place
 
 
 def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:

@@ -11,16 +11,18 @@ from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.bundle.golden.recorded import Recorded
 from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
-from edgekit.bundle.sign import sign_manifest
+from edgekit.bundle.sign import sign_files
+from edgekit.bundle.statement import TestResult
 from edgekit.errors import BundleError, UsageError
 
 
 class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was signed: the digest of its manifest or index, and that of the public key."""
+    """A bundle that was signed: the digest of its manifest or index, that of the public key, and what was said."""
 
     bundle: Path
     sha256: str
     key: str
+    attested: TestResult
 
 
 @contextlib.contextmanager
@@ -89,8 +91,8 @@ def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
     return open_bundle(folder, key=key)
 
 
-def sign_bundle(folder: Path, key: Path) -> SignedBundle:
-    """Checks a folder of one target or of several, and signs its manifest or index.
+def sign_bundle(folder: Path, key: Path, result: TestResult) -> SignedBundle:
+    """Checks a folder of one target or of several, and signs its files with what was verified of them.
 
     Raises:
         BundleError: the bundle is not whole, or is an archive.
@@ -100,8 +102,8 @@ def sign_bundle(folder: Path, key: Path) -> SignedBundle:
     if folder.is_file():
         raise BundleError(f"'{folder}' is a file", hint="sign the bundle's folder, then pack it")
     found = open_any(folder)
-    signature = sign_manifest(folder / (INDEX if isinstance(found, MultiBundle) else MANIFEST), key)
-    return SignedBundle(bundle=folder, sha256=found.sha256, key=signature.key)
+    keyid = sign_files(folder, found.digests, result, key)
+    return SignedBundle(bundle=folder, sha256=found.sha256, key=keyid, attested=result)
 
 
 def _find_root(unpacked: Path) -> Path:

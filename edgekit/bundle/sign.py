@@ -1,35 +1,30 @@
 """Signing a bundle, and refusing one that is not signed by a given key.
 
-The signature is Ed25519 (RFC 8032) over the bytes of `manifest.json` as they lie in the file, so that any library can
-check it; the manifest holds the sha256 of every other file.
+The signature is Ed25519 (RFC 8032) over a statement that names every file with its sha256, in the form of
+`edgekit.bundle.statement`, which other tools read too.
 """
 
-import base64
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from edgekit._files import digest_bytes, write_file, write_new
-from edgekit.bundle.manifest.manifest import check_canonical, convert_strictly, decode_plain, encode_json
+from edgekit.bundle.statement import (
+    SIGNATURE,
+    Statement,
+    TestResult,
+    decode_base64,
+    encode_envelope,
+    encode_preauth,
+    list_subjects,
+    read_envelope,
+    read_statement,
+)
 from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
 
-SIGNATURE = "signature.json"
-
-# Keys and signatures have some hundred bytes; a large file under their name is not read whole.
+# Keys have some hundred bytes; a large file under their name is not read whole.
 _MAX_BYTES = 1 << 14
 _KEY_HINT = "edgekit sign --new-key FILE makes a pair"
-
-
-class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who signed which file: `key` is the sha256 of the public key's 32 bytes, `signature` is in base64."""
-
-    schema_version: Literal[1] = 1
-    algorithm: Literal["ed25519"] = "ed25519"
-    key: str
-    signature: str
 
 
 def make_key(path: Path) -> Path:
@@ -55,8 +50,10 @@ def make_key(path: Path) -> Path:
     return public
 
 
-def sign_manifest(file: Path, key: Path) -> Signature:
-    """Signs a manifest or index with a private key in PEM, and writes `signature.json` beside it.
+def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key: Path) -> str:
+    """Signs the digests of a folder's files, and what was verified of them, with a private key in PEM.
+
+    Writes `signature.json` into the folder, and returns the id of the key.
 
     Raises:
         UsageError: the key cannot be read, or is no Ed25519 private key without a password.
@@ -67,17 +64,17 @@ def sign_manifest(file: Path, key: Path) -> Signature:
     private = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
     if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise UsageError(f"'{key}' is no Ed25519 private key", hint=_KEY_HINT)
-    signed: Any = private
-    signature = Signature(
-        key=_fingerprint(signed.public_key(), serialization),
-        signature=base64.b64encode(signed.sign(file.read_bytes())).decode(),
-    )
-    write_file(file.parent / SIGNATURE, encode_json(signature))
-    return signature
+    signer: Any = private
+    keyid = _identify(signer.public_key(), serialization)
+    statement = Statement(subject=list_subjects(digests), predicate=result)
+    write_file(folder / SIGNATURE, encode_envelope(statement, keyid, signer.sign))
+    return keyid
 
 
-def check_signature(data: bytes, folder: Path, key: Path) -> Signature:
-    """Returns the signature in a folder if the private half of a public key in PEM signed these bytes of its manifest.
+def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statement:
+    """Returns the statement in a folder if the private half of a public key in PEM signed it, and it names these bytes.
+
+    `data` are the bytes of its manifest or index, `name` that file.
 
     Raises:
         BundleError: there is no signature, it is malformed, was made with another key, or the manifest was altered.
@@ -88,36 +85,23 @@ def check_signature(data: bytes, folder: Path, key: Path) -> Signature:
     public = _load_key(key, "public", serialization.load_pem_public_key)
     if not isinstance(public, ed25519.Ed25519PublicKey):
         raise UsageError(f"'{key}' is no Ed25519 public key", hint=_KEY_HINT)
-    signature = _read_signature(folder)
-    wanted = _fingerprint(public, serialization)
+    envelope = read_envelope(folder)
+    (signature,), wanted = envelope.signatures, _identify(public, serialization)
     # Said apart from a wrong signature: another signer is a question of trust, an altered file is not.
-    if signature.key != wanted:
+    if signature.keyid != wanted:
         raise BundleError(
-            f"'{folder}' is signed with another key: {signature.key[:16]!r}, not '{wanted[:16]}' (of their sha256)",
+            f"'{folder}' is signed with another key: {signature.keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)",
             hint="ask who signed it for the public key, and whether to trust it",
         )
-    if not _verifies(public, signature.signature, data):
+    payload = decode_base64(envelope.payload)
+    if payload is None or not _verifies(public, signature.sig, encode_preauth(payload)):
+        raise BundleError(f"the signature of '{folder}' was altered", hint="do not use it: fetch it again")
+    statement = read_statement(payload, folder)
+    if digest_bytes(data) not in [one.digest.sha256 for one in statement.subject if one.name == name]:
         raise BundleError(
-            f"the manifest of '{folder}' was altered after it was signed, or its signature was",
-            hint="do not use it: fetch it again",
+            f"'{name}' of '{folder}' was altered after it was signed", hint="do not use it: fetch it again"
         )
-    return signature
-
-
-def _read_signature(folder: Path) -> Signature:
-    place = folder / SIGNATURE
-    if not os.path.lexists(place):
-        raise BundleError(f"'{folder}' is not signed", hint="sign it: edgekit sign BUNDLE --key FILE")
-    if place.is_symlink() or not place.is_file():
-        raise BundleError(f"'{place}' is a link or no regular file", hint="fetch the bundle again")
-    with place.open("rb") as file:
-        data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise BundleError(f"'{place}' is larger than {_MAX_BYTES} bytes", hint="edgekit did not write it")
-    raw = decode_plain(data, str(place))
-    signature = convert_strictly(raw, Signature, str(place))
-    check_canonical(raw, data, str(place))
-    return signature
+    return statement
 
 
 def _load_library() -> tuple[Any, Any]:
@@ -146,15 +130,17 @@ def _load_key(path: Path, half: str, load: Callable[[bytes], object]) -> object:
 def _verifies(public: Any, signature: str, data: bytes) -> bool:
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an optional extra
 
+    raw = decode_base64(signature)
+    if raw is None:
+        return False
     try:
-        raw = base64.b64decode(signature, validate=True)
         public.verify(raw, data)
     except (InvalidSignature, ValueError):
         return False
-    # base64 has several spellings of the same bytes: only the canonical one is taken, so that the file cannot be
-    # varied.
-    return base64.b64encode(raw).decode() == signature
+    return True
 
 
-def _fingerprint(public: Any, serialization: Any) -> str:
-    return digest_bytes(public.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw))
+def _identify(public: Any, serialization: Any) -> str:
+    """Returns the sha256 of a public key in DER, as `openssl pkey -pubin -outform DER` writes it."""
+    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return digest_bytes(public.public_bytes(encoding, form))

@@ -8,11 +8,10 @@ import click
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
 from edgekit.bundle.multi import MultiBundle
-from edgekit.bundle.opening import sign_bundle
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_doubts, show_json, show_line
-from edgekit.jobs.release import Doubt, join_verified
+from edgekit.jobs.release import Doubt, join_verified, sign_verified
 
 _FILE = click.Path(path_type=Path)
 
@@ -42,7 +41,7 @@ def command(bundles: tuple[Path, ...], out: Path, key: Path | None, allow_failed
         place = out if kind is None else work / "joined"
         joined, doubts = join_verified(bundles, place, allow_failed=allow_failed)
         if key is not None:
-            sign_bundle(joined.folder, key)
+            sign_verified(joined.folder, key, allow_failed=allow_failed)
         if kind is not None:
             write_archive(list_files(joined.folder), out, kind)
     show_doubts(doubts)

@@ -7,7 +7,7 @@ import click
 from edgekit.bundle.sign import make_key
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_doubts, show_json, show_line
+from edgekit.cli.terminal import describe_attested, show_doubts, show_json, show_line
 from edgekit.errors import UsageError
 from edgekit.jobs.release import sign_verified
 from edgekit.plain import to_plain
@@ -22,9 +22,10 @@ _FILE = click.Path(path_type=Path)
 @options.ALLOW_FAILED
 @options.JSON
 def command(bundle: Path | None, key: Path | None, new_key: Path | None, allow_failed: bool, as_json: bool) -> int:
-    """Check BUNDLE (a folder of one target or of several) and sign its manifest, or make a key to sign with.
+    """Check BUNDLE (a folder of one target or of several) and sign its files, or make a key to sign with.
 
-    The signature lies in BUNDLE/signature.json. Sign before you pack: an archive keeps the signature.
+    BUNDLE/signature.json is an in-toto statement in a DSSE envelope: the sha256 of every file, and what was verified,
+    where, with which figures. Sign after edgekit verify and before you pack: an archive keeps the signature.
 
     \b
     Example:
@@ -46,5 +47,6 @@ def command(bundle: Path | None, key: Path | None, new_key: Path | None, allow_f
     if as_json:
         show_json({**to_plain(signed), "allowed": doubts})
     else:
-        show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}")
+        said = describe_attested(signed.attested)
+        show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}: {said}")
     return YES

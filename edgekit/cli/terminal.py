@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgekit.bench.report import BenchReport
+from edgekit.bundle.statement import TestResult
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines, showing_progress
 from edgekit.convert.equality import Equality
 from edgekit.convert.ort_format.report import OrtFileReport
@@ -44,6 +45,13 @@ def show_doubts(doubts: Sequence[Doubt]) -> None:
     """Says on stderr which bundles were released although they did not pass, so that scripts' output stays as it is."""
     for doubt in doubts:
         show_line(f"allowed: bundle '{doubt.bundle}' {doubt.reason}", aside=True)
+
+
+def describe_attested(result: TestResult) -> str:
+    """Returns in words what the holder of a key says of the verification."""
+    devices = ", ".join(dict.fromkeys(run.device for run in result.edgekit_runs))
+    failed = "".join(f"; not passed: {name}" for name in result.failed_tests)
+    return f"its verification {result.result}" + (f" on {devices}" if devices else "") + failed
 
 
 def show_verify(report: VerifyReport) -> None:

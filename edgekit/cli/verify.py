@@ -14,7 +14,7 @@ from edgekit.bundle.opening import opened_any, opened_bundle
 from edgekit.cli import options
 from edgekit.cli.limits import Limits, taking_limits
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_json, show_line, show_verify, showing_progress
+from edgekit.cli.terminal import describe_attested, show_json, show_line, show_verify, showing_progress
 from edgekit.data.images import load_preprocess
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
@@ -205,9 +205,12 @@ def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
     if question.bundle is None:
         raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
     with opened_any(question.bundle, key=question.key) as found:
-        facts = {"bundle": question.bundle, "whole": True, "sha256": found.sha256, "signed": question.key is not None}
-        signed = "signed with that key" if question.key else "signature not checked"
-        show_json(facts) if as_json else show_line(f"{question.bundle} is whole ({found.sha256}), {signed}")
+        said = found.attested
+        facts = {"bundle": question.bundle, "whole": True, "sha256": found.sha256, "signed": said is not None}
+        signed = f"signed with that key: {describe_attested(said)}" if said else "signature not checked"
+        show_json({**facts, "attested": said}) if as_json else show_line(
+            f"{question.bundle} is whole ({found.sha256}), {signed}"
+        )
     return YES
 
 

@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 
-from edgekit.bundle.folder import LAYERS, VERIFY, Bundle
-from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
+from edgekit.bundle.folder import LAYERS, MANIFEST, VERIFY, Bundle
+from edgekit.bundle.multi import MultiBundle, find_bundles, find_file, join_bundles
 from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
+from edgekit.bundle.statement import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.errors import BundleError, DataError
 from edgekit.package.package import Kind, PackageReport, package_bundles
 from edgekit.verify.layers.evidence import read_evidence_file
 from edgekit.verify.layers.outliers import judge_layers
+from edgekit.verify.report import RunReport
 from edgekit.verify.run import read_report
 
 
@@ -34,7 +36,7 @@ def sign_verified(folder: Path, key: Path, *, allow_failed: bool = False) -> tup
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
     doubts = _refuse_doubtful(bundles, allow_failed=allow_failed)
-    return sign_bundle(folder, key), doubts
+    return sign_bundle(folder, key, _attest(bundles, doubts)), doubts
 
 
 def join_verified(
@@ -71,19 +73,44 @@ def package_verified(
     return package_bundles(paths, kind, out, accept=accept, **options), tuple(doubts)
 
 
-def _list_bundles(found: Bundle | MultiBundle) -> list[tuple[Path, str]]:
-    """Returns the folder and the digest of each bundle: those of a joined folder keep the digests that they had."""
+class _Released(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle that is to go: where it lies, its name in reports, its digest, its manifest, and its layers if any."""
+
+    folder: Path
+    name: str
+    sha256: str
+    manifest: str
+    layers: Path | None
+
+
+def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
+    """Returns each bundle of a folder: those of a joined one keep the digests that they had."""
     if isinstance(found, Bundle):
         return [_place(found)]
-    return [(found.folder / variant.folder, variant.manifest.sha256) for variant in found.index.variants]
+    return [
+        _Released(
+            folder=found.folder / variant.folder,
+            name=f"{found.index.name}-{variant.target}",
+            sha256=variant.manifest.sha256,
+            manifest=f"{variant.folder}/{MANIFEST}",
+            layers=find_file(found, variant, LAYERS),
+        )
+        for variant in found.index.variants
+    ]
 
 
-def _place(bundle: Bundle) -> tuple[Path, str]:
-    return bundle.folder, bundle.sha256
+def _place(bundle: Bundle) -> _Released:
+    return _Released(
+        folder=bundle.folder,
+        name=f"{bundle.manifest.name}-{bundle.manifest.target}",
+        sha256=bundle.sha256,
+        manifest=MANIFEST,
+        layers=bundle.folder / LAYERS if LAYERS in bundle.manifest.files else None,
+    )
 
 
-def _refuse_doubtful(bundles: Sequence[tuple[Path, str]], *, allow_failed: bool) -> tuple[Doubt, ...]:
-    reasons = ((folder, _find_doubt(folder, sha256)) for folder, sha256 in bundles)
+def _refuse_doubtful(bundles: Sequence[_Released], *, allow_failed: bool) -> tuple[Doubt, ...]:
+    reasons = ((bundle.folder, _find_doubt(bundle)) for bundle in bundles)
     doubts = tuple(Doubt(bundle=str(folder), reason=reason) for folder, reason in reasons if reason)
     if doubts and not allow_failed:
         raise BundleError(
@@ -93,15 +120,70 @@ def _refuse_doubtful(bundles: Sequence[tuple[Path, str]], *, allow_failed: bool)
     return doubts
 
 
-def _find_doubt(folder: Path, sha256: str) -> str | None:
+def _find_doubt(bundle: _Released) -> str | None:
     try:
-        report = read_report(folder / VERIFY)
+        report = read_report(bundle.folder / VERIFY)
     except DataError:
         return "was not verified"
     # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
-    if report.bundle_sha256 != sha256:
+    if report.bundle_sha256 != bundle.sha256:
         return "was verified before it became what it is now"
-    layers = folder / LAYERS
-    if layers.is_file() and judge_layers(read_evidence_file(layers).layers):
+    if bundle.layers is not None and judge_layers(read_evidence_file(bundle.layers).layers):
         return "has a layer that is not the float model's, whatever its verify.json says"
     return None if report.passed else "did not pass its verification"
+
+
+def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt]) -> TestResult:
+    """Returns what a signer says of bundles: what their reports found, and which of them may only go as they are."""
+    failed = {doubt.bundle: doubt.reason for doubt in doubts}
+    tests: dict[str, bool] = {}
+    runs: list[AttestedRun] = []
+    for bundle in bundles:
+        tests[bundle.name] = str(bundle.folder) not in failed
+        for run in _read_runs(bundle):
+            runs.append(_describe_run(bundle.name, run))
+            tests[f"{bundle.name} on {run.device}"] = run.passed
+    return TestResult(
+        result="PASSED" if all(tests.values()) else "FAILED",
+        configuration=list_subjects({bundle.manifest: bundle.sha256 for bundle in bundles}),
+        passed_tests=tuple(name for name, passed in tests.items() if passed),
+        failed_tests=tuple(name for name, passed in tests.items() if not passed),
+        edgekit_runs=tuple(runs),
+        edgekit_allowed=tuple(
+            f"{bundle.name} {failed[str(bundle.folder)]}" for bundle in bundles if str(bundle.folder) in failed
+        ),
+    )
+
+
+def _read_runs(bundle: _Released) -> tuple[RunReport, ...]:
+    try:
+        report = read_report(bundle.folder / VERIFY)
+    except DataError:
+        return ()
+    return report.runs if report.bundle_sha256 == bundle.sha256 else ()
+
+
+def _describe_run(bundle: str, run: RunReport) -> AttestedRun:
+    task = run.task
+    return AttestedRun(
+        bundle=bundle,
+        device=run.device,
+        evidence=run.evidence,
+        provider=run.provider,
+        passed=run.passed,
+        samples=run.samples,
+        provider_nodes=run.provider_nodes,
+        outputs=tuple(
+            AttestedOutput(
+                name=output.name,
+                sqnr_db=output.sqnr_db,
+                cosine=output.cosine,
+                top1_agreement=output.top1_agreement,
+            )
+            for output in run.outputs
+        ),
+        accuracy=None if run.accuracy is None else run.accuracy.got,
+        metric={} if task is None or task.got is None else {task.name: task.got},
+        latency_ms=None if run.latency_ms is None else run.latency_ms.median,
+        versions=run.versions,
+    )

@@ -14,7 +14,7 @@ from edgekit._files import digest_bytes
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import encode_json
-from edgekit.bundle.sign import SIGNATURE
+from edgekit.bundle.statement import SIGNATURE
 from edgekit.package.variant import Identity, Variant
 
 _COMPATIBILITY = "ep_compatibility_info."

@@ -11,7 +11,7 @@ from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import BundledFile
 from edgekit.bundle.multi import PREFERENCE
-from edgekit.bundle.sign import SIGNATURE
+from edgekit.bundle.statement import SIGNATURE
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
 

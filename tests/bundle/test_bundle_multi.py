@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bundle_models import make_contents
+from bundle_models import PASSED, make_contents
 
 from edgekit.bundle.archive import KINDS, list_files, write_archive
 from edgekit.bundle.folder import Bundle, write_bundle
@@ -78,7 +78,7 @@ def test_a_variant_is_opened_from_an_archive(bundles: list[Bundle], folder: Path
 
 def test_one_signature_covers_every_variant(folder: Path, tmp_path: Path) -> None:
     public = make_key(tmp_path / "key")
-    sign_bundle(folder, tmp_path / "key")
+    sign_bundle(folder, tmp_path / "key", PASSED)
     with opened_any(folder, key=public):
         pass
     for name, path in list_files(folder).items():

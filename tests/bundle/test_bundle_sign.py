@@ -4,19 +4,24 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bundle_models import make_bundle
+from bundle_models import PASSED, make_bundle
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
+from edgekit._files import digest_file
 from edgekit._proc import run_process
-from edgekit.bundle.archive import list_files, write_archive
+from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.multi import join_bundles, open_index
 from edgekit.bundle.opening import open_recorded, opened_any, opened_bundle, sign_bundle
-from edgekit.bundle.sign import make_key
+from edgekit.bundle.sign import make_key, sign_files
 from edgekit.errors import BundleError, OutputError, UsageError
+
+ENVELOPE, STATEMENT = "application/vnd.in-toto+json", "https://in-toto.io/Statement/v1"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("signed")
     make_key(folder / "key.pem")
     bundle = make_bundle(folder)
-    sign_bundle(bundle.folder, folder / "key.pem")
+    sign_bundle(bundle.folder, folder / "key.pem", PASSED)
     return bundle
 
 
@@ -43,19 +48,55 @@ def test_a_signed_bundle_opens_with_the_public_key(signed: Path, public: Path, o
     assert open_bundle(signed).manifest == original.manifest
 
 
-def test_any_library_can_check_the_signature(signed: Path, public: Path, tmp_path: Path) -> None:
-    signature = json.loads((signed / "signature.json").read_bytes())["signature"]
-    (tmp_path / "raw").write_bytes(base64.b64decode(signature))
-    argv = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin"]
-    checked = run_process(
-        [*argv, "-in", str(signed / "manifest.json"), "-sigfile", str(tmp_path / "raw")], timeout_s=60
+def read_envelope(folder: Path) -> dict[str, Any]:
+    envelope: dict[str, Any] = json.loads((folder / "signature.json").read_bytes())
+    return envelope
+
+
+def test_the_statement_is_in_totos_and_names_every_file_with_its_digest(signed: Path, original: Bundle) -> None:
+    envelope = read_envelope(signed)
+    statement = json.loads(base64.b64decode(envelope["payload"]))
+    assert (envelope["payloadType"], statement["_type"]) == (ENVELOPE, STATEMENT)
+    assert statement["predicateType"] == "https://in-toto.io/attestation/test-result/v0.1"
+    assert statement["predicate"]["result"] == "PASSED"
+    assert statement["predicate"]["passedTests"] == ["tiny-nnapi on host"]
+    named = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+    assert named == {name: digest_file(path) for name, path in list_files(signed).items() if name != "signature.json"}
+    assert named["manifest.json"] == original.sha256
+
+
+def test_openssl_checks_the_signature(signed: Path, public: Path, tmp_path: Path) -> None:
+    envelope = read_envelope(signed)
+    payload = base64.b64decode(envelope["payload"])
+    # DSSE's protocol.md: "DSSEv1" SP LEN(type) SP type SP LEN(body) SP body.
+    (tmp_path / "pae").write_bytes(b"DSSEv1 28 application/vnd.in-toto+json " + f"{len(payload)} ".encode() + payload)
+    (tmp_path / "raw").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
+    argv = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin", "-in", str(tmp_path / "pae")]
+    assert run_process([*argv, "-sigfile", str(tmp_path / "raw")], timeout_s=60).succeeded
+    (tmp_path / "der").write_bytes(
+        serialization.load_pem_public_key(public.read_bytes()).public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
     )
-    assert checked.succeeded
+    assert envelope["signatures"][0]["keyid"] == digest_file(tmp_path / "der")
+
+
+def test_another_implementation_of_dsse_checks_the_signature(signed: Path, public: Path) -> None:
+    dsse, signer = pytest.importorskip("securesystemslib.dsse"), pytest.importorskip("securesystemslib.signer")
+    key = serialization.load_pem_public_key(public.read_bytes())
+    envelope = read_envelope(signed)
+    keyid = envelope["signatures"][0]["keyid"]
+    theirs = [signer.SSlibKey.from_crypto(key, keyid=keyid)]
+    assert dsse.Envelope.from_dict(read_envelope(signed)).verify(theirs, 1) == {keyid: theirs[0]}
+    payload = base64.b64decode(envelope["payload"]).replace(b"PASSED", b"FAILED")
+    envelope["payload"] = base64.b64encode(payload).decode()
+    with pytest.raises(pytest.importorskip("securesystemslib.exceptions").VerificationError):
+        dsse.Envelope.from_dict(envelope).verify(theirs, 1)
 
 
 def test_signing_twice_gives_the_same_bytes(signed: Path, original: Bundle) -> None:
     before = (signed / "signature.json").read_bytes()
-    sign_bundle(signed, original.folder.parent / "key.pem")
+    sign_bundle(signed, original.folder.parent / "key.pem", PASSED)
     assert (signed / "signature.json").read_bytes() == before
 
 
@@ -77,39 +118,151 @@ def test_every_file_but_the_evidence_is_covered(signed: Path, public: Path) -> N
     open_bundle(signed, key=public)
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    raw = json.loads((folder / "signature.json").read_bytes())
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    raw = read_envelope(folder)
     change(raw)
     (folder / "signature.json").write_bytes(encode_json(raw))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        pytest.param(lambda b: (b / "signature.json").unlink(), "is not signed", id="unsigned"),
-        pytest.param(
-            lambda b: _rewrite(b, lambda s: s.update(key="0" * 64)), "signed with another key", id="other key"
+def _resign(folder: Path, change: Callable[[dict[str, Any]], object], key: Path, *, spelt: bool = True) -> None:
+    """Signs another statement with the right key, as a signer with other software might."""
+    private = serialization.load_pem_private_key(key.read_bytes(), None)
+    assert isinstance(private, ed25519.Ed25519PrivateKey)
+    envelope = read_envelope(folder)
+    statement = json.loads(base64.b64decode(envelope["payload"]))
+    change(statement)
+    payload = encode_json(statement) if spelt else json.dumps(statement).encode()
+    pae = b"DSSEv1 28 application/vnd.in-toto+json " + f"{len(payload)} ".encode() + payload
+    envelope["payload"] = base64.b64encode(payload).decode()
+    envelope["signatures"][0]["sig"] = base64.b64encode(private.sign(pae)).decode()
+    (folder / "signature.json").write_bytes(encode_json(envelope))
+
+
+def set_signature(**changed: str) -> Callable[[Path], None]:
+    return lambda folder: _rewrite(folder, lambda envelope: envelope["signatures"][0].update(changed))
+
+
+DAMAGES = [
+    pytest.param(lambda b: (b / "signature.json").unlink(), "is not signed", id="unsigned"),
+    pytest.param(set_signature(keyid="0" * 64), "signed with another key", id="other key"),
+    pytest.param(set_signature(sig=""), "was altered", id="empty"),
+    pytest.param(set_signature(sig="A" * 88), "was altered", id="other signature"),
+    pytest.param(set_signature(sig="é"), "was altered", id="no base64"),
+    pytest.param(lambda b: _rewrite(b, lambda e: e.update(payload="")), "was altered", id="no payload"),
+    pytest.param(lambda b: _rewrite(b, lambda e: e.update(payload=e["payload"] + "\n")), "was altered", id="spelling"),
+    pytest.param(lambda b: _rewrite(b, lambda e: e.update(payloadType="none")), "malformed", id="no type"),
+    pytest.param(lambda b: _rewrite(b, lambda e: e.update(signatures=[])), "malformed", id="no signature"),
+    pytest.param(
+        lambda b: _rewrite(b, lambda e: e.update(signatures=e["signatures"] * 2)), "malformed", id="two signatures"
+    ),
+    pytest.param(lambda b: _rewrite(b, lambda e: e.update(more="")), "malformed", id="unknown key"),
+    pytest.param(
+        lambda b: (b / "signature.json").write_bytes(
+            encode_json({"algorithm": "ed25519", "key": "0", "schema_version": 1, "signature": ""})
         ),
-        pytest.param(lambda b: _rewrite(b, lambda s: s.update(signature="")), "was altered", id="empty"),
-        pytest.param(
-            lambda b: _rewrite(b, lambda s: s.update(signature="A" * 88)), "was altered", id="other signature"
-        ),
-        pytest.param(lambda b: _rewrite(b, lambda s: s.update(signature="é")), "was altered", id="no base64"),
-        pytest.param(lambda b: _rewrite(b, lambda s: s.update(algorithm="none")), "malformed", id="no algorithm"),
-        pytest.param(lambda b: _rewrite(b, lambda s: s.update(more="")), "malformed", id="unknown key"),
-        pytest.param(lambda b: (b / "signature.json").write_bytes(b"{" * 20_000), "larger than", id="large"),
-        pytest.param(lambda b: (b / "signature.json").write_bytes(b"[" * 9_000), "malformed", id="deep"),
-        pytest.param(lambda b: (b / "signature.json").write_bytes(b"\xff"), "malformed", id="no text"),
-        pytest.param(
-            lambda b: ((b / "signature.json").unlink(), (b / "signature.json").mkdir()), "no regular file", id="folder"
-        ),
-    ],
+        "form of an earlier edgekit",
+        id="earlier form",
+    ),
+    pytest.param(lambda b: (b / "signature.json").write_bytes(b"{" * (1 << 24) + b"{"), "larger than", id="large"),
+    pytest.param(lambda b: (b / "signature.json").write_bytes(b"[" * 9_000), "malformed", id="deep"),
+    pytest.param(lambda b: (b / "signature.json").write_bytes(b"\xff"), "malformed", id="no text"),
+    pytest.param(
+        lambda b: (b / "signature.json").write_bytes(b" " + (b / "signature.json").read_bytes()), "altered", id="spaces"
+    ),
+]
+FOLDER = pytest.param(
+    lambda b: ((b / "signature.json").unlink(), (b / "signature.json").mkdir()), "no regular file", id="folder"
 )
+
+
+@pytest.mark.parametrize(("damage", "message"), [*DAMAGES, FOLDER])
 def test_a_bad_signature_is_refused(signed: Path, public: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(signed)
     with pytest.raises(BundleError, match=message) as caught:
         open_bundle(signed, key=public)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_an_archive_is_held_to_the_key_as_a_folder_is(
+    signed: Path, public: Path, tmp_path: Path, kind: Kind, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(signed)
+    write_archive(list_files(signed), tmp_path / "a", kind)
+    with pytest.raises(BundleError, match=message), opened_any(tmp_path / "a", key=public):
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_altered_file_of_a_signed_archive_is_refused(signed: Path, public: Path, tmp_path: Path, kind: Kind) -> None:
+    for name, path in list_files(signed).items():
+        data = path.read_bytes()
+        changed = bytearray(data)
+        changed[len(data) // 2] ^= 1
+        write_archive({**list_files(signed), name: bytes(changed)}, tmp_path / "a", kind)
+        with pytest.raises(BundleError), opened_any(tmp_path / "a", key=public):
+            pass
+    write_archive({**list_files(signed), "more": b"x"}, tmp_path / "a", kind)
+    with pytest.raises(BundleError, match="does not list"), opened_any(tmp_path / "a", key=public):
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_archive_of_several_targets_is_held_to_the_key(
+    original: Bundle, public: Path, tmp_path: Path, kind: Kind
+) -> None:
+    joined = join_bundles([original], tmp_path / "joined")
+    write_archive(list_files(joined.folder), tmp_path / "unsigned", kind)
+    with pytest.raises(BundleError, match="is not signed"), opened_any(tmp_path / "unsigned", key=public):
+        pass
+    sign_bundle(joined.folder, public.with_suffix(""), PASSED)
+    write_archive(list_files(joined.folder), tmp_path / "signed", kind)
+    with opened_any(tmp_path / "signed", key=public) as found:
+        assert found.attested == PASSED
+    with pytest.raises(BundleError, match="another key"), opened_any(tmp_path / "signed", key=make_key(tmp_path / "k")):
+        pass
+    index = json.loads((joined.folder / "index.json").read_bytes())
+    write_archive(
+        {**list_files(joined.folder), "index.json": encode_json({**index, "name": "other"})}, tmp_path / "a", kind
+    )
+    with pytest.raises(BundleError, match="altered after it was signed"), opened_any(tmp_path / "a", key=public):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "spelt", "message"),
+    [
+        pytest.param(lambda s: s["subject"].pop(), True, "is of another", id="a file is missing"),
+        pytest.param(lambda s: s["subject"].append(s["subject"][0]), True, "is of another", id="a file twice"),
+        pytest.param(lambda s: s["subject"][0]["digest"].update(sha256="0"), True, "is of another", id="another file"),
+        pytest.param(lambda s: s["subject"].reverse(), True, "order of files", id="another order"),
+        pytest.param(lambda s: s.update(subject=[]), True, "altered after it was signed", id="no manifest"),
+        pytest.param(lambda s: s.update(_type="https://in-toto.io/Statement/v0.1"), True, "malformed", id="older"),
+        pytest.param(lambda s: s.update(predicateType="x"), True, "malformed", id="another predicate"),
+        pytest.param(lambda s: s["predicate"].update(result="GOOD"), True, "malformed", id="another result"),
+        pytest.param(lambda _: None, False, "not spelt", id="another spelling"),
+    ],
+)
+def test_a_statement_of_another_bundle_is_refused_though_the_key_is_right(
+    signed: Path, public: Path, change: Callable[[dict[str, Any]], object], spelt: bool, message: str
+) -> None:
+    _resign(signed, change, public.with_suffix(""), spelt=spelt)
+    with pytest.raises(BundleError, match=message):
+        open_bundle(signed, key=public)
+
+
+def test_a_field_of_a_later_edgekit_is_no_reason_to_refuse(signed: Path, public: Path) -> None:
+    _resign(signed, lambda s: s["predicate"].update(later=1), public.with_suffix(""))
+    assert open_bundle(signed, key=public).attested == PASSED
+    assert open_bundle(signed).attested is None
+
+
+def test_a_file_of_an_index_that_was_not_signed_is_refused(original: Bundle, public: Path, tmp_path: Path) -> None:
+    joined = join_bundles([original], tmp_path / "joined")
+    sign_files(joined.folder, {**joined.digests, "more": "0"}, PASSED, public.with_suffix(""))
+    with pytest.raises(BundleError, match="is of another 'more'"):
+        open_index(joined.folder, key=public)
 
 
 def test_a_linked_signature_is_refused(signed: Path, public: Path, tmp_path: Path) -> None:
@@ -129,17 +282,6 @@ def test_an_archive_keeps_the_signature(signed: Path, public: Path, tmp_path: Pa
     with opened_bundle(tmp_path / "a.zip", key=public) as bundle:
         assert bundle.manifest.name == "tiny"
     assert not bundle.folder.exists()
-
-
-def test_an_archive_is_held_to_the_key(signed: Path, public: Path, tmp_path: Path) -> None:
-    write_archive(list_files(signed), tmp_path / "a.zip", "zip")
-    other = make_key(tmp_path / "other")
-    with pytest.raises(BundleError, match="with another key"), opened_any(tmp_path / "a.zip", key=other):
-        pass
-    (signed / "signature.json").unlink()
-    write_archive(list_files(signed), tmp_path / "b.zip", "zip")
-    with pytest.raises(BundleError, match="is not signed"), opened_any(tmp_path / "b.zip", key=public):
-        pass
 
 
 @pytest.mark.parametrize("top", ["", "folder/"])
@@ -163,7 +305,7 @@ def test_an_archive_of_two_folders_is_no_bundle(signed: Path, tmp_path: Path) ->
 def test_an_archive_is_not_signed_nor_of_another_target(signed: Path, public: Path, tmp_path: Path) -> None:
     write_archive(list_files(signed), tmp_path / "a.zip", "zip")
     with pytest.raises(BundleError, match="is a file"):
-        sign_bundle(tmp_path / "a.zip", public.with_suffix(""))
+        sign_bundle(tmp_path / "a.zip", public.with_suffix(""), PASSED)
     for place in (signed, tmp_path / "a.zip"):
         with pytest.raises(UsageError, match="is for 'nnapi', not 'qnn'"), opened_bundle(place, target="qnn"):
             pass
@@ -187,7 +329,7 @@ def test_an_earlier_build_is_opened_by_its_targets(signed: Path, tmp_path: Path)
 def test_a_damaged_bundle_is_not_signed(signed: Path, original: Bundle) -> None:
     (signed / "tiny.onnx").write_bytes(b"")
     with pytest.raises(BundleError, match="has 0 bytes"):
-        sign_bundle(signed, original.folder.parent / "key.pem")
+        sign_bundle(signed, original.folder.parent / "key.pem", PASSED)
 
 
 def test_a_new_key_is_private_and_overwrites_nothing(tmp_path: Path) -> None:
@@ -218,7 +360,7 @@ def test_wrong_keys_are_named(signed: Path, public: Path, tmp_path: Path) -> Non
         (tmp_path / "locked", "without a password"),
     ):
         with pytest.raises(UsageError, match=message):
-            sign_bundle(signed, key)
+            sign_bundle(signed, key, PASSED)
     for key in (private, signed / "manifest.json"):
         with pytest.raises(UsageError, match="no public key"):
             open_bundle(signed, key=key)

@@ -33,9 +33,12 @@ def test_a_bundle_is_signed_and_checked(build: Path, capsys: pytest.CaptureFixtu
     assert "is not signed" in error
     assert error.count("\n") == 1
     signed = run_json(capsys, "sign", bundle, "--key", key, "--allow-failed")
+    assert "digits_mobilenet-coreml was not verified" in str(signed["attested"])
     whole = run_json(capsys, "verify", bundle, "--key", public, "--files-only")
     assert whole["sha256"] == signed["sha256"]
     assert whole["signed"] is True
+    assert whole["attested"] == signed["attested"]
+    assert run_json(capsys, "verify", bundle, "--files-only")["attested"] is None
     assert run_command(["verify", bundle, "--key", public, "--on", "emulated"]) == 0
 
 
@@ -53,6 +56,30 @@ def test_joined_targets_are_opened_from_an_archive(build: Path, capsys: pytest.C
     data[len(data) // 2] ^= 1
     (build / "bad.zip").write_bytes(data)
     assert run_command(["verify", str(build / "bad.zip"), "--key", public, "--files-only"]) == 2
+
+
+def test_a_signature_says_what_was_verified_where_and_with_which_figures(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for target in ("coreml", "xnnpack"):
+        shutil.copytree(build / "out" / f"digits_mobilenet-{target}", tmp_path / "in" / target)
+        assert run_command(["verify", str(tmp_path / "in" / target), "--on", "host"]) == 0
+    joined, public = tmp_path / "all.tar", str(build / "key.pub")
+    assert run_command(["join", str(tmp_path / "in"), "--out", str(joined), "--key", str(build / "key")]) == 0
+    said = run_json(capsys, "verify", str(joined), "--key", public, "--files-only")["attested"]
+    assert isinstance(said, dict)
+    names = [f"digits_mobilenet-{target}" for target in ("coreml", "xnnpack")]
+    assert (said["result"], said["failed_tests"]) == ("PASSED", [])
+    assert said["passed_tests"] == [test for name in names for test in (name, f"{name} on host")]
+    for name, run in zip(names, said["edgekit_runs"], strict=True):
+        report = json.loads((tmp_path / "in" / name.partition("-")[2] / "verify.json").read_bytes())["runs"][0]
+        assert (run["bundle"], run["device"], run["evidence"]) == (name, "host", report["evidence"])
+        assert [(output["name"], output["sqnr_db"], output["cosine"]) for output in run["outputs"]] == [
+            (output["name"], output["sqnr_db"], output["cosine"]) for output in report["outputs"]
+        ]
+        assert run["latency_ms"] == report["latency_ms"]["median"]
+    assert run_command(["verify", str(joined), "--key", public, "--files-only"]) == 0
+    assert "signed with that key: its verification PASSED on host" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

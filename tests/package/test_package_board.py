@@ -12,7 +12,9 @@ from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, req
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.sign import make_key, sign_manifest
+from edgekit.bundle.opening import sign_bundle
+from edgekit.bundle.sign import make_key
+from edgekit.bundle.statement import TestResult
 from edgekit.devices.emulators.arm64 import enter_arm64
 from edgekit.devices.find import find_device
 from edgekit.devices.process.cache import cache_folder
@@ -88,7 +90,7 @@ def test_a_signature_goes_along_and_a_key_is_asked_for(bundles: Path, tmp_path: 
     public = make_key(tmp_path / "key")
     with pytest.raises(BundleError, match="sign"):
         package_bundles((tmp_path / "bundle",), "zip", tmp_path / "no.zip", key=public)
-    sign_manifest(tmp_path / "bundle" / "manifest.json", tmp_path / "key")
+    sign_bundle(tmp_path / "bundle", tmp_path / "key", TestResult(result="PASSED", configuration=()))
     report = package_bundles((tmp_path / "bundle",), "zip", tmp_path / "out.zip", key=public)
     assert f"bundles/{XNNPACK}/signature.json" in report.files
     unpack_archive(tmp_path / "out.zip", tmp_path / "out")

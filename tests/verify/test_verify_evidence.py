@@ -10,10 +10,12 @@ from bundle_models import make_bundle, make_contents
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import LAYERS, VERIFY, Bundle, open_bundle, write_bundle
+from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.multi import extract_variant, join_bundles
+from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError
 from edgekit.inspect.diff import compare_versions
-from edgekit.jobs.release import join_verified
+from edgekit.jobs.release import join_verified, sign_verified
 from edgekit.verify.causes.attribute import keep_attribution
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.evidence import LayerEvidence, encode_evidence, read_evidence
@@ -24,13 +26,15 @@ BAD = LayerReport(
     name="mul", op="MatMul", tensor="xw", sqnr_db=30.0, max_abs=0.1, own_sqnr_db=30.0, own_bias=0.0,
     altered="its attribute 'axis' is 1, in the float model 0",
 )  # fmt: skip
+ORDER = ("xnnpack", "nnapi")
 WORDS = "layer 'mul' (MatMul) does not compute what the float model does"
 
 
-def make_failing(folder: Path) -> Bundle:
+def make_failing(folder: Path, target: str = "nnapi") -> Bundle:
     """Returns a bundle in which the build found a layer that is not the float model's, though the outputs agree."""
-    contents = msgspec.structs.replace(make_contents(folder), layers=encode_evidence(LayerEvidence(layers=(BAD,))))
-    return write_bundle(contents, folder / "tiny-nnapi")
+    evidence = encode_evidence(LayerEvidence(layers=(BAD,)))
+    contents = msgspec.structs.replace(make_contents(folder, target=target), layers=evidence)
+    return write_bundle(contents, folder / f"tiny-{target}")
 
 
 def verify_again(bundle: Bundle) -> VerifyReport:
@@ -54,6 +58,23 @@ def test_a_failing_layer_outlives_join(tmp_path: Path) -> None:
     assert WORDS in verify_again(extract_variant(joined, "nnapi", tmp_path / "one")).failures[0]
 
 
+def test_a_bundle_that_keeps_less_is_said_to(tmp_path: Path) -> None:
+    bundle = write_bundle(
+        msgspec.structs.replace(make_contents(tmp_path), layers=encode_evidence(LayerEvidence())), tmp_path / "whole"
+    )
+    assert verify_again(bundle).notes == ()
+    (tmp_path / "in").mkdir()
+    less = make_bundle(tmp_path / "in")
+    said = json.loads((less.folder / "manifest.json").read_bytes())
+    said["golden"]["chosen"] = []
+    (less.folder / "manifest.json").write_bytes(encode_json(said))
+    notes = verify_again(open_bundle(less.folder)).notes
+    assert [note.split(":")[0] for note in notes] == [
+        "no layer was held against the float model's",
+        "the bundle has no self-test",
+    ]
+
+
 def test_a_forged_verify_json_fails_no_bundle(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     good = verify_again(bundle)
@@ -70,6 +91,24 @@ def test_a_forged_verify_json_releases_no_failing_layer(tmp_path: Path) -> None:
     write_report(bundle, good)
     with pytest.raises(BundleError, match="has a layer that is not the float model's"):
         join_verified([bundle.folder], tmp_path / "joined")
+
+
+@pytest.mark.parametrize("targets", [("nnapi",), ("nnapi", "xnnpack")])
+def test_a_joined_folder_is_not_signed_where_a_layer_fails(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    """Two targets share the file of their layers, which then lies beside neither manifest."""
+    make_key(tmp_path / "key")
+    bundles = [make_failing(tmp_path, target) for target in targets]
+    for bundle in bundles:
+        write_report(bundle, msgspec.structs.replace(verify_again(bundle), layers=(), first_bad_layer=None))
+    joined = join_bundles(bundles, tmp_path / "joined").folder
+    assert (joined / "variants" / "nnapi" / LAYERS).is_file() is (len(targets) == 1)
+    with pytest.raises(BundleError, match="has a layer that is not the float model's"):
+        sign_verified(joined, tmp_path / "key")
+    assert not (joined / "signature.json").exists()
+    signed, doubts = sign_verified(joined, tmp_path / "key", allow_failed=True)
+    assert len(doubts) == len(targets)
+    assert signed.attested.result == "FAILED"
+    assert signed.attested.failed_tests == tuple(f"tiny-{target}" for target in sorted(targets, key=ORDER.index))
 
 
 def test_digests_cover_what_was_found_of_the_layers(tmp_path: Path) -> None:
