@@ -18,6 +18,7 @@ _DRIFT_LEAST = 12
 # All pairs of 200 points are 19,900; of the 2,000 runs that a block may have they would be two million.
 _DRIFT_POINTS = 200
 _FAST = 1e-9
+_LEAST_MS, _CLOCKS = 0.0005, 1.05
 
 # Student's t for 95 %, two-sided, by degrees of freedom from 1. A table, because scipy would be a dependency for one
 # function; larger degrees by Cornish and Fisher's first term.
@@ -105,6 +106,22 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     is_chance = abs(float(np.sign(differences).sum())) < _DRIFT_Z * deviation
     return None if is_chance or abs(drift) <= MAX_DRIFT else drift
+
+
+def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | None:
+    """Returns in words why times of one run each cannot be, None where they can.
+
+    No session returns within half a microsecond, so that less is no measurement; and all of them together took no
+    longer than the device was waited for. A clock of another machine may go a little faster.
+    """
+    if not latency_ms:
+        return None
+    if min(latency_ms) < _LEAST_MS:
+        return f"its times are not believed: {min(latency_ms):g} ms is less than any session takes"
+    whole = sum(latency_ms)
+    if whole > _CLOCKS * elapsed_ms:
+        return f"its times are not believed: together {whole:g} ms, and it answered after {elapsed_ms:g} ms"
+    return None
 
 
 def describe_drift(drift: float) -> str:

@@ -351,7 +351,12 @@ def _judge_cost(run: RunReport) -> Iterator[str]:
         ("peak memory", run.peak_rss_bytes, reference.peak_rss_bytes, limits.max_memory_ratio),
     )
     for name, value, before, most in pairs:
-        if value is not None and before and most is not None and value > most * before:
+        if not before or most is None or run.failure is not None:
+            continue
+        # A device that gives none, or one that cannot be, must not pass on that.
+        if not value:
+            yield f"{name} was not measured, and {reference.source} has one to hold it against"
+        elif value > most * before:
             yield f"{name} is {value / before:.2f} times that of {reference.source}, more than {most:g} times"
 
 

@@ -1,12 +1,13 @@
 """Running a bundle on devices and judging what comes back."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import open_regular, work_folder, write_file
-from edgekit.bench.latency import describe_drift, summarize_latency
+from edgekit.bench.latency import describe_drift, find_false_times, summarize_latency
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.bundle.manifest.trust import bundled_task
@@ -22,7 +23,7 @@ from edgekit.machine import describe_machine
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.forms import TESTED_FORMS, list_broken_forms
+from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
 from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
@@ -52,7 +53,8 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
 class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A run of a device that came back, beside what it was asked for.
 
-    `rows` are the golden samples that ran, `reference` what the float model makes of them.
+    `rows` are the golden samples that ran, `reference` what the float model makes of them, `elapsed_ms` how long the
+    device was waited for.
     """
 
     bundle: Bundle
@@ -62,6 +64,12 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     run: DeviceRun
     rows: tuple[int, ...]
     reference: Samples
+    elapsed_ms: float
+
+    @property
+    def false_times(self) -> str | None:
+        """Why the times of the device are not believed, None where they are."""
+        return find_false_times(self.run.latency_ms, self.elapsed_ms)
 
 
 def verify_bundle(
@@ -112,7 +120,7 @@ def verify_bundle(
         alterations=broken,
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
-        notes=(evidence.note,) if evidence.note else (),
+        notes=tuple(note for note in (evidence.note, describe_untested(bundle)) if note),
     )
 
 
@@ -192,10 +200,12 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
     rows = spread_indices(golden.samples, plan.samples)
     job = make_job(bundle, plan, select_samples(read_inputs(golden), rows))
     with work_folder() as work:
+        begun = time.monotonic()
         try:
             run = device.run_job(job, work)
         except EdgekitError as error:
             return _report_absent(bundle, device, plan, error)
+        elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]
         trial = _Trial(
@@ -206,6 +216,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             run=msgspec.structs.replace(run, outputs=keep_small(run.outputs)),
             rows=rows,
             reference=keep_small(select_samples(read_outputs(golden), rows)),
+            elapsed_ms=elapsed_ms,
         )
         report = _measure_run(trial, asked)
         return msgspec.structs.replace(
@@ -238,7 +249,8 @@ def _report_absent(bundle: Bundle, device: Device, plan: Verification, error: Ed
 
 def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     """Returns the facts of a run; what may explain them is not looked for yet."""
-    bundle, run, latency = trial.bundle, trial.run, summarize_latency(trial.run.latency_ms)
+    bundle, run = trial.bundle, trial.run
+    latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes, labels = read_classes(trial.golden), read_labels(trial.golden)
     counts: dict[str, int] = {}
     for node in run.placement:
@@ -303,7 +315,9 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
 def _list_notes(trial: _Trial) -> Iterator[str]:
     """Yields what a reader of the figures should know; the times of an emulator mean nothing."""
     latency = summarize_latency(trial.run.latency_ms)
-    if latency is not None and latency.drift is not None and trial.run.evidence is Evidence.DEVICE:
+    if trial.false_times:
+        yield trial.false_times
+    elif latency is not None and latency.drift is not None and trial.run.evidence is Evidence.DEVICE:
         yield describe_drift(latency.drift)
     if trial.run.failure is not None:
         return

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from edgekit.bench.latency import compare_rounds, count_needed, find_drift, median_interval, summarize_latency
+from edgekit.bench.latency import (
+    compare_rounds,
+    count_needed,
+    find_drift,
+    find_false_times,
+    median_interval,
+    summarize_latency,
+)
 
 
 def noise(seed: int, count: int) -> list[float]:
@@ -93,3 +100,21 @@ def test_many_rounds_use_the_limit_of_student_s_t() -> None:
 def test_what_cannot_be_compared_is_an_error(rounds: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="two rounds"):
         compare_rounds(rounds)
+
+
+@pytest.mark.parametrize(
+    ("times", "elapsed_ms", "words"),
+    [
+        ((), 1.0, None),
+        ((0.0005, 0.01), 1.0, None),
+        ((0.01, 0.0), 1.0, "0 ms is less than any session takes"),
+        ((0.0004,), 1.0, "0.0004 ms is less"),
+        ((2.0, 3.0), 5.0, None),
+        ((2.0, 3.2), 5.0, None),
+        ((2.0, 3.3), 5.0, "together 5.3 ms, and it answered after 5 ms"),
+        ((1e7,), 2000.0, "together 1e+07 ms, and it answered after 2000 ms"),
+    ],
+)
+def test_times_that_cannot_be_are_not_believed(times: tuple[float, ...], elapsed_ms: float, words: str | None) -> None:
+    found = find_false_times(times, elapsed_ms)
+    assert (found is None) if words is None else (found is not None and words in found)

@@ -218,7 +218,7 @@ def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
 
         def run_job(self, job: Job, work: Path) -> DeviceRun:
             run = InProcess.run_job(self, job, work)
-            return msgspec.structs.replace(run, latency_ms=tuple(10.0 + index for index in range(24)))
+            return msgspec.structs.replace(run, latency_ms=tuple(0.001 * (10.0 + index) for index in range(24)))
 
     (run,) = verify_bundle(make_bundle(tmp_path), [Slowing(evidence=evidence)]).runs
     assert run.latency_ms is not None

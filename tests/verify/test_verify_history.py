@@ -189,6 +189,8 @@ def test_the_nodes_of_an_emulator_are_no_placement(bundle: Bundle) -> None:
 
 def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:
     before = verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE)])
+    steady = msgspec.structs.replace(before.runs[0], latency_ms=Latency(median=1.0, p95=1.0))
+    before = msgspec.structs.replace(before, runs=(steady,))
     slow = msgspec.structs.replace(before.runs[0], latency_ms=Latency(median=1.5, p95=2.0), peak_rss_bytes=3)
     now = compare_with_baseline(msgspec.structs.replace(before, runs=(slow,)), before, "base.json")
     assert now.passed
@@ -199,6 +201,13 @@ def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -
         "peak memory is 3.00 times that of base.json, more than 2 times",
     )
     assert recheck_report(now, msgspec.structs.replace(limits, max_latency_ratio=1.6, max_memory_ratio=3.0)).passed
+    silent = msgspec.structs.replace(before.runs[0], latency_ms=None, peak_rss_bytes=0)
+    now = compare_with_baseline(msgspec.structs.replace(before, runs=(silent,)), before, "base.json")
+    assert now.passed
+    assert recheck_report(now, limits).runs[0].failures == (
+        "latency was not measured, and base.json has one to hold it against",
+        "peak memory was not measured, and base.json has one to hold it against",
+    )
 
 
 def test_two_runs_are_compared(bundle: Bundle, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ run in 1,000 may be.
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
@@ -55,7 +57,11 @@ class Honest(msgspec.Struct, frozen=True, kw_only=True):
         """Runs the samples in this process."""
         config = {"session.enable_saved_runtime_optimizations": "1"}
         session = CpuSession(job.model, SessionSettings(level=self.level, config=config, threads=1))
-        rows = [session.run(sample) for sample in job.samples]
+        rows, times = list[Tensors](), list[float]()
+        for sample in job.samples:
+            begun = time.perf_counter()
+            rows.append(session.run(sample))
+            times.append(1000.0 * (time.perf_counter() - begun))
         # In a file of ORT format the Q and DQ nodes have become part of integer operators.
         placement = tuple(
             PlacedNode(name=node.name, op=node.op, domain=node.domain, provider=_place(job, taken=node.taken))
@@ -64,7 +70,7 @@ class Honest(msgspec.Struct, frozen=True, kw_only=True):
         )
         return DeviceRun(
             device=self.name, evidence=self.evidence, outputs=listed(rows), placement=placement,
-            placement_source="session", load_ms=1.0, latency_ms=tuple(1.0 for _ in rows), peak_rss_bytes=1,
+            placement_source="session", load_ms=1.0, latency_ms=tuple(times), peak_rss_bytes=1,
             versions={}, failure=None,
         )  # fmt: skip
 

@@ -49,6 +49,13 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
             yield f"'{path.name}' does not pass the bundle's self-test on this machine: {fault}; build again"
 
 
+def describe_untested(bundle: Bundle) -> str:
+    """Returns what cannot be found out about a bundle that has no self-test, "" where it has one."""
+    if bundle.manifest.golden.chosen:
+        return ""
+    return "the bundle has no self-test: whether its files were altered, or the reference replayed, was not looked for"
+
+
 def _choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     """Returns what a file of ORT format needs, and no optimisation for ONNX, as the self-test was made."""
     styles: dict[Form, Style] = {"full": "full", "runtime": "runtime"}

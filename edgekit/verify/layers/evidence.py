@@ -50,12 +50,14 @@ def encode_evidence(evidence: LayerEvidence) -> bytes:
 
 
 def read_evidence(bundle: Bundle) -> LayerEvidence:
-    """Returns what was found when the bundle was built; nothing where it was not looked for.
+    """Returns what was found when the bundle was built, and a note where nothing was kept of it.
 
     Raises:
         BundleError: the file is malformed.
     """
-    return read_evidence_file(bundle.folder / LAYERS) if LAYERS in bundle.manifest.files else LayerEvidence()
+    if LAYERS not in bundle.manifest.files:
+        return LayerEvidence(note=f"no layer was held against the float model's: the bundle has no {LAYERS}")
+    return read_evidence_file(bundle.folder / LAYERS)
 
 
 def read_evidence_file(path: Path) -> LayerEvidence:
