@@ -86,7 +86,7 @@ def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
     Raises:
         BundleError: it is no bundle, was altered, or is not signed with the key.
     """
-    if (folder / INDEX).is_file() and not (folder / MANIFEST).exists():
+    if (folder / INDEX).is_file():
         return open_index(folder, key=key)
     return open_bundle(folder, key=key)
 

@@ -16,7 +16,7 @@ from edgekit.model.model import iterate_graphs
 from edgekit.prepare.shapes.infer import infer_types
 
 # How the names of inserted casts, and of the values between them, begin: ONNX Runtime's and ours.
-_INSERTED = re.compile(r"(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
+_INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
 
 
 def guard_half(proto: onnx.ModelProto) -> None:
@@ -82,4 +82,4 @@ def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
 
 
 def _strip_prefix(names: MutableSequence[str]) -> None:
-    names[:] = [_INSERTED.sub("", name, count=1) if _INSERTED.match(name) else name for name in names]
+    names[:] = [_INSERTED.sub("", name) for name in names]

@@ -111,6 +111,7 @@ def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
         ),
         pytest.param(lambda b: (b.folder / "tiny.onnx").unlink(), "lacks the file 'tiny.onnx'", id="no model"),
         pytest.param(lambda b: (b.folder / "extra.so").touch(), "holds 'extra.so'", id="extra file"),
+        pytest.param(lambda b: (b.folder / "lib").symlink_to("golden"), "holds 'lib'", id="link to a folder"),
         pytest.param(lambda b: os.truncate(b.folder / "tiny.onnx", 9), "'tiny.onnx' .* has 9 bytes", id="cut off"),
         pytest.param(_rewrite(b'"provider"', b'"providr"'), "missing required field|unknown field", id="misspelt key"),
         pytest.param(_rewrite(b'"schema_version": 2', b'"schema_version": 3'), "malformed", id="other schema"),

@@ -9,7 +9,8 @@ from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import open_bundle, write_bundle
-from edgekit.bundle.manifest.manifest import decode_manifest, encode_json
+from edgekit.bundle.manifest.checks import read_bounded
+from edgekit.bundle.manifest.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json
 from edgekit.bundle.manifest.schema import render_schemas
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError
@@ -21,6 +22,15 @@ V1 = (Path(__file__).parent / "manifest_v1.json").read_bytes()
 
 def validate(manifest: bytes) -> None:
     jsonschema.Draft202012Validator(json.loads(render_schemas()["manifest.schema.json"])).validate(json.loads(manifest))
+
+
+def test_of_a_manifest_that_is_too_large_no_more_is_read_than_shows_it(tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(MAX_MANIFEST_BYTES + 9)
+    read = read_bounded(tmp_path, "manifest.json")
+    assert len(read) == MAX_MANIFEST_BYTES + 1
+    with pytest.raises(BundleError, match="larger than"):
+        decode_manifest(read, "manifest.json")
 
 
 @pytest.mark.parametrize("target", target_names())

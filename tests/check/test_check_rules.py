@@ -47,8 +47,9 @@ def test_rules_follow_the_settings() -> None:
     assert [node.taken for node in network] == [True, True]
 
 
-CONV = """g (float[1,4,8,8] x, float s) => (float[1,4,8,8] y) <float[4,4,1,1] w = {1}, float[1] one = {2}> {
-  r = Relu(x) y = Conv<group=1, dilations=[1,1]>(r, w) z = Add(r, one) }"""
+CONV = """g (float[1,4,8,8] x, float s, int64[K] k) => (float[1,4,8,8] y) <float[4,4,1,1] w = {1}, float[1] one = {2}> {
+  r = Relu(x) y = Conv<group=1, dilations=[1,1]>(r, w) z = Add(r, one) m = Mul(r, s) u = Reshape(r, k)
+  n = Sub(r, u) }"""
 
 
 def subject_of(op: str) -> Subject:
@@ -114,6 +115,8 @@ def test_a_condition_holds_where_each_of_its_fields_does(condition: dict[str, An
 def test_one_element_is_single_and_a_parameter_that_is_no_number_counts_as_0() -> None:
     assert meets(When(single=(1,)), subject_of("Add"))
     assert not meets(When(single=(0, 1)), subject_of("Add"))
+    assert not meets(When(single=(1,)), subject_of("Mul"))  # of rank 0
+    assert not meets(When(single=(1,)), subject_of("Sub"))  # of a shape that nobody knows
     assert (subject_of("Add").number("level"), subject_of("Add").number("kind")) == (29, 0)
     assert judge_rule(Never(text="not here"), subject_of("Add")) == "not here"
     assert judge_rule(Forms(allowed=("float32",), note="a note"), subject_of("Add")) is None

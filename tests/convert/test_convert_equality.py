@@ -165,6 +165,7 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
     found = compare_with_source(model, tmp_path / "m.ort", ARM)
     assert found.passed
     assert found.skipped == "it draws random numbers: RandomNormalLike"
+    assert (found.samples, found.bit_equal, found.error) == (0, False, 0.0)
 
 
 def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path) -> None:
@@ -179,6 +180,7 @@ def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path
     assert found.skipped.startswith("the source does not run on inputs drawn at random, so give --data: ")
     assert "indices element out of data bounds" in found.skipped
     assert "m.onnx" not in found.skipped
+    assert (found.samples, found.bit_equal, found.error) == (0, False, 0.0)
     with pytest.raises(RuntimeRefusal):
         compare_onnx(model, model, draw_samples(model.inputs))
 

@@ -101,6 +101,18 @@ def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> Non
     np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work), expected)
 
 
+def test_the_region_of_a_resize_is_read_in_full_precision(tmp_path: Path, work: Path) -> None:
+    node = helper.make_node(
+        "Resize", ["x", "r", "", "s"], ["y"], "resize", coordinate_transformation_mode="tf_crop_and_resize"
+    )
+    region = np.array([0, 0, 0.1, 0.1, 1, 1, 0.9, 0.9], np.float32)
+    path = write_graph(tmp_path / "r.onnx", [node], {"r": region, "s": np.array([1, 4, 8, 8], np.int64)})
+    x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    expected = CpuSession(path, SessionSettings()).run({"x": half(x)})["y"]
+    got = run_one(make_job(path, "coreml", [{"x": x}], precision="fp16"), work)
+    np.testing.assert_array_equal(got, half(expected))
+
+
 def test_fp32_is_left_alone(tmp_path: Path, work: Path) -> None:
     x = np.array([[0.1]], np.float32)
     path = text_model(tmp_path / "m.onnx", "(float[1,1] x) => (float[1,1] y) { y = Neg(x) }")

@@ -12,6 +12,7 @@ from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import MAX_IR_VERSION, MAX_OPSET, Model, load_model
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.half import guard_half, strip_casts
 
 CONV = (
     "g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y) "
@@ -119,6 +120,21 @@ def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs
     )
     prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
     assert op_names(prepared.path) == ["Mul", "Cast", "Reshape", "Mul", "Softmax", "HardSwish"]
+
+
+def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
+    text = (
+        "g (float16[1,8] x, float[1,8] f) => (float16[1,8] y, float[1,8] z)"
+        "{ a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)  o = my.HardSwish(x) }"
+    )
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", imports=', "my" : 1').path))
+    guard_half(proto)
+    reads = {node.output[0]: node.input[0] for node in proto.graph.node if node.op_type != "Cast"}
+    assert [node.output[0] for node in proto.graph.node if node.op_type == "Cast"] == ["EdgekitGuard1_a", "b"]
+    assert reads == {"a": "x", "EdgekitGuard1_b": "EdgekitGuard1_a", "y": "b", "n": "x", "z": "f", "o": "x"}
+    assert strip_casts(proto.graph)
+    assert [list(node.input) for node in proto.graph.node] == [["x"], ["a"], ["b", "x"], ["x"], ["f"], ["x"]]
+    assert not strip_casts(proto.graph)
 
 
 def test_operators_without_a_cpu_kernel_stay_whole(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_what_only_looks_like_it_stays(tmp_path: Path, id_: str) -> None:
     "body",
     [
         "a = HardSigmoid<alpha=0.16666667, beta=0.5>(x) y = Mul(a, x)",
+        "a = HardSigmoid<alpha=0.16666667>(x) y = Mul(x, a)",
         "a = Add(t, x) b = Clip(a, z, s) c = Mul(x, b) y = Div(c, s)",
         "a = Add(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
     ],
@@ -136,12 +137,28 @@ def test_hard_swish_is_known_in_other_spellings(tmp_path: Path, body: str) -> No
         "a = Sub(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
         "a = Add(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Add(c, x)",
         "a = Add(x, t) b = Clip(a, z, s) c = Mul(x, b) y = Div(s, c)",
+        "a = my.Add(x, t) b = Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
+        "a = Add(x, t) b = my.Clip(a, z, s) c = Mul(b, k) y = Mul(c, x)",
+        "a = Add(x, t) b = Clip(a, z, s) c = my.Mul(b, k) y = Mul(c, x)",
+        "a = Add(x, t) b = Clip(a, z, s) c = my.Mul(x, b) y = Div(c, s)",
     ],
 )
 def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
     constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
     model = make_model(f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}", tmp_path / "m.onnx")
     assert fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"]).fixes == ()
+
+
+@pytest.mark.parametrize(("opset", "joined"), [(13, False), (14, True)])
+def test_a_hard_swish_is_written_only_for_opsets_that_have_it(tmp_path: Path, opset: int, joined: bool) -> None:
+    model = make_model(WITH["join-hard-swish"], tmp_path / "m.onnx", opset=opset)
+    assert bool(fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"]).fixes) == joined
+
+
+@pytest.mark.parametrize("id_", ["join-hard-swish", "split-hard-swish"])
+def test_a_hard_swish_of_doubles_stays(tmp_path: Path, id_: str) -> None:
+    model = make_model(WITH[id_].replace("float", "double"), tmp_path / "m.onnx")
+    assert fix_model(model, tmp_path / "out.onnx", [id_]).fixes == ()
 
 
 def test_a_clip_of_fp16_is_rewritten_in_fp16(tmp_path: Path) -> None:

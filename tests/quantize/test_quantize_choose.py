@@ -11,11 +11,21 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.candidates import Draft, Memo, best_quick_db, judge_draft
-from edgekit.quantize.mixed_precision.relief import choose_schedule
+from edgekit.quantize.mixed_precision.auto import Finished
+from edgekit.quantize.mixed_precision.candidates import (
+    Draft,
+    Memo,
+    best_quick_db,
+    digest_draft,
+    judge_draft,
+    needs_moments,
+    prefer_method,
+)
+from edgekit.quantize.mixed_precision.relief import choose_schedule, relieve_step
 from edgekit.quantize.mixed_precision.score import judge_candidate
-from edgekit.quantize.plan import draft_plan
+from edgekit.quantize.plan import FloatNode, draft_plan
 from edgekit.quantize.qdq.build import build_qdq
+from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
 from edgekit.target import Precision, load_target
 
@@ -163,12 +173,111 @@ def test_second_moments_are_tried_above_a_floor_and_judged_once(net: Model, many
         draft.choose("mode", "nearest")
 
 
+@pytest.mark.parametrize(
+    ("reached", "unrounded", "floor", "needed"),
+    [
+        (39.9, 39.9, -9.0, True),
+        (40.0, 40.3, -9.0, False),
+        (40.0, 40.4, -9.0, True),
+        (20.0, 50.0, 20.0, True),
+        (20.0, 50.0, 20.1, False),
+    ],
+)
+def test_second_moments_are_tried_where_they_may_gain_something(
+    reached: float, unrounded: float, floor: float, needed: bool
+) -> None:
+    assert needs_moments(reached, unrounded, floor) is needed
+
+
+def test_another_range_method_must_gain_more_than_a_little() -> None:
+    assert prefer_method({"minmax": 20.0, "mse": 20.2}, "minmax") == "minmax"
+    assert prefer_method({"minmax": 20.0, "mse": 20.4}, "minmax") == "mse"
+    assert prefer_method({"minmax": 20.0, "mse": 20.4}, "mse") == "mse"
+    assert prefer_method({"minmax": 20.0, "mse": 20.4}, "named by the user") == "named by the user"
+
+
+def test_a_judgement_is_shared_only_by_what_leads_to_the_same_compared_tensors(tmp_path: Path) -> None:
+    text = SILU_NET.replace("y = Gemm<transB=1>(f, w2)", "z = Gemm<transB=1>(f, w2) y = Softmax(z)")
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
+    calibration = calibrate_model(model, random_samples(model, count=8), work=tmp_path / "work")
+    graph = read_float_graph(model)
+    plan = draft_plan(model, graph, calibration, load_target("nnapi"), "int8")
+    assert set(plan.grids) == {"s", "y"}
+
+    def digest(floor_db: float = 0.0, **changes: object) -> str:
+        changed = msgspec.structs.replace(plan, **changes)
+        return digest_draft(Draft(graph=graph, calibration=calibration, plan=changed), floor_db)
+
+    def floats(name: str, reason: str = "") -> tuple[FloatNode, ...]:
+        return (*plan.float_nodes, FloatNode(name=name, op=name[3:], reason=reason))
+
+    behind, before = {"s": plan.grids["s"]}, {"y": plan.grids["y"]}
+    ops = {op: tuple(each for each in plan.op_types if each != op) for op in ("Softmax", "Sigmoid")}
+    assert digest(grids=behind) == digest(op_types=ops["Softmax"]) == digest(float_nodes=floats("n6_Softmax"))
+    assert digest() == digest(grids=behind) == digest(target="qnn")
+    changed = {digest(grids=before), digest(op_types=ops["Sigmoid"]), digest(float_nodes=floats("n5_Gemm"))}
+    assert len({digest(), digest(1.0), digest(rounding="bias"), *changed}) == 6
+    assert digest(float_nodes=floats("n5_Gemm", "told")) == digest(float_nodes=floats("n5_Gemm"))
+    # The logits are float then, and it shows whether what reads them rounds them.
+    assert digest(float_nodes=floats("n5_Gemm"), grids=behind) != digest(float_nodes=floats("n5_Gemm"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "better"),
+    [
+        ((26.0, 5), (24.9, 1), True),
+        ((26.0, 5), (25.0, 1), False),
+        ((24.1, 1), (25.0, 2), True),
+        ((24.0, 1), (25.0, 2), False),
+        ((25.0, 2), (25.0, 2), False),
+        ((40.0, 2), (30.0, 1), False),
+        ((30.0, 1), (40.0, 2), True),
+    ],
+)
+def test_of_two_relieved_plans_the_nearer_one_is_used_or_the_one_with_less_out_of_8_bits(
+    net: Model, many: Calibration, one: tuple[float, int], other: tuple[float, int], better: bool
+) -> None:
+    plan = draft_plan(net, read_float_graph(net), many, load_target("qnn"), "int8")
+    span, node = TensorRange(low=0, high=1), FloatNode(name="n", op="Conv", reason="")
+
+    def finish(ratio: float, count: int) -> list[Finished]:
+        wide = msgspec.structs.replace(plan, wide={str(index): span for index in range(count)})
+        floats = msgspec.structs.replace(plan, float_nodes=(node,) * count)
+        return [Finished(plan=each, ratio_db=ratio) for each in (wide, floats)]
+
+    assert {left.beats(right) for left in finish(*one) for right in finish(*other)} == {better}
+
+
+def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_method_of_the_one_before(
+    collapsing: tuple[Model, Calibration],
+) -> None:
+    model, calibration = collapsing
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    before, memo = msgspec.structs.replace(plan, method="mse", rounding="nearest"), Memo()
+    few, many, none = (
+        relieve_step(model, calibration, load_target("qnn"), plan, count, before=before, memo=memo)
+        for count in (8, 14, 15)
+    )
+    assert few is not None
+    assert many is not None
+    assert none is None  # the model has seven tensors
+    assert few.rounding != "nearest"
+    assert (many.method, many.rounding, many.ranges) == ("mse", "nearest", calibration.ranges["mse"])
+
+
+def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, many: Calibration) -> None:
+    plans = [plan_quantization(net, many, load_target("qnn"), "int8", method=method) for method in ("auto", "best")]
+    assert [any(entry.relieved for entry in plan.judged) for plan in plans] == [False, True]
+
+
 @pytest.mark.parametrize("precision", ["int8", "int16"])
-def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = Relu(x) }'
+@pytest.mark.parametrize("body", ["y = Relu(x)", "a = Mul(x, x) b = Mul(a, a) c = Mul(b, b) y = Mul(c, c)"])
+def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision, body: str) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{ {body} }}'
     model = make_model(text, tmp_path / "m.onnx")
     calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
     graph = read_float_graph(model)
     plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)
-    (judged,) = judge_draft(Draft(graph=graph, calibration=calibration, plan=plan), Memo())
-    assert (judged.method, judged.rounding, judged.relieved, judged.equalized) == ("minmax", "nearest", (), False)
+    judged = judge_draft(Draft(graph=graph, calibration=calibration, plan=plan), Memo())
+    assert {(each.rounding, each.relieved, each.equalized) for each in judged} == {("nearest", (), False)}
+    assert "minmax" in {each.method for each in judged}

@@ -10,6 +10,7 @@ from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, powers_of
 
 
@@ -26,6 +27,23 @@ def test_few_outputs_are_judged_with_their_features(tmp_path: Path) -> None:
     )
     points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 2)})))
     assert [point.tensor for point in points] == ["y", "h"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }",
+        "(float[1,64] x) => (float[1,4] y) { y = MatMul(x, w) }",
+        "(float[1,64] x, bool[64] c) => (float[N] y) { h = Relu(x) m = MatMul(h, v) y = Compress(m, c) }",
+        "(float[1,64] x) => (float[1,4] y) { d = Cast<to=11>(x) u = Cast<to=11>(w) m = Gemm(d, u) y = Cast<to=1>(m) }",
+    ],
+    ids=["no layer", "a layer of the input", "nobody knows how many", "a layer in double precision"],
+)
+def test_outputs_without_features_of_their_own_are_judged_alone(tmp_path: Path, body: str) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g {body}'
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 4), "v": (64, 64)}))
+    (point,) = find_compared_tensors(graph)
+    assert (point.tensor, point.reader) == ("y", "")
 
 
 def parts_of(folder: Path, text: str) -> list[tuple[str, tuple[int, int, int] | None]]:
@@ -117,6 +135,8 @@ def test_powers_are_those_of_the_part_and_above_the_floor_of_scores() -> None:
     spread = scores - 10 * (scores > 0)  # never above zero
     assert powers_of(column, spread, others).tolist() == [8 * 4 * 64.0, 8 * (0 + 1 + 0 + 100.0)]
     assert powers_of(column, scores, others)[0] > 8 * 3000
+    stated = msgspec.structs.replace(column, is_stated=True)
+    assert powers_of(stated, scores, others).tolist() == [8 * (3 * 64 + 1.0), 8 * (0 + 1 + 0 + 1.0)]
 
 
 def test_ratio_is_20_db_for_a_tenth() -> None:
@@ -139,7 +159,7 @@ def test_several_ratios_stand_for_their_mean_noise() -> None:
 
 @pytest.mark.parametrize(("keep", "least", "most"), [(True, 30.0, 60.0), (False, -20.0, 5.0)])
 def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept(
-    tmp_path: Path, keep: bool, least: float, most: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, least: float, most: float
 ) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float s = {0.02}, uint8 z = {128}, float t = {0.05}> {
@@ -155,5 +175,9 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
         held.offer(index, {"x": row}, {"y": row @ weight})
     save_held_out(tmp_path, held)
     point = ComparedTensor(tensor="y", reader="", centred=False)
-    assert least <= judge_candidate(proto, (point,), tmp_path, keep_float_weights=keep) <= most
+    told = {"keep_float_weights": True} if keep else {}
+    assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
+    monkeypatch.setattr(score, "MAX_PROTOBUF_BYTES", 2 * 4 * 16)  # what does not fit in memory goes through a file
+    assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
+    assert (tmp_path / "candidate.onnx").is_file()
     assert has_held_out(tmp_path)

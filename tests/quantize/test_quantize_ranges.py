@@ -6,7 +6,7 @@ from quantize_models import make_model
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.ranges.entropy import find_entropy_threshold, least_divergent_cut
+from edgekit.quantize.ranges.entropy import divergences, find_entropy_threshold, least_divergent_cut
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import (
     TensorRange,
@@ -116,6 +116,7 @@ def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
 HARD_SWISHES = {
     "paddle": "h = Add(a, three) c = Clip(h, zero, six) p = Mul(a, c) y = Div(p, six)",
     "split": "h = Add(a, three) c = Clip(h, zero, six) g = Mul(c, sixth) y = Mul(a, g)",
+    "thrice": "h = Add(a, three) c = Clip(h, zero, six) d = Mul(c, three) g = Div(d, eighteen) y = Mul(a, g)",
     "sigmoid": "g = HardSigmoid<alpha = 0.16666667, beta = 0.5>(a) y = Mul(a, g)",
     "whole": "y = HardSwish(a)",
 }
@@ -124,8 +125,8 @@ HARD_SWISHES = {
 @pytest.mark.parametrize("body", HARD_SWISHES.values(), ids=HARD_SWISHES)
 def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-      <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}}>
-      {{ a = Neg(x) {body} }}"""
+      <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}},
+       float eighteen = {{18}}> {{ a = Neg(x) {body} }}"""
     reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
     assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
     values = np.random.default_rng(0).normal(size=100_000) * 20
@@ -184,6 +185,20 @@ def test_entropy_finds_the_cut_that_a_plain_loop_finds(levels: int) -> None:
     best = min(range(levels, 2049), key=lambda keep: slow_divergence(counts, keep, levels))
     assert slow_divergence(counts, found, levels) == pytest.approx(slow_divergence(counts, best, levels), rel=1e-9)
     assert found < 2048
+
+
+@pytest.mark.parametrize("levels", [128, 256])
+@pytest.mark.parametrize("tail", [0, 1, 7])
+def test_each_divergence_is_that_of_a_plain_loop(levels: int, tail: int) -> None:
+    rng = np.random.default_rng(tail)
+    counts = (rng.random(2048) < 0.1) * rng.integers(1, 4, 2048) * 1.0
+    counts[:levels] = 0
+    counts[3] = 1.0
+    counts[-9:] = 0
+    counts[-1] = tail
+    found = divergences(counts, levels) / counts.sum()
+    for keep in (levels, *rng.integers(levels, 2048, 20), *(np.flatnonzero(counts)[1:20] + 1), 2047, 2048):
+        assert found[keep - levels] == pytest.approx(slow_divergence(counts, keep, levels), rel=1e-9)
 
 
 def test_entropy_clips_a_tail_and_is_not_minmax() -> None:

@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
 
 
 class Miscomputing(InProcess, frozen=True, kw_only=True):
-    """Turns the sign of the weights of one layer, where the model has that layer, before it runs."""
+    """Turns the sign of the last input of one layer, its weights or what it reads, before it runs."""
 
     layer: str
 
@@ -35,8 +35,8 @@ class Miscomputing(InProcess, frozen=True, kw_only=True):
         proto = onnx.load(str(job.model))
         for node in proto.graph.node:
             if node.name == self.layer:
-                proto.graph.node.append(helper.make_node("Neg", [node.input[1]], ["edgekit.turned"]))
-                node.input[1] = "edgekit.turned"
+                proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
+                node.input[-1] = "edgekit.turned"
         onnx.save(proto, str(work / "turned.onnx"))
         return super().run_job(msgspec.structs.replace(job, model=work / "turned.onnx"), work)
 
@@ -49,10 +49,11 @@ def job_of(model: Model) -> Job:
     )
 
 
-@pytest.mark.parametrize("layer", [f"conv{index}" for index in range(LAYERS)])
+@pytest.mark.parametrize("layer", [*(f"conv{index}" for index in range(LAYERS)), "flatten"])
 @pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
-    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), tmp_path, min_sqnr_db=30.0)
+    work = tmp_path / "made" / "for it"
+    located = locate_on_device(Miscomputing(layer=layer), job_of(models[form]), work, min_sqnr_db=30.0)
     assert located.layer == layer
     assert 1 + math.floor(math.log2(located.cuts)) <= located.runs <= 2 + math.log2(located.cuts)
 

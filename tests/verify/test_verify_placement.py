@@ -230,6 +230,7 @@ def test_without_products_nodes_count_and_without_observation_nothing_does() -> 
         ("b Relu npu", "3 nodes that do the model's work ran nowhere, as 'd', 'a', 'c'"),
         ("a Conv npu, c Gemm npu, d Conv cpu, e Conv npu", "it reports 1 Conv more than the 2 there are"),
         ("n0 ConvTranspose npu, a Conv npu, c Gemm npu, d Conv cpu", "1 ConvTranspose more than the 0 there are"),
+        ("ctx EPContext npu", "3 nodes that do the model's work ran nowhere, as 'd', 'a', 'c'"),
         ("", None),
     ],
 )
@@ -244,6 +245,23 @@ def test_a_compiled_node_of_a_profile_may_hold_the_work_and_one_of_a_session_say
     assert describe_unmatched(*observe("fused NNAPI_1 npu", source="profile")) is None
     assert describe_unmatched(*observe("fused NNAPI_1 cpu", source="profile")) is not None
     assert describe_unmatched(*observe("fused NNAPI_1 npu", source="session")) is not None
+
+
+def test_a_compiled_node_of_a_context_file_holds_the_work(tmp_path: Path) -> None:
+    compiled = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft")
+    proto = helper.make_model(helper.make_graph([compiled], "g", [], []))
+    run, job = observe("ctx EPContext npu", source="session")
+    for name, whole in (("m.onnx", True), ("m.ort", False)):
+        onnx.save(proto, tmp_path / name)
+        assert (describe_unmatched(run, msgspec.structs.replace(job, model=tmp_path / name)) is None) is whole
+    onnx.save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "m.onnx")
+    assert describe_unmatched(run, msgspec.structs.replace(job, model=tmp_path / "m.onnx")) is not None
+
+
+@pytest.mark.parametrize(("count", "end"), [(5, "'n3', 'n4'"), (6, "'n3', 'n4', ...")])
+def test_of_many_nodes_that_ran_nowhere_five_are_named(count: int, end: str) -> None:
+    nodes = tuple(checked(f"n{index}", "Conv", 10 + index) for index in range(count))
+    assert str(describe_unmatched(*observe("r Relu npu", nodes, source="session"))).endswith(end)
 
 
 def test_a_device_that_leaves_out_what_ran_on_the_cpu_fails(tmp_path: Path) -> None:

@@ -101,13 +101,14 @@ def _refuse_unknown(file: TableFile, path: Path) -> None:
 
 
 def _same_value(left: Value, right: Value) -> bool:
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same_value(value, right[name]) for name, value in left.items())
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_same_value, left, right))
-    if isinstance(left, memoryview) and isinstance(right, memoryview):
-        return len(left) == len(right) and all(
-            bytes(left[start : start + _CHUNK_BYTES]) == bytes(right[start : start + _CHUNK_BYTES])
-            for start in range(0, len(left), _CHUNK_BYTES)
-        )
+    match left, right:
+        case dict(), dict():
+            return left.keys() == right.keys() and all(_same_value(value, right[name]) for name, value in left.items())
+        case list(), list():
+            return len(left) == len(right) and all(map(_same_value, left, right))
+        case memoryview(), memoryview():
+            return len(left) == len(right) and all(
+                bytes(left[start : start + _CHUNK_BYTES]) == bytes(right[start : start + _CHUNK_BYTES])
+                for start in range(0, len(left), _CHUNK_BYTES)
+            )
     return left == right

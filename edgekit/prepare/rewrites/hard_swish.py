@@ -1,6 +1,8 @@
 """HardSwish written as one node, and taken apart: some providers take the one, some the other."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, permutations
 
 import onnx
 
@@ -10,7 +12,6 @@ from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 SPLIT_ID = "split-hard-swish"
 JOIN_ID = "join-hard-swish"
 _JOIN_SINCE = 14
-_CLOSE = 1e-5
 
 
 def split_hard_swishes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
@@ -62,9 +63,9 @@ def _find_data(graph: Graph, node: Node) -> str | None:
 
 
 def _match_product(graph: Graph, node: Node, *, scaled: bool) -> str | None:
-    if node.op_type != "Mul" or node.domain or len(node.input) != 2:
+    if node.op_type != "Mul" or node.domain:
         return None
-    for data, gate in (tuple(node.input), tuple(reversed(node.input))):
+    for data, gate in permutations(node.input, 2):
         made = graph.producers.get(gate)
         if made is None:
             continue
@@ -78,32 +79,40 @@ def _match_product(graph: Graph, node: Node, *, scaled: bool) -> str | None:
 
 def _is_hard_sigmoid(node: Node) -> bool:
     alpha, beta = (float(node.attributes.get(name, default)) for name, default in (("alpha", 0.2), ("beta", 0.5)))
-    return node.op_type == "HardSigmoid" and not node.domain and abs(alpha - 1 / 6) < _CLOSE and beta == 0.5
+    return node.op_type == "HardSigmoid" and not node.domain and _is_close(alpha, 1 / 6) and beta == 0.5
 
 
 def _unscale(graph: Graph, node: Node) -> str | None:
     """Returns what a node divides by six, or None if it does something else."""
-    if node.domain or node.op_type not in {"Mul", "Div"} or len(node.input) != 2:
+    if node.domain or node.op_type not in {"Mul", "Div"}:
         return None
-    factor = 1 / 6 if node.op_type == "Mul" else 6.0
+    if node.op_type == "Mul":
+        return _beside(graph, permutations(node.input, 2), 1 / 6)
     # Of a Div only the second operand divides.
-    pairs = [tuple(node.input), tuple(reversed(node.input))][: 2 if node.op_type == "Mul" else 1]
-    for value, constant in pairs:
-        number = graph.number(constant)
-        if number is not None and abs(number - factor) < _CLOSE:
-            return value
-    return None
+    return _beside(graph, pairwise(node.input), 6.0)
 
 
 def _gate_of(graph: Graph, name: str) -> str | None:
     """Returns x where a value is Clip(x + 3, 0, 6)."""
     clip = graph.producers.get(name)
-    if clip is None or clip.op_type != "Clip" or [graph.number(bound) for bound in clip.input[1:]] != [0, 6]:
+    if clip is None or clip.op_type != "Clip" or clip.domain:
         return None
     add = graph.producers.get(clip.input[0])
-    if add is None or add.op_type != "Add":
+    bounds = [graph.number(bound) for bound in clip.input[1:]]
+    if add is None or add.op_type != "Add" or add.domain or bounds != [0, 6]:
         return None
-    for value, constant in (tuple(add.input), tuple(reversed(add.input))):
-        if graph.number(constant) == 3:
+    return _beside(graph, permutations(add.input, 2), 3.0)
+
+
+def _beside(graph: Graph, pairs: Iterable[tuple[str, ...]], factor: float) -> str | None:
+    """Returns what stands beside a number in one of the pairs of operands."""
+    for value, constant in pairs:
+        number = graph.number(constant)
+        if number is not None and _is_close(number, factor):
             return value
     return None
+
+
+def _is_close(number: float, wanted: float) -> bool:
+    """Returns True if a number of a file is the one that is meant: one sixth is rounded there."""
+    return math.isclose(number, wanted, abs_tol=1e-5)

@@ -217,8 +217,8 @@ def _round_to_power(values: Array) -> Array:
 
 
 def _are_powers(values: Array) -> bool:
-    good = np.isfinite(values).all() and (values > 0).all()
-    return bool(good and (np.frexp(values)[0] == 0.5).all() and (np.abs(np.log2(values)) < 40).all())
+    mantissas, exponents = np.frexp(values)
+    return bool((mantissas == 0.5).all() and (np.abs(exponents) < 40).all())
 
 
 def _along(values: Array, axis: int, rank: int) -> Array:

@@ -85,19 +85,18 @@ def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
     Of what comes from several levels of a network the parts within each level count, if they are the same in all.
     """
     node, shape = graph.producers.get(name), graph.static_shape(name)
-    if node is None or shape is None or not node.input:
+    if node is None or shape is None:
         return None
     if node.op_type == "Concat":
         return _find_concat_parts(graph, node, len(shape))
-    before = graph.static_shape(node.input[0])
     inner = _find_parts(graph, node.input[0]) if node.op_type in _SHAPE_OPS | {"Sigmoid"} else None
-    if inner is None or before is None:
+    if inner is None:
         return None
     axis, ends = inner
     if node.op_type == "Transpose":
         order = node.entries("perm") or tuple(range(len(shape)))[::-1]
         return order.index(axis), ends
-    return inner if before[: axis + 1] == shape[: axis + 1] else None
+    return inner if graph.dims(node.input[0])[: axis + 1] == shape[: axis + 1] else None
 
 
 def _find_concat_parts(graph: Graph, node: Node, rank: int) -> tuple[int, tuple[int, ...]] | None:
@@ -118,7 +117,7 @@ def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
     """Returns what the layer before a tensor of few values reads, if it is more."""
     while math.prod(graph.static_shape(name) or (_FEW_VALUES,)) < _FEW_VALUES and name in graph.producers:
         node = graph.producers[name]
-        name = node.input[0] if node.input else ""
+        name = node.input[0]
         if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
             return [ComparedTensor(tensor=name, reader=node.name, centred=False)]
     return []

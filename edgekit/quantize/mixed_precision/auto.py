@@ -62,7 +62,7 @@ class _Judged(msgspec.Struct, frozen=True, kw_only=True):
         return self.candidates[0].sqnr_db
 
 
-class _Finished(msgspec.Struct, frozen=True, kw_only=True):
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan of a draft, its ratio, and what was tried to take tensors out of 8 bits."""
 
     plan: QuantPlan
@@ -73,6 +73,11 @@ class _Finished(msgspec.Struct, frozen=True, kw_only=True):
     def exceptions(self) -> int:
         """How many tensors and nodes do without 8 bits."""
         return len(self.plan.wide) + len(self.plan.float_nodes)
+
+    def beats(self, other: "Finished") -> bool:
+        """Returns True if it comes nearer by more than products cost, or about as near with less out of 8 bits."""
+        gain = min(self.ratio_db, GOOD_DB) - min(other.ratio_db, GOOD_DB)
+        return gain > _SILU_DB or (self.exceptions < other.exceptions and gain > -_SILU_DB)
 
 
 def plan_quantization(
@@ -115,9 +120,9 @@ def plan_quantization(
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
     plain = _judge(subject, {})
-    equalized = _equalize(subject, plain, through_silu=False, reached=plain.candidates)
+    equalized = _equalize(subject, plain, reached=plain, through_silu=False)
     chosen = equalized if equalized is not None and equalized.best_db > plain.best_db + NOTABLE_DB else plain
-    through_silu = _equalize(subject, plain, through_silu=True, reached=chosen.candidates)
+    through_silu = _equalize(subject, plain, reached=chosen, through_silu=True)
     judged = [
         candidate for each in (plain, equalized, through_silu) if each is not None for candidate in each.candidates
     ]
@@ -129,9 +134,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     if through_silu is not None and tried:
         other = _finish(subject, through_silu)
         tried += other.tried
-        gain = min(other.ratio_db, GOOD_DB) - min(best.ratio_db, GOOD_DB)
-        if gain > _SILU_DB or (other.exceptions < best.exceptions and gain > -_SILU_DB):
-            best = other
+        best = other if other.beats(best) else best
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates(judged), *tried]))
 
 
@@ -145,27 +148,25 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db
     return _Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
 
 
-def _equalize(
-    subject: _Subject, plain: _Judged, *, through_silu: bool, reached: tuple[Candidate, ...]
-) -> _Judged | None:
+def _equalize(subject: _Subject, plain: _Judged, *, reached: _Judged, through_silu: bool) -> _Judged | None:
     """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
     plan = plain.draft.plan
-    if plan.precision != "int8" or reached[0].sqnr_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
+    if plan.precision != "int8" or reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
         return None
     exact = subject.calibration.ranges["minmax"]
     factors = choose_factors(subject.graph, plain.draft.statistics, plan.axes.keys(), exact, through_silu=through_silu)
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
-    return _judge(subject, factors, best_quick_db(reached) - _HOPELESS_DB)
+    return _judge(subject, factors, best_quick_db(reached.candidates) - _HOPELESS_DB)
 
 
-def _finish(subject: _Subject, judged: _Judged) -> _Finished:
+def _finish(subject: _Subject, judged: _Judged) -> Finished:
     lead = judged.candidates[0]
     draft = judged.draft.choose(lead.method, lead.rounding)
     thorough = subject.method == "best"
     if draft.plan.precision != "int8" or (not thorough and lead.sqnr_db >= COLLAPSED_DB):
-        return _Finished(plan=draft.plan, ratio_db=lead.sqnr_db)
+        return Finished(plan=draft.plan, ratio_db=lead.sqnr_db)
     widens = "int16" in subject.target.precisions
     schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)
     plan, tried = relieve_plan(draft, lead, schedule, subject.memo, widens=widens)
-    return _Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=tried)
+    return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=tried)

@@ -1,7 +1,7 @@
 """Candidates: the range methods and roundings of one graph, each judged on held-out samples."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -107,7 +107,7 @@ def judge_draft(draft: Draft, memo: Memo, *, floor_db: float = -math.inf) -> tup
         UsageError: the statistics are gone.
     """
     draft = draft.use_unsigned()
-    key = _digest_draft(draft, floor_db)
+    key = digest_draft(draft, floor_db)
     if key not in memo.judged:
         memo.judged[key] = sort_candidates(list(_judge_all(draft, floor_db)))
     return memo.judged[key]
@@ -120,15 +120,19 @@ def choose_again(draft: Draft) -> tuple[QuantPlan, Candidate]:
     """
     plan, unsigned = draft.plan, draft.use_unsigned()
     ratios = {method: _judge_ranges(unsigned.choose(method, "nearest")) for method in AUTO_METHODS}
-    best = max(ratios, key=lambda method: ratios[method])
-    if ratios[best] <= ratios.get(plan.method, math.inf) + NOTABLE_DB:
-        best = plan.method
+    best = prefer_method(ratios, plan.method)
     tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED)
     lead = max(tried, key=lambda candidate: candidate.sqnr_db)
     return choose_ranges(plan, draft.calibration, best, lead.rounding), lead
 
 
-def _digest_draft(draft: Draft, floor_db: float) -> str:
+def prefer_method(ratios: Mapping[str, float], present: str) -> str:
+    """Returns the range method with the best ratio, but the present one where that gains little or was not tried."""
+    best = max(ratios, key=lambda method: ratios[method])
+    return best if ratios[best] > ratios.get(present, math.inf) + NOTABLE_DB else present
+
+
+def digest_draft(draft: Draft, floor_db: float) -> str:
     """Returns a digest of all that judging a draft depends on: its plan, as far as it leads to what is compared.
 
     A Softmax behind the compared logits is left out, so that targets which only differ there share the judgement. Where
@@ -175,12 +179,20 @@ def _judge_all(draft: Draft, floor_db: float) -> Iterator[Candidate]:
         yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",))
     chosen = draft.choose(best, "nearest")
     placed = _place(chosen)
-    quick = _QUICK if read_layers(draft.graph) else _QUICK[:1]
-    tried = list(_judge_roundings(chosen, quick, placed))
+    has_layers = bool(read_layers(draft.graph))
+    tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], placed))
     yield from tried
-    reached = max(entry.sqnr_db for entry in tried)
-    if len(quick) > 1 and floor_db <= reached and (reached < ratios[best] - NOTABLE_DB or reached < FAITHFUL_DB):
+    if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ratios[best], floor_db):
         yield from _judge_roundings(chosen, _SLOW, placed)
+
+
+def needs_moments(reached_db: float, unrounded_db: float, floor_db: float) -> bool:
+    """Returns True if rounding with second moments may gain something on what quick roundings reached.
+
+    It may where rounded weights cost something beside float ones, or where the model is not faithful as it is, and is
+    not worth its time below a floor.
+    """
+    return floor_db <= reached_db < max(unrounded_db - NOTABLE_DB, FAITHFUL_DB)
 
 
 def _judge_ranges(draft: Draft) -> float:

@@ -195,9 +195,9 @@ def _plan_first(search: Search) -> QuantPlan:
 
 
 def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
-    before = trials[-1].plan if len(trials) > 1 else None
+    first, before = trials[0].plan, trials[-1].plan
     return relieve_step(
-        search.model, search.calibration, search.target, trials[0].plan, count, before=before, memo=search.memo
+        search.model, search.calibration, search.target, first, count, before=before, memo=search.memo
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def relieve_step(
     plan: QuantPlan,
     count: int,
     *,
-    before: QuantPlan | None,
+    before: QuantPlan,
     memo: Memo,
 ) -> QuantPlan | None:
     """Returns a plan with its `count` most harmful tensors out of 8 bits, None where so many cannot be taken.
@@ -109,7 +109,7 @@ def relieve_step(
     relieved = relieve_tensors(graph, plan, order[:count], calibration, widens="int16" in target.precisions)
     if not quantizes_any(graph, relieved):
         return None
-    if count > _FEW_RELIEVED and before is not None:
+    if count > _FEW_RELIEVED:
         return choose_ranges(relieved, calibration, before.method, before.rounding)
     if plan.precision == "int8" and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
         relieved, _ = choose_again(msgspec.structs.replace(draft, plan=relieved))

@@ -64,7 +64,7 @@ def powers_of(compared: ComparedTensor, expected: Array, found: Array) -> Array:
     return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
 
 
-def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool = False) -> CpuSession:
+def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool) -> CpuSession:
     """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
     fits = count_weight_bytes(proto) < MAX_PROTOBUF_BYTES // 2
     if not fits:

@@ -67,7 +67,7 @@ def rank_activations(
     shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
     del proto.graph.output[:]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(shown.values()))
-    session = open_graph(proto, statistics / "switched.onnx")
+    session = open_graph(proto, statistics / "switched.onnx", keep_float_weights=False)
     held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
 
     def measure(index: int, pairs: Sequence[tuple[Tensors, Tensors]]) -> float:

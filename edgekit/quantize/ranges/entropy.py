@@ -29,6 +29,11 @@ def find_entropy_threshold(low: float, high: float, histogram: Histogram) -> flo
 
 def least_divergent_cut(counts: Array, levels: int) -> int:
     """Returns how many bins to keep so that they, quantized to `levels` groups, say most about all of them."""
+    return levels + int(np.argmin(divergences(counts, levels)))
+
+
+def divergences(counts: Array, levels: int) -> Array:
+    """Returns the divergence of each cut-off from `levels` bins on, times the sum of all counts."""
     # P holds the counts below a cut-off, with all above it in the last bin; Q has in each used bin of a group the mean
     # of the group's used bins, without what was above. ONNX Runtime (get_entropy_threshold in calibrate.py) and the
     # paper build both anew for each cut-off, thousands of loops of Python. But the sum of p log(p / q) splits: p log p
@@ -47,7 +52,7 @@ def least_divergent_cut(counts: Array, levels: int) -> int:
     divergence = own - of_groups + total * np.log(np.maximum(kept, 1))
     # Q is 0 where P is not: nothing is said about what was cut off.
     divergence[(last == 0) & (cut_off > 0)] = np.inf
-    return int(cuts[np.argmin(divergence)])
+    return np.asarray(divergence)
 
 
 def _sums_of_runs(before: Array, longest: int) -> Array:

@@ -14,8 +14,8 @@ from edgekit.quantize.ranges.histogram import Histogram
 Nonlinearity = Callable[[Array], Array]
 """What the graph computes from a tensor at once, elementwise."""
 
-# x * gate(x) has at most Add, Clip and Mul or Div beside the product; one sixth is a rounded number in files.
-_MOST_STEPS, _CLOSE = 3, 1e-5
+# One sixth is a rounded number in files.
+_CLOSE = 1e-5
 
 
 def sigmoid(values: Array) -> Array:
@@ -84,7 +84,7 @@ def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Non
     for product, first in (nodes, nodes[::-1]):
         steps: list[Node] = []
         node = first
-        while product.op_type == "Mul" and node is not product and len(steps) < _MOST_STEPS:
+        while node is not product:
             steps.append(node)
             readers = graph.readers(node.output[0])
             node = readers[0] if len(readers) == 1 else product
@@ -100,7 +100,7 @@ def _is_hard_sigmoid(graph: Graph, steps: list[Node]) -> bool:
     ops = [step.op_type for step in steps]
     if ops == ["HardSigmoid"]:
         alpha = float(steps[0].attributes.get("alpha", 0.2))
-        return abs(alpha - 1 / 6) < _CLOSE
+        return math.isclose(alpha, 1 / 6, abs_tol=_CLOSE)
     if ops[:2] != ["Add", "Clip"] or not set(ops[2:]) <= {"Mul", "Div"}:
         return False
     constants = [graph.constant(name) for step in steps[:2] for name in step.input]
