@@ -40,7 +40,7 @@ def strip_casts(graph: onnx.GraphProto) -> bool:
     """
     stripped = False
     for part in iterate_graphs(graph):
-        kept = [node for node in part.node if node.op_type != "Cast" or not _INSERTED.match(node.name)]
+        kept = [node for node in part.node if not _INSERTED.match(node.name)]
         stripped |= len(kept) < len(part.node)
         set_nodes(part, kept)
         values = [value for value in part.value_info if not _INSERTED.match(value.name)]

@@ -125,15 +125,15 @@ def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs
 def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
     text = (
         "g (float16[1,8] x, float[1,8] f) => (float16[1,8] y, float[1,8] z)"
-        "{ a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)  o = my.HardSwish(x) }"
+        "{ a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)  o = my.HardSwish(x)  c = Cast<to = 1>(x) }"
     )
     proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", imports=', "my" : 1').path))
     guard_half(proto)
     reads = {node.output[0]: node.input[0] for node in proto.graph.node if node.op_type != "Cast"}
-    assert [node.output[0] for node in proto.graph.node if node.op_type == "Cast"] == ["EdgekitGuard1_a", "b"]
+    assert [node.output[0] for node in proto.graph.node if node.op_type == "Cast"] == ["EdgekitGuard1_a", "b", "c"]
     assert reads == {"a": "x", "EdgekitGuard1_b": "EdgekitGuard1_a", "y": "b", "n": "x", "z": "f", "o": "x"}
     assert strip_casts(proto.graph)
-    assert [list(node.input) for node in proto.graph.node] == [["x"], ["a"], ["b", "x"], ["x"], ["f"], ["x"]]
+    assert [list(node.input) for node in proto.graph.node] == [["x"], ["a"], ["b", "x"], ["x"], ["f"], ["x"], ["x"]]
     assert not strip_casts(proto.graph)
 
 

@@ -245,6 +245,11 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     assert negative.drop_estimate == pytest.approx(
         36.48 - 24.17, abs=0.01
     )  # of a reference below 0 dB no share is taken
+    small = measure_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.32))
+    assert small.reference == pytest.approx(0.56, abs=0.01)
+    assert small.drop_estimate == pytest.approx((36.48 - 24.17) / 0.56, abs=0.5)
+    for figure in (small.reference, small.got, small.drop_estimate, noise.drop_estimate):
+        assert figure == round(figure or 0, 6)
     few = make_samples([{"x": row} for row in rows[:20]])
     assert measure_drop(good, bad, few, masks[:20], TaskLimit(name="miou")).drop_interval is None
 
