@@ -8,7 +8,7 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit.bundle.archive import unpack_archive
-from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
+from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.recorded import Recorded
 from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
 from edgekit.bundle.sign import sign_files

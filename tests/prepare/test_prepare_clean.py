@@ -125,7 +125,8 @@ def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs
 def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
     text = (
         "g (float16[1,8] x, float[1,8] f) => (float16[1,8] y, float[1,8] z)"
-        "{ a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)  o = my.HardSwish(x)  c = Cast<to = 1>(x) }"
+        "{ a = Neg(x)  b = HardSwish(a)  y = Add(b, x)  n = Nonsense(x)  z = HardSwish(f)"
+        "  o = my.HardSwish(x)  c = Cast<to = 1>(x) }"
     )
     proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", imports=', "my" : 1').path))
     guard_half(proto)

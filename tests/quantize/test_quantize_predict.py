@@ -256,13 +256,18 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
 
 def test_a_loss_that_grows_is_a_drop(samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_loss.py").write_text("def far(outputs, label):\n    return float(outputs['y'][0, 0]) + 50, 1.0\n")
+    (tmp_path / "own_loss.py").write_text(
+        "def far(outputs, label):\n    return float(outputs['y'][0, 0]) + 50, 1.0\n"
+        "def lost(outputs, label):\n    return float(outputs['y'][0, 0] > 1e6), 1.0\n"
+    )
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "5, 0, 0, 0")
     found = measure_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:far", higher_is_better=False))
     assert found.reference is not None
     assert found.got == pytest.approx(found.reference + 5, abs=1e-4)
     assert found.drop_estimate == pytest.approx(5 / found.reference, abs=1e-5)
     assert found.drop_interval == pytest.approx((found.drop_estimate,) * 2, abs=1e-5)
+    lost = measure_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:lost"))
+    assert (lost.reference, lost.drop_estimate) == (0, 0)
 
 
 def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Samples, tmp_path: Path) -> None:
