@@ -19,6 +19,7 @@ from edgekit.bundle.statement import Statement
 from edgekit.check.report import CheckReport
 from edgekit.cli.main import group
 from edgekit.data.images import Preprocess
+from edgekit.devices.android.nnapi.driver import Driver
 from edgekit.devices.register import ListedDevice
 from edgekit.inspect.diff import Delta
 from edgekit.jobs.convert import ConvertReport
@@ -38,12 +39,13 @@ WRITTEN: Mapping[str, tuple[type, str]] = {
     "preprocess.toml": (Preprocess, "`--preprocess FILE`: how the model wants images. An app must do the same."),
     "metric.toml": (TaskLimit, "`--metric FILE.toml`, and `[metric]` of a recipe."),
     "devices.toml": (ListedDevice, "`--on-file FILE`: one `[[device]]` each, with these keys."),
+    "driver.toml": (Driver, "`--set driver=FILE` of `verify` and `bench`: an NNAPI driver, for the device `android`."),
     "target.toml": (Target, "A target of your own: `--target FOLDER`. See [Add a target](../how-to/new-target.md)."),
     "plan.json": (QuantPlan, "`edgekit quantize --plan-only` prints it; edited, it comes back with `--plan FILE`."),
 }
 """Files that a user writes or edits: what each holds and which option takes it."""
 
-SCHEMAS = ("recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "plan.json")
+SCHEMAS = ("recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "driver.toml", "plan.json")
 """Those of which there is a JSON Schema; a target.toml has keys that are set while it is read."""
 
 REPORTS: Mapping[str, tuple[type, str]] = {

@@ -17,6 +17,7 @@ from edgekit.devices.register import DeviceChoice
 @click.argument("subject", type=click.Path(path_type=Path))
 @options.ON
 @options.ON_FILE
+@options.DEVICE_SET
 @click.option("--runs", type=click.IntRange(1, 100_000), metavar="N", help="Time N runs, whatever the spread.")
 @limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most X seconds a device (20).")
 @click.option(
@@ -33,6 +34,7 @@ def command(
     subject: Path,
     names: tuple[str, ...],
     on_file: Path | None,
+    settings: tuple[str, ...],
     runs: int | None,
     seconds: float | None,
     threads: int,
@@ -54,7 +56,7 @@ def command(
 
     Exit code 0: something was timed and nothing failed. 1: not so. 2: the usage or an input is wrong.
     """
-    choice = DeviceChoice(names=names, file=on_file)
+    choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
     effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads)
     with showing_progress(volume) as progress:
         report = bench_on(subject, choice, effort, against=against, target=target, data=data, progress=progress)

@@ -26,6 +26,9 @@ TARGETS = click.option(
 )
 TARGET = click.option("--target", required=True, metavar="NAME", help="A target or its folder.")
 SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")
+DEVICE_SET = click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the device android, as phone=pixel-6."
+)
 DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The size of a dynamic dimension.")
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
 CACHE = click.option(

@@ -39,6 +39,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     bundle: Path | None
     names: tuple[str, ...]
     on_file: Path | None
+    settings: tuple[str, ...]
     data: str | None
     preprocess: Path | None
     labels: Path | None
@@ -65,6 +66,7 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @click.argument("bundle", type=_FILE, required=False)
 @options.ON
 @options.ON_FILE
+@options.DEVICE_SET
 @click.option("--require", multiple=True, metavar="DEVICE", help="Like --on, and a failure where it cannot run.")
 @click.option("--data", metavar="DATA", help="Verify with these samples, not the golden ones; needs --reference.")
 @options.PREPROCESS
@@ -98,6 +100,7 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     \b
     Example:
       edgekit verify bundles/model-qnn --require qnn-htp-sim --junit verify.xml
+      edgekit verify bundles/model-xnnpack --on android --set phone=pixel-6
       edgekit verify bundles/model-xnnpack --on adb:R5CT1234 --on-file devices.toml --html lab.html
       edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx --metric top1
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
@@ -148,7 +151,12 @@ def _check_options(question: _Question, limits: Limits) -> None:
     layers = question.layers or None
     if question.recheck is not None:
         names, required = question.names or None, question.require or None
-        of_device = {"--on": names, "--on-file": question.on_file, "--require": required}
+        of_device = {
+            "--on": names,
+            "--on-file": question.on_file,
+            "--require": required,
+            "--set": question.settings or None,
+        }
         of_bundle = {**of_device, "--layers": layers, "--key": question.key, "--target": question.target}
         _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
     elif question.data is None:
@@ -199,7 +207,8 @@ def _answer(
 def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
     """Says that the bundle is whole; one that is not raises an error."""
     reports = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
-    others = {"--on": question.names or None, "--on-file": question.on_file, "--data": question.data}
+    devices = {"--on": question.names or None, "--on-file": question.on_file, "--set": question.settings or None}
+    others = {**devices, "--data": question.data}
     judged = {"--layers": question.layers or None, "--baseline": question.baseline, "--history": question.history}
     _refuse({**others, **judged, **reports}, "--files-only runs nothing")
     if question.bundle is None:
@@ -216,7 +225,11 @@ def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
 
 def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits, progress: Progress) -> VerifyReport:
     task = limits.find_task(bundle.manifest)
-    choice = DeviceChoice(names=tuple(dict.fromkeys((*question.names, *question.require))), file=question.on_file)
+    choice = DeviceChoice(
+        names=tuple(dict.fromkeys((*question.names, *question.require))),
+        file=question.on_file,
+        settings=options.parse_assignments(question.settings, "--set"),
+    )
     if data is None or question.reference is None:
         return verify_on(bundle, choice, progress, task=task, layers=question.layers)
     return verify_with(

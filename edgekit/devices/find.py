@@ -1,15 +1,16 @@
 """The devices by name, what they lack, and how to install them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER, VERSION
-from edgekit.devices.android.android import CPUS as PHONE_CPUS
 from edgekit.devices.android.android import PROVIDERS as ANDROID
 from edgekit.devices.android.android import X86_64, Android, find_android_versions
 from edgekit.devices.android.installed import find_installed, install_android
+from edgekit.devices.android.phone import read_phones
+from edgekit.devices.android.settings import vary_android
 from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
@@ -35,7 +36,6 @@ _DEVICES: dict[str, Device] = {
     "qnn-htp-sim": QnnSimulator(),
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
     "android": Android(),
-    **{f"android:{cpu}": Android(cpu=cpu) for cpu in PHONE_CPUS},
     "android:x86_64": Android(cpu=X86_64, evidence=Evidence.SAME_EP),
     "xnnpack-wasm": XnnpackWasm(),
     "arm64": Arm64(),
@@ -95,6 +95,15 @@ def find_device(name: str, target: Target) -> Device:
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
         )
     return _rate(device, target)
+
+
+def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> Sequence[Device] | None:
+    """Returns a device as settings want it, or several where they name several CPUs; None where it has no settings.
+
+    Raises:
+        UsageError: there is no such setting or value.
+    """
+    return vary_android(device, settings, target.provider) if isinstance(device, Android) else None
 
 
 def refuse_remote(name: str) -> None:
@@ -173,6 +182,9 @@ def _known_device(name: str) -> Device:
         return AdbDevice()
     if name == "ssh":
         raise UsageError("'ssh' names no machine", hint="give ssh:USER@HOST")
+    if kind == "android" and (address in read_phones().cores or address in read_phones().phones):
+        option = "cpu" if address in read_phones().cores else "phone"
+        raise UsageError(f"'{address}' is a setting of 'android'", hint=f"--on android --set {option}={address}")
     if name not in _DEVICES:
         raise UsageError(f"there is no device '{name}'", hint=suggest_name(name, (*device_names(), "adb", "ssh")))
     return _DEVICES[name]

@@ -7,8 +7,8 @@ from typing import Annotated, cast
 import msgspec
 
 from edgekit.devices.device import Device
-from edgekit.devices.find import find_device, refuse_remote
-from edgekit.devices.labelled import Labelled
+from edgekit.devices.find import find_device, refuse_remote, vary_device
+from edgekit.devices.labelled import Labelled, address_of
 from edgekit.errors import UsageError, suggest_name
 from edgekit.target import Target
 
@@ -24,7 +24,7 @@ class ListedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `device` is what `--on` takes. For devices over adb or ssh, `runner` and `library` are edgekit's runner and ONNX
     Runtime's library to use in place of those that edgekit finds (relative paths start at the file's folder), and
-    `provider` is one to use in place of the target's, which proves less.
+    `provider` is one to use in place of the target's, which proves less. `settings` are those of `--set`.
     """
 
     name: _Label
@@ -34,13 +34,15 @@ class ListedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     provider: str | None = None
     timeout_s: _Seconds | None = None
     budget_s: _Seconds | None = None
+    settings: dict[str, str] = {}
 
 
 class DeviceChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices as a user names them: by `--on`, and by a file of `--on-file`."""
+    """Devices as a user names them: by `--on`, with settings for those that take some, and by a file of `--on-file`."""
 
     names: tuple[str, ...] = ()
     file: Path | None = None
+    settings: Mapping[str, str] = {}
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,8 +85,8 @@ def choose_devices(
     `target_for` gives the target that each is to run, by the device's kind.
 
     Raises:
-        UsageError: there is no such device, it runs another provider, or the file is malformed; or `default`, which a
-            stranger's bundle may have set, names a device that is not on this machine.
+        UsageError: there is no such device, it runs another provider, or the file is malformed; `default`, which a
+            stranger's bundle may have set, names a device that is not on this machine; or no device takes a setting.
     """
     listed = () if choice.file is None else read_devices(choice.file)
     if not choice.names and not listed:
@@ -92,12 +94,38 @@ def choose_devices(
         for name in default:
             refuse_remote(name)
     names = choice.names if choice.names or listed else default
-    devices = [find_device(name, target_for(name.partition(":")[0])) for name in names]
-    return [*devices, *(_find_listed(entry, target_for) for entry in listed)]
+    devices = [device for name in names for device in _find_set(name, target_for, choice.settings)]
+    if choice.settings and not any(_takes_settings(name, target_for) for name in names):
+        named = f"--set {next(iter(choice.settings))}"
+        raise UsageError(
+            f"{named} means nothing for {', '.join(names) or 'these devices'}", hint="--on android takes it"
+        )
+    return [*devices, *(device for entry in listed for device in _find_listed(entry, target_for))]
 
 
-def _find_listed(entry: ListedDevice, target_for: Callable[[str], Target]) -> Device:
-    device = find_device(entry.device, target_for(entry.device.partition(":")[0]))
+def _find_set(name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]) -> Sequence[Device]:
+    """Returns a device as settings want it, several where they name several CPUs, as it is where it takes none."""
+    target = target_for(name.partition(":")[0])
+    device = find_device(name, target)
+    return (vary_device(device, settings, target) or (device,)) if settings else (device,)
+
+
+def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
+    target = target_for(name.partition(":")[0])
+    return vary_device(find_device(name, target), {}, target) is not None
+
+
+def _find_listed(entry: ListedDevice, target_for: Callable[[str], Target]) -> Sequence[Device]:
+    if entry.settings and not _takes_settings(entry.device, target_for):
+        raise UsageError(
+            f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'", hint="leave them out"
+        )
+    found = _find_set(entry.device, target_for, entry.settings)
+    names = [entry.name if len(found) == 1 else f"{entry.name}:{address_of(device).split(':')[-1]}" for device in found]
+    return [_label(entry, name, device) for name, device in zip(names, found, strict=True)]
+
+
+def _label(entry: ListedDevice, name: str, device: Device) -> Device:
     given = {"runner": entry.runner, "library": entry.library, "provider": entry.provider}
     changes = {key: value if key == "provider" else Path(value) for key, value in given.items() if value is not None}
     for key in changes:
@@ -106,7 +134,7 @@ def _find_listed(entry: ListedDevice, target_for: Callable[[str], Target]) -> De
                 f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'", hint="leave it out"
             )
     adapted = cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes))
-    return Labelled(label=entry.name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s)
+    return Labelled(label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s)
 
 
 def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
@@ -127,6 +155,7 @@ def _resolve(entry: ListedDevice, folder: Path) -> ListedDevice:
         entry,
         runner=None if entry.runner is None else str(folder / entry.runner),
         library=None if entry.library is None else str(folder / entry.library),
+        settings={key: str(folder / value) if key == "driver" else value for key, value in entry.settings.items()},
     )
 
 

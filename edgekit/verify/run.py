@@ -16,6 +16,7 @@ from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
+from edgekit.devices.labelled import kind_of
 from edgekit.devices.parallel import run_each, run_together
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Evidence
@@ -27,6 +28,7 @@ from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_br
 from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
+from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
 from edgekit.verify.devices.placement import describe_unmatched, find_gap
@@ -101,7 +103,7 @@ def verify_bundle(
     manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = _find_present(devices)
     asked = _Asked(golden=golden, task=task or bundled_task(manifest), float_model=float_model, layers=layers)
-    runs, broken = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), ())
+    runs, broken, held = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
     return VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
         target=manifest.target,
@@ -120,7 +122,7 @@ def verify_bundle(
         alterations=broken,
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
-        notes=tuple(note for note in (evidence.note, describe_untested(bundle)) if note),
+        notes=(*filter(None, (evidence.note, describe_untested(bundle))), *describe_apart(held)),
     )
 
 
@@ -177,24 +179,24 @@ def _find_present(devices: Sequence[Device]) -> tuple[list[Device], tuple[Skippe
 
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
-) -> tuple[tuple[RunReport, ...], tuple[str, ...]]:
-    """Returns what each device did, and what is wrong with the files that this machine can run."""
+) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[Held, ...]]:
+    """Returns what each device did, what is wrong with the files that this machine can run, and what came back."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     forms.extend(form for form in TESTED_FORMS if bundle.manifest.forms.get(form))
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
-        def run(device: Device) -> RunReport:
+        def run(device: Device) -> tuple[RunReport, Held | None]:
             progress(f"verify {bundle.manifest.name} on {device.name}")
             return _run_device(private, device, asked)
 
-        runs, broken = list[RunReport](), list[str]()
+        runs, broken = list[tuple[RunReport, Held | None]](), list[str]()
         # Devices start slowly: what this process looks at itself is done by then.
         run_together([lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(list_broken_forms(private))])
-        return tuple(runs), tuple(broken)
+        return tuple(report for report, _ in runs), tuple(broken), tuple(held for _, held in runs if held is not None)
 
 
-def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
+def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> tuple[RunReport, Held | None]:
     golden = asked.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
     rows = spread_indices(golden.samples, plan.samples)
@@ -204,7 +206,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
         try:
             run = device.run_job(job, work)
         except EdgekitError as error:
-            return _report_absent(bundle, device, plan, error)
+            return _report_absent(bundle, device, plan, error), None
         elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]
@@ -219,12 +221,15 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> RunReport:
             elapsed_ms=elapsed_ms,
         )
         report = _measure_run(trial, asked)
-        return msgspec.structs.replace(
+        report = msgspec.structs.replace(
             report,
             traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
             files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
+        # A run whose outputs were not digested is not whole.
+        held = hold_outputs(device.name, kind_of(device), trial.run.outputs) if report.outputs_sha256 else None
+        return report, held
 
 
 def _report_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:

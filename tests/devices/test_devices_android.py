@@ -13,12 +13,11 @@ from devices_models import float_conv, make_job, noise_samples, qdq_conv
 from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
-from edgekit.devices.android.android import CPUS, NNAPI, XNNPACK, Android
+from edgekit.devices.android.android import NNAPI, XNNPACK, Android
 from edgekit.devices.android.archive import LIBRARY, unpack_libraries
 from edgekit.devices.android.elf import read_library
 from edgekit.devices.android.installed import Installed, device_folder, find_installed
-from edgekit.devices.android.nnapi import find_feature_level
-from edgekit.devices.android.phone import CORE_TYPES
+from edgekit.devices.android.nnapi.service import find_feature_level
 from edgekit.devices.android.stand_in import link_runner
 from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.self_test import try_device
@@ -171,7 +170,6 @@ def test_without_qemu_arm_is_named_with_its_command(monkeypatch: pytest.MonkeyPa
 def test_evidence_tells_the_phone_s_file_from_that_of_another_cpu() -> None:
     nnapi = load_target("nnapi")
     assert find_device("android", nnapi).evidence is Evidence.SAME_BINARY
-    assert find_device("android:cortex-a53", nnapi).evidence is Evidence.SAME_BINARY
     assert find_device("android:x86_64", nnapi).evidence is Evidence.SAME_EP
     assert Evidence.SAME_BINARY.is_at_least(Evidence.SAME_EP)
     assert Evidence.SIMULATOR.is_at_least(Evidence.SAME_BINARY)
@@ -200,17 +198,6 @@ def test_a_quantized_model_runs_in_xnnpack_itself(name: str, tmp_path: Path, wor
     session = CpuSession(model, SessionSettings())
     for sample, got in zip(noise_samples(), run.outputs, strict=True):
         assert np.abs(session.run(sample)["y"] - got["y"]).max() <= 1 / 16 + 1e-6
-
-
-@pytest.mark.parametrize("cpu", CPUS)
-def test_a_phone_s_cpu_is_what_the_process_sees(cpu: str, tmp_path: Path, work: Path) -> None:
-    device = present(f"android:{cpu}", "cpu")
-    run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
-    assert run.failure is None
-    known = set(CORE_TYPES[cpu].features.split())
-    assert ("asimddp" in run.cpu_features) == ("asimddp" in known)
-    assert set(run.cpu_features) <= known
-    assert {node.provider for node in run.placement} == {CPU_PROVIDER}
 
 
 @pytest.mark.parametrize("api", ["27", "29", "31", "33"])

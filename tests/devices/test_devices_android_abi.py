@@ -56,7 +56,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("folder/file", "phone/proc/cpuinfo", "phone/sys/devices/only_here", "stdin"):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_text("phone\n" if "phone" in name else "line\nnext\n")
-        environment = {"EDGEKIT_PHONE": str(work / "phone"), "EDGEKIT_ANDROID_API": "31"}
+        environment = {"EDGEKIT_PHONE": str(work / "phone"), "EDGEKIT_ANDROID_API": "31", "EDGEKIT_HWCAP": "0x0,0x2"}
         with (work / "stdin").open() as stdin:
             words = [*self.enter, str(work / "checks"), str(self.library), check]
             return subprocess.run(

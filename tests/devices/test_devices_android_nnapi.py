@@ -13,10 +13,10 @@ from devices_models import make_job, qdq_conv, text_model
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI
-from edgekit.devices.android.compute import END, Computer, serve
 from edgekit.devices.android.installed import find_installed
-from edgekit.devices.android.network import Network, Operand, OperandType, Operation, split_constants
-from edgekit.devices.android.nnapi import can_compute
+from edgekit.devices.android.nnapi.compute import END, Computer, serve
+from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, Operation, split_constants
+from edgekit.devices.android.nnapi.service import can_compute
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
 from edgekit.devices.process.child import Runner, describe_job
@@ -183,7 +183,7 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(16, "NNAPI's operation 16 is not computed here"), (1000, "operation 1000")]
+    ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )
 def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
     if not can_compute():

@@ -64,6 +64,7 @@ def test_no_two_values_of_a_page_have_one_name(roots: dict[str, tuple[type, str]
         ("recipe.toml", {"targets": ["qnn"], "metric": {"name": "top1"}}, {"target": ["qnn"]}),
         ("preprocess.toml", {"size": [224, 224]}, {"size": [224]}),
         ("devices.toml", {"device": [{"name": "pi", "device": "ssh:pi"}]}, {"device": [{"name": "pi"}]}),
+        ("driver.toml", {"refused": ["SOFTMAX"]}, {"refused": "SOFTMAX"}),
     ],
 )
 def test_a_schema_takes_what_the_code_takes(title: str, good: object, bad: object) -> None:

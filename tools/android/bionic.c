@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/select.h>
 #include <sys/syscall.h>
@@ -322,6 +323,16 @@ void bionic___FD_CLR_chk(int file, fd_set *set, size_t size) {
 int bionic___FD_ISSET_chk(int file, const fd_set *set, size_t size) {
   if (file < 0 || (size_t)file >= size * 8) end_overflow("FD_ISSET");
   return (int)((((const uint64_t *)set)[file / 64] >> (file % 64)) & 1);
+}
+
+/* What the phone's CPU can, $EDGEKIT_HWCAP: qemu's may can more, and the kernels that a phone takes must be found. */
+unsigned long bionic_getauxval(unsigned long kind) {
+  const unsigned long value = getauxval(kind);
+  const char *at = getenv("EDGEKIT_HWCAP");
+  if (at == NULL || (kind != AT_HWCAP && kind != AT_HWCAP2)) return value;
+  char *end = NULL;
+  const unsigned long first = strtoul(at, &end, 16);
+  return value & (kind == AT_HWCAP ? first : strtoul(*end == ',' ? end + 1 : end, NULL, 16));
 }
 
 /* liblog.so and libandroid.so: what they say goes to stderr. */

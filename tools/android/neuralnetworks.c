@@ -80,6 +80,8 @@ struct device {
 /* A phone has at least these two: what its maker added, and Android's own kernels on the CPU. */
 static const struct device devices[] = {{"edgekit-accelerator", ACCELERATOR}, {"nnapi-reference", CPU}};
 
+/* What the user says of the first is in the environment: $EDGEKIT_NNAPI_DRIVER, _DRIVER_LEVEL and _REFUSED. */
+
 static FILE *ask, *answer;
 static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER;
 static int model_count;
@@ -111,7 +113,8 @@ int ANeuralNetworks_getDevice(uint32_t index, const struct device **device) {
 }
 
 int ANeuralNetworksDevice_getName(const struct device *device, const char **name) {
-  *name = device->name;
+  const char *driver = device->kind == ACCELERATOR ? getenv("EDGEKIT_NNAPI_DRIVER") : NULL;
+  *name = driver != NULL ? driver : device->name;
   return NO_ERROR;
 }
 
@@ -127,8 +130,8 @@ int ANeuralNetworksDevice_getVersion(const struct device *device, const char **v
 }
 
 int ANeuralNetworksDevice_getFeatureLevel(const struct device *device, int64_t *level) {
-  (void)device;
-  *level = ANeuralNetworks_getRuntimeFeatureLevel();
+  const char *own = device->kind == ACCELERATOR ? getenv("EDGEKIT_NNAPI_DRIVER_LEVEL") : NULL;
+  *level = own != NULL ? atoll(own) : ANeuralNetworks_getRuntimeFeatureLevel();
   return NO_ERROR;
 }
 

@@ -4,18 +4,20 @@ import contextlib
 import platform
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.archive import MACHINES
-from edgekit.devices.android.installed import explain_compiler, find_installed
-from edgekit.devices.android.nnapi import computing, find_feature_level
-from edgekit.devices.android.phone import CORE_TYPES, CORES, write_phone
+from edgekit.devices.android.installed import Installed, explain_compiler, find_installed
+from edgekit.devices.android.nnapi.driver import Driver
+from edgekit.devices.android.nnapi.service import Service, computing, find_feature_level
+from edgekit.devices.android.phone import CORES, DEFAULT_CORE, find_core, write_phone
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
+from edgekit.devices.process.exchange import FarJob
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
 from edgekit.evidence import Evidence
@@ -23,23 +25,31 @@ from edgekit.evidence import Evidence
 NNAPI = "NnapiExecutionProvider"
 XNNPACK = "XnnpackExecutionProvider"
 PROVIDERS = frozenset({NNAPI, XNNPACK, CPU_PROVIDER})
-CPUS = tuple(CORE_TYPES)
 X86_64 = "x86_64"
 
 _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
+_POOL = "intra_op_num_threads"
+_CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
 
 class Android(msgspec.Struct, frozen=True, kw_only=True):
-    """The library of an archive for Android with its own providers; `cpu` is a core of Arm or `x86_64`."""
+    """The library of an archive for Android with its own providers; `cpu` is a core of Arm or `x86_64`.
 
-    cpu: str = CPUS[0]
+    `phone` names the phone whose core it is, "" where none was named; `driver` is what stands behind NNAPI.
+    """
+
+    cpu: str = DEFAULT_CORE
+    phone: str = ""
+    driver: Driver | None = None
     evidence: Evidence = Evidence.SAME_BINARY
 
     @property
     def name(self) -> str:
-        """The device as the user names it."""
-        return "android" if self.cpu == CPUS[0] else f"android:{self.cpu}"
+        """The device as reports name it: with its phone and its core, where they are not the usual ones."""
+        if self.phone:
+            return f"android:{self.phone}:{self.cpu}"
+        return "android" if self.cpu == DEFAULT_CORE else f"android:{self.cpu}"
 
     @property
     def abi(self) -> str:
@@ -72,17 +82,11 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
             return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
-        platform = job.target.session.platforms.get("android")
-        far = describe_job(job, provider=provider)
-        far = msgspec.structs.replace(
-            far,
-            provider_options=far.provider_options if platform is None else platform.provider_options,
-            runtime=str(installed.find_library(self.abi)),
-            threads=job.threads or self._choose_threads(provider),
-        )
-        is_nnapi = provider == NNAPI
-        with computing(work / "nnapi", job.timeout_s) if is_nnapi else contextlib.nullcontext(()) as pipes:
-            enter = self._enter(job, work, pipes)
+        far = self._describe_job(job, installed)
+        # A network that is only looked at need not be computed.
+        is_computed = provider == NNAPI and job.samples.count > 0
+        with computing(work / "nnapi", job.timeout_s) if is_computed else contextlib.nullcontext(Service()) as service:
+            enter = self._enter(job, work, service)
             link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
             run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, far, work, runner=runner)
         said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
@@ -90,6 +94,23 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             run,
             failure=f"{run.failure}; {said[-1]}" if run.failure and said else run.failure,
             versions={**run.versions, "archive": installed.archive},
+            notes=(*run.notes, *self._list_notes(run, job, far, service)),
+        )
+
+    def _describe_job(self, job: Job, installed: Installed) -> FarJob:
+        provider = job.target.provider
+        platform = job.target.session.platforms.get("android")
+        far = describe_job(job, provider=provider)
+        options = dict(far.provider_options if platform is None else platform.provider_options)
+        if provider == XNNPACK and _POOL in options:
+            # XNNPACK's threads spin while they wait for each other. Where few cores run them, each operation waits for
+            # the time slice of another: 300 ms a run in place of 0.1 ms. What they compute does not depend on them.
+            options[_POOL] = str(job.threads or 1)
+        return msgspec.structs.replace(
+            far,
+            provider_options=options,
+            runtime=str(installed.find_library(self.abi)),
+            threads=job.threads or self._choose_threads(provider),
         )
 
     def _choose_threads(self, provider: str) -> int:
@@ -98,18 +119,49 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             return 1
         return 0 if self.abi == X86_64 else CORES
 
-    def _enter(self, job: Job, work: Path, pipes: Sequence[str]) -> tuple[str, ...]:
+    def _enter(self, job: Job, work: Path, service: Service) -> tuple[str, ...]:
         """Returns the start of the command: what the phone says of itself, and what emulates its CPU."""
         api = job.target.settings.get("api_level", _DEFAULT_API)
-        facts = [f"EDGEKIT_ANDROID_API={api}", *pipes]
+        facts = [f"EDGEKIT_ANDROID_API={api}"]
+        if service.pipes is not None:
+            facts.append(f"EDGEKIT_NNAPI_PIPES={service.pipes}")
         if job.target.provider == NNAPI:
             facts.append(f"EDGEKIT_NNAPI_LEVEL={find_feature_level(int(api))}")
+        if self.driver is not None:
+            facts.append(f"EDGEKIT_NNAPI_DRIVER={self.driver.name}")
+            facts.append(f"EDGEKIT_NNAPI_REFUSED={','.join(map(str, self.driver.numbers))}")
+            if self.driver.feature_level is not None:
+                facts.append(f"EDGEKIT_NNAPI_DRIVER_LEVEL={self.driver.feature_level}")
         emulator = find_emulator(self.abi)
         if not emulator:
             return ("env", *facts)
-        core = CORE_TYPES[self.cpu]
+        core = find_core(self.cpu)
         write_phone(core, work / "phone")
-        return ("env", *facts, f"EDGEKIT_PHONE={work / 'phone'}", *emulator, "-cpu", core.qemu)
+        facts.append(f"EDGEKIT_PHONE={work / 'phone'}")
+        facts.append(f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
+        return ("env", *facts, *emulator, "-cpu", core.qemu)
+
+    def _list_notes(self, run: DeviceRun, job: Job, far: FarJob, service: Service) -> Iterator[str]:
+        """Yields what the phone was, and what was done otherwise than on one."""
+        if self.abi != X86_64 and run.cpu_features:
+            yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"
+        asked = job.target.session.provider_options.get(_POOL, "1")
+        if far.provider_options.get(_POOL, asked) != asked:
+            pool = far.provider_options[_POOL]
+            yield f"XNNPACK had {pool} of {asked} threads, which compute the same: here they would wait for each other"
+        facts = service.facts
+        if facts is None:
+            return
+        if facts.relaxed:
+            yield "NNAPI was allowed half precision: here each operation reads and gives halves"
+        refused = () if self.driver is None or far.provider_options.get(_CPU_ONLY) == "1" else self.driver.refused
+        left = {name: facts.operations[name] for name in refused if name in facts.operations}
+        if left:
+            counts = ", ".join(f"{count} {name}" for name, count in left.items())
+            yield (
+                f"NNAPI's driver refuses {sum(left.values())} of {sum(facts.operations.values())} operations, which its"
+                f" reference kernels on the phone's CPU ran: {counts}"
+            )
 
 
 def find_android_versions() -> dict[str, str]:

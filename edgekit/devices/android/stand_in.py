@@ -64,7 +64,8 @@ def compile_runner(compiler: Compiler, objects: Path) -> tuple[Path, ...]:
         DeviceError: the compiler fails.
     """
     objects.mkdir(parents=True)
-    cpp = ["-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections"]
+    # The runner tells which features the CPU has: those of the phone, as the library sees them.
+    cpp = ["-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections", "-Dgetauxval=bionic_getauxval"]
     c = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fno-builtin"]
     jobs = [(compiler.cpp, cpp, source) for source in sorted((runner_sources() / "src").glob("*.cpp"))]
     jobs += [(compiler.c, c, source) for source in sorted(android_sources().glob("*.c"))]

@@ -46,6 +46,11 @@ CHECK(__system_property_get) {
          __system_property_get("ro.product.model", value) == 0 && value[0] == '\0';
 }
 
+unsigned long getauxval(unsigned long);
+CHECK(getauxval) { /* AT_HWCAP and AT_HWCAP2 are what the phone has of this machine's, all others are this machine's */
+  return getauxval(16) == 0 && (getauxval(26) & ~2ul) == 0 && getauxval(6) == 4096;
+}
+
 int sigfillset(uint64_t *);
 CHECK(sigfillset) {
   uint64_t set[20];

@@ -8,12 +8,21 @@ import threading
 from collections.abc import Generator
 from pathlib import Path
 
+import msgspec
+
 from edgekit._proc import run_process
-from edgekit.devices.android.compute import ANSWER, ASK, END
+from edgekit.devices.android.nnapi.compute import ANSWER, ASK, END, Facts
 
 # What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
 _FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
 _LAST_FEATURE_LEVEL = 1_000_008
+
+
+class Service(msgspec.Struct, kw_only=True):
+    """The process that computes: `pipes` is where the driver reaches it, `facts` what it did, known at its end."""
+
+    pipes: Path | None = None
+    facts: Facts | None = None
 
 
 def find_feature_level(api: int) -> int:
@@ -27,16 +36,18 @@ def can_compute() -> bool:
 
 
 @contextlib.contextmanager
-def computing(folder: Path, timeout_s: float) -> Generator[tuple[str, ...]]:
-    """Yields what the driver must find in its environment, while a child process computes for it.
+def computing(folder: Path, timeout_s: float) -> Generator[Service]:
+    """Yields the process that computes for the driver, which ends with the block.
 
     Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
     for ever. Where nothing can compute, networks are built and not run.
     """
+    service = Service()
     if not can_compute():
-        yield ()
+        yield service
         return
     folder.mkdir()
+    service.pipes = folder
     held: list[int] = []
     for name in (ASK, ANSWER):
         os.mkfifo(folder / name)
@@ -47,14 +58,16 @@ def computing(folder: Path, timeout_s: float) -> Generator[tuple[str, ...]]:
             os.close(held.pop())
 
     def serve() -> None:
-        argv = [sys.executable, "-P", "-m", "edgekit.devices.android.compute", str(folder)]
-        run_process(argv, timeout_s=timeout_s)
+        argv = [sys.executable, "-P", "-m", "edgekit.devices.android.nnapi.compute", str(folder)]
+        finished = run_process(argv, timeout_s=timeout_s)
+        with contextlib.suppress(msgspec.DecodeError, IndexError):
+            service.facts = msgspec.json.decode(finished.stdout.splitlines()[-1], type=Facts)
         release()
 
     server = threading.Thread(target=serve, daemon=True)
     server.start()
     try:
-        yield (f"EDGEKIT_NNAPI_PIPES={folder}",)
+        yield service
     finally:
         with contextlib.suppress(OSError, IndexError):
             os.write(held[0], END)

@@ -5,14 +5,16 @@ reads from `answer`; both messages are a line and then bytes. A network that can
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.network import NUMPY_TYPES, Network, OperandType, split_constants
-from edgekit.devices.android.tflite import write_model
+from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, split_constants
+from edgekit.devices.android.nnapi.operations import name_operation
+from edgekit.devices.android.nnapi.tflite import write_model
 from edgekit.errors import EdgekitError
 
 ASK, ANSWER = "ask", "answer"
@@ -21,6 +23,13 @@ ASK, ANSWER = "ask", "answer"
 # latter.
 _OPTIMIZED = frozenset({13, 98})
 END = b'{"ask":"end"}\n'
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was computed: how many operations of each name the networks have, and whether one was relaxed."""
+
+    operations: dict[str, int]
+    relaxed: bool
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +69,12 @@ class Computer:
         interpreter.allocate_tensors()
         self._networks[network.id] = network, interpreter
 
+    def describe(self) -> Facts:
+        """Returns what the networks hold."""
+        networks = [network for network, _ in self._networks.values()]
+        counts = Counter(name_operation(operation.type) for network in networks for operation in network.operations)
+        return Facts(operations=dict(sorted(counts.items())), relaxed=any(network.relaxed for network in networks))
+
     def run(self, number: int, data: bytes) -> bytes:
         """Returns the outputs of a network for the bytes of its inputs, one behind the other."""
         network, interpreter = self._networks[number]
@@ -86,13 +101,13 @@ def _turn(value: Any) -> Any:
     return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
 
 
-def serve(ask: IO[bytes], answer: IO[bytes]) -> None:
-    """Answers questions until the last."""
+def serve(ask: IO[bytes], answer: IO[bytes]) -> Facts:
+    """Answers questions until the last, and returns what was computed."""
     computer = Computer()
     while line := ask.readline():
         question = msgspec.json.decode(line, type=_Question).ask
         if question == "end":
-            return
+            break
         try:
             if question == "model":
                 network = msgspec.json.decode(line, type=Network)
@@ -107,12 +122,14 @@ def serve(ask: IO[bytes], answer: IO[bytes]) -> None:
             reason = error.message if isinstance(error, EdgekitError) else str(error)
             answer.write((" ".join(reason.split())[:400] or "no reason given").encode() + b"\n")
         answer.flush()
+    return computer.describe()
 
 
 def main(folder: Path) -> None:
-    """Serves the pipes of a folder."""
+    """Serves the pipes of a folder, and says at the end what was computed."""
     with (folder / ASK).open("rb") as ask, (folder / ANSWER).open("wb") as answer:
-        serve(ask, answer)
+        facts = serve(ask, answer)
+    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""NNAPI: the networks that ONNX Runtime's builder makes, and what computes them."""

@@ -1,0 +1,204 @@
+"""The CPU of a phone: the table, the settings that choose from it, and what the process then sees."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, qdq_conv
+from test_devices_android import present
+
+from edgekit.cli.main import run_command
+from edgekit.devices.android.android import Android
+from edgekit.devices.android.nnapi.driver import Driver, read_driver
+from edgekit.devices.android.phone import DEFAULT_CORE, find_core, read_phones, write_phone
+from edgekit.devices.find import find_device, vary_device
+from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.errors import UsageError
+from edgekit.target import load_target
+
+pytestmark = pytest.mark.slow
+
+# What edgekit's runner tells of a CPU of Arm (tools/runner/src/machine.cpp).
+TOLD = {
+    "asimd", "aes", "crc32", "atomics", "fphp", "asimdhp", "asimddp", "sve", "asimdfhm", "sve2", "i8mm", "bf16", "sme",
+}  # fmt: skip
+CORES = read_phones().cores
+
+
+def features_of(name: str) -> set[str]:
+    return set(find_core(name).features.split())
+
+
+def richest_of(qemu: str) -> str:
+    """The core with the most features among those that a CPU of qemu runs."""
+    return max((name for name, core in CORES.items() if core.qemu == qemu), key=lambda name: len(features_of(name)))
+
+
+def test_each_phone_has_cores_that_are_known_and_a_source() -> None:
+    table = read_phones()
+    assert DEFAULT_CORE in table.cores
+    for phone in table.phones.values():
+        assert set(phone.cores) <= set(table.cores)
+        assert phone.title
+        assert phone.source
+
+
+@pytest.mark.parametrize("qemu", sorted({core.qemu for core in CORES.values()}))
+def test_qemu_has_what_the_table_says(qemu: str, tmp_path: Path, work: Path) -> None:
+    """What the richest core has is there, so what the others of that CPU have is there too."""
+    name = richest_of(qemu)
+    device = Android(cpu=name)
+    present("android")
+    run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
+    assert run.failure is None
+    assert set(run.cpu_features) == features_of(name) & TOLD
+    assert all(features_of(other) <= features_of(name) for other, core in CORES.items() if core.qemu == qemu)
+
+
+def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path) -> None:
+    """The Cortex-A76 of qemu has dot products; the kernel of a Galaxy S9 tells of none."""
+    present("android")
+    run = Android(cpu="kryo-385-silver").run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
+    assert "asimddp" in features_of(richest_of(find_core("kryo-385-silver").qemu))
+    assert set(run.cpu_features) == features_of("kryo-385-silver") & TOLD
+    assert "the phone's CPU: kryo-385-silver, with asimd, aes, crc32, atomics, fphp, asimdhp" in run.notes
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_the_phone_s_files_and_its_hwcaps_say_the_same(name: str, tmp_path: Path) -> None:
+    core = find_core(name)
+    write_phone(core, tmp_path)
+    lines = (tmp_path / "proc" / "cpuinfo").read_text().split("\n\n")[0].splitlines()
+    facts = {key.strip(): value.strip() for key, value in (line.split(":") for line in lines)}
+    assert facts["Features"] == core.features
+    numbers = [int(facts[f"CPU {key}"], 0) for key in ("implementer", "variant", "part", "revision")]
+    assert numbers == [core.implementer, core.variant, core.part, core.revision]
+    assert sum(word.bit_count() for word in core.hwcaps) == len(core.features.split())
+
+
+def test_hwcaps_are_linux_s() -> None:
+    """HWCAP_FP is bit 0, HWCAP_ASIMDDP bit 20, HWCAP2_SVE2 bit 1, HWCAP2_I8MM bit 13."""
+    first, second = find_core("cortex-a76").hwcaps
+    assert (first & 1, first >> 20 & 1, first >> 22 & 1, second) == (1, 1, 0, 0)
+    first, second = find_core("cortex-a510").hwcaps
+    assert (first >> 22 & 1, second >> 1 & 1, second >> 13 & 1, second >> 14 & 1) == (1, 1, 1, 0)
+
+
+def test_two_cores_take_kernels_of_their_own(tmp_path: Path, work: Path) -> None:
+    """A Cortex-A53 has no dot products, a Cortex-A55 has; what both compute lies on one grid."""
+    present("android")
+    model = qdq_conv(tmp_path / "q.onnx", np.int8)
+    runs = [
+        Android(cpu=cpu).run_job(make_job(model, "xnnpack"), _folder(work, cpu)) for cpu in ("cortex-a53", "cortex-a55")
+    ]
+    assert [run.failure for run in runs] == [None, None]
+    assert [("asimddp" in run.cpu_features) for run in runs] == [False, True]
+    rows = [[row["y"] for row in run.outputs] for run in runs]
+    assert all(np.abs(a - b).max() <= 1 / 16 + 1e-6 for a, b in zip(*rows, strict=True))
+
+
+def _folder(work: Path, name: str) -> Path:
+    (work / name).mkdir()
+    return work / name
+
+
+def vary(settings: dict[str, str], name: str = "android", target: str = "nnapi") -> list[str]:
+    chosen = load_target(target)
+    return [device.name for device in vary_device(find_device(name, chosen), settings, chosen) or ()]
+
+
+def test_settings_name_cores_and_phones() -> None:
+    assert vary({}) == ["android"]
+    assert vary({"cpu": "cortex-a53"}) == ["android:cortex-a53"]
+    assert vary({"cpu": "cortex-a76"}) == ["android"]
+    assert vary({"cpu": "cortex-a53, cortex-a55,cortex-a53"}) == ["android:cortex-a53", "android:cortex-a55"]
+    pixel = [f"android:pixel-6:{core}" for core in ("cortex-x1", "cortex-a76", "cortex-a55")]
+    assert vary({"phone": "pixel-6"}) == pixel
+    assert vary_device(find_device("host", load_target("cpu")), {"cpu": "x"}, load_target("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "target", "words"),
+    [
+        ({"cpu": "cortex-a35"}, "android", "nnapi", "there is no cpu 'cortex-a35'"),
+        ({"phone": "pixl-6"}, "android", "nnapi", "there is no phone 'pixl-6' .did you mean 'pixel-6'"),
+        ({"core": "x"}, "android", "nnapi", "device 'android' has no setting 'core'"),
+        ({"cpu": "cortex-a53", "phone": "pixel-6"}, "android", "nnapi", "both name the CPU"),
+        ({"phone": "pixel-6"}, "android:x86_64", "nnapi", "--set phone means nothing for 'android:x86_64'"),
+        ({"driver": "d.toml"}, "android", "xnnpack", "--set driver means nothing for XnnpackExecutionProvider"),
+        ({"driver": "nothing.toml"}, "android", "nnapi", "cannot read 'nothing.toml'"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, str], name: str, target: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        vary(settings, name, target)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(("name", "hint"), [("cortex-a53", "--set cpu=cortex-a53"), ("pixel-6", "--set phone=pixel-6")])
+def test_a_core_is_no_device(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}' is a setting of 'android'") as caught:
+        find_device(f"android:{name}", load_target("nnapi"))
+    assert str(caught.value.hint).endswith(hint)
+
+
+def test_settings_reach_the_devices_that_take_them() -> None:
+    target = load_target("nnapi")
+    choice = DeviceChoice(names=("host", "android"), settings={"cpu": "cortex-a53,cortex-a72"})
+    names = [device.name for device in choose_devices(choice, lambda _: target, default=())]
+    assert names == ["host", "android:cortex-a53", "android:cortex-a72"]
+    with pytest.raises(UsageError, match="--set cpu means nothing for host"):
+        choose_devices(DeviceChoice(names=("host",), settings={"cpu": "x"}), lambda _: target, default=())
+
+
+def test_a_listed_device_has_settings(tmp_path: Path) -> None:
+    target = load_target("nnapi")
+    (tmp_path / "driver.toml").write_text('name = "npu"\n')
+    file = tmp_path / "devices.toml"
+    file.write_text(
+        '[[device]]\nname = "old"\ndevice = "android"\nsettings = { cpu = "cortex-a53", driver = "driver.toml" }\n'
+        '[[device]]\nname = "new"\ndevice = "android"\nsettings = { phone = "pixel-6" }\n'
+    )
+    devices = choose_devices(DeviceChoice(file=file), lambda _: target, default=())
+    assert [device.name for device in devices] == ["old", "new:cortex-x1", "new:cortex-a76", "new:cortex-a55"]
+    file.write_text('[[device]]\nname = "pc"\ndevice = "host"\nsettings = { cpu = "cortex-a53" }\n')
+    with pytest.raises(UsageError, match="'settings' of device 'pc' mean nothing for 'host'"):
+        choose_devices(DeviceChoice(file=file), lambda _: target, default=())
+
+
+def test_a_driver_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "driver.toml"
+    path.write_text('name = "npu"\nrefused = ["SOFTMAX", "CONV_2D"]\nfeature_level = 29\n')
+    driver = read_driver(path)
+    assert driver == Driver(name="npu", refused=("SOFTMAX", "CONV_2D"), feature_level=29)
+    assert driver.numbers == (3, 25)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("refused = [", "is malformed"),
+        ("refused = 3", "is malformed"),
+        ('refused = ["Softmax"]', "refuses 'Softmax', which is no operation of NNAPI .did you mean 'SOFTMAX'"),
+        ('refused = ["Sigmoid"]', "did you mean 'LOGISTIC'"),
+        ('refused = ["xyzzy"]', "NeuralNetworksTypes.h"),
+        ('refuse = ["SOFTMAX"]', "unknown key 'refuse' .did you mean 'refused'"),
+        ("feature_level = 26", "has no feature level of NNAPI: 26"),
+        ('name = "a b\\n"', "is malformed"),
+    ],
+)
+def test_a_wrong_driver_is_refused_in_one_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "driver.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words) as caught:
+        read_driver(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_bench_takes_android_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    present("android:x86_64")
+    model = str(float_conv(tmp_path / "f.onnx"))
+    assert run_command(["bench", model, "--on", "android:x86_64", "--runs", "2", "--json"]) == 0
+    assert '"provider": "XnnpackExecutionProvider"' in capsys.readouterr().out
+    assert run_command(["bench", model, "--on", "android:x86_64", "--runs", "2", "--set", "phone=pixel-6"]) == 2
+    assert "means nothing for 'android:x86_64'" in capsys.readouterr().err
