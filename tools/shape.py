@@ -75,7 +75,8 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("calibration",),
         ("accuracy",),
         ("ranges", "weight_only"),
-        ("_ort_quantizer", "graph"),
+        ("_ort_quantizer",),
+        ("_ort_model", "graph"),
     ),
     "report": (
         ("junit", "markdown", "pages"),
@@ -101,6 +102,7 @@ DOORS = {
     "onnxruntime": (
         "edgekit/_ort.py",
         "edgekit/prepare/_ort_transformers.py",
+        "edgekit/quantize/_ort_model.py",
         "edgekit/quantize/_ort_quantizer.py",
         "edgekit/quantize/weight_only/_ort_float16.py",
     ),

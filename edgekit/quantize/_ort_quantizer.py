@@ -21,6 +21,7 @@ from edgekit.errors import ModelError
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import find_reads
 from edgekit.model.tensors import Array
+from edgekit.quantize._ort_model import IndexedModel
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 """The operators that ORT's general rules can quantize."""
@@ -95,6 +96,7 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
             op_types,
             options,
         )
+        quantizer.model = IndexedModel(quantizer.model.model)
         quantized: onnx.ModelProto = quantizer.quantize_model()
     _quantize_weights(quantized.graph)
     del quantized.metadata_props[:]

@@ -1,0 +1,129 @@
+"""The graph that ONNX Runtime's quantizer works on, with an index where the original searches.
+
+`onnxruntime.quantization` 1.31 looks through all nodes or all initializers for each tensor that it quantizes
+(`ONNXModel.replace_input_of_all_nodes`, `find_by_name`, `initializer_extend`), so that its time grows with the square
+of the nodes. What comes out is the same to the byte.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import onnx
+from onnxruntime.quantization import base_quantizer, qdq_quantizer
+from onnxruntime.quantization.onnx_model import ONNXModel
+from onnxruntime.quantization.quant_utils import find_by_name
+
+
+class _Initializers:
+    """The initializers of a graph in their order, found by name at once."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self._by_name: dict[str, onnx.TensorProto] = {}
+        for tensor in stored:
+            self._by_name.setdefault(tensor.name, tensor)
+
+    def __iter__(self) -> Iterator[onnx.TensorProto]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def find(self, name: str) -> onnx.TensorProto | None:
+        return self._by_name.get(name)
+
+    def add(self, tensor: onnx.TensorProto) -> None:
+        self._stored.append(tensor)
+        self._by_name.setdefault(tensor.name, self._stored[-1])
+
+    def drop(self, tensor: onnx.TensorProto) -> None:
+        self._stored.remove(tensor)
+        self._by_name.pop(tensor.name, None)
+
+
+class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
+    """A model that knows who reads and who makes each tensor, for as long as it is changed by its own methods."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__(model)
+        self._initializers = _Initializers(model.graph.initializer)
+        # A node stands under a name once for each input that has it: the quantizer counts readers so.
+        self._readers: dict[str, list[onnx.NodeProto]] = {}
+        self._makers: dict[str, list[onnx.NodeProto]] = {}
+        for node in model.graph.node:
+            self._enter(node)
+
+    def _enter(self, node: onnx.NodeProto) -> None:
+        for name in filter(None, node.input):
+            self._readers.setdefault(name, []).append(node)
+        for name in filter(None, node.output):
+            self._makers.setdefault(name, []).append(node)
+
+    def initializer(self) -> _Initializers:
+        return self._initializers
+
+    def get_initializer(self, name: str) -> onnx.TensorProto | None:
+        return self._initializers.find(name)
+
+    def initializer_extend(self, inits: Sequence[onnx.TensorProto]) -> None:
+        for tensor in inits:
+            self._initializers.add(self._check_init(tensor))
+
+    def add_initializer(self, tensor: onnx.TensorProto) -> None:
+        if self._initializers.find(tensor.name) is None:
+            self.initializer_extend([tensor])
+
+    def remove_initializer(self, tensor: onnx.TensorProto | None) -> None:
+        if tensor is None:
+            return
+        self._initializers.drop(tensor)
+        for value in self.model.graph.input:
+            if value.name == tensor.name:
+                self.model.graph.input.remove(value)
+                break
+
+    def add_node(self, node: onnx.NodeProto) -> None:
+        super().add_node(node)
+        # What was added is a copy.
+        self._enter(self.model.graph.node[-1])
+
+    def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
+        return self._readers
+
+    def replace_node_input(self, node: onnx.NodeProto, old_input_name: str, new_input_name: str) -> None:
+        self._move(
+            [reader for reader in self._readers.get(old_input_name, ()) if reader is node],
+            old_input_name,
+            new_input_name,
+        )
+
+    def replace_input_of_all_nodes(self, old_input_name: str, new_input_name: str) -> None:
+        self._move(self._readers.get(old_input_name, []), old_input_name, new_input_name)
+
+    def replace_input_of_nodes(self, old_input_name: str, new_input_name: str, node_names_set: set[str]) -> None:
+        readers = [node for node in self._readers.get(old_input_name, ()) if node.name in node_names_set]
+        self._move(readers, old_input_name, new_input_name)
+
+    def _move(self, readers: Sequence[onnx.NodeProto], old: str, new: str) -> None:
+        """Lets some of a tensor's readers read another one."""
+        for node in readers:
+            ONNXModel.replace_node_input(node, old, new)
+        kept = [node for node in self._readers.pop(old, ()) if not any(node is moved for moved in readers)]
+        self._readers.setdefault(new, []).extend(readers)
+        if kept:
+            self._readers[old] = kept
+
+    def replace_output_of_all_nodes(self, old_output_name: str, new_output_name: str) -> None:
+        makers = self._makers.pop(old_output_name, [])
+        for node in makers:
+            ONNXModel.replace_node_output(node, old_output_name, new_output_name)
+        self._makers.setdefault(new_output_name, []).extend(makers)
+
+
+def _find(name: str, items: Any) -> Any:
+    return items.find(name) if isinstance(items, _Initializers) else find_by_name(name, items)
+
+
+# The quantizer calls the function, not a method: for lists it stays what it is.
+base_quantizer.find_by_name = _find
+qdq_quantizer.find_by_name = _find

@@ -1,0 +1,90 @@
+"""ONNX Runtime's quantizer on an indexed graph: the same bytes, without looking through all nodes for each tensor."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnxruntime.quantization import base_quantizer, qdq_quantizer
+from onnxruntime.quantization.onnx_model import ONNXModel
+from onnxruntime.quantization.quant_utils import find_by_name
+from quantize_models import make_model, random_samples
+
+from edgekit.model.model import Model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize import _ort_quantizer as door
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.qdq.build import place_plan
+from edgekit.target import load_target
+
+# A value read twice by one node and by several, a bias shared by two layers, Relu and Clip that ORT folds, outputs in
+# the middle, and what has no name.
+WEB = """
+<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] seen, float[1,4,8,8] y)
+{
+  a = Conv<pads=[1,1,1,1]>(x, w1, b)
+  r = Relu(a)
+  d = Add(r, r)
+  seen = Conv<pads=[1,1,1,1]>(d, w2, b)
+  c = Clip(seen, , six)
+  m = Mul(c, r)
+  p = MaxPool<kernel_shape=[3,3],pads=[1,1,1,1]>(m)
+  n = Concat<axis=1>(p, d)
+  y = Conv<pads=[1,1,1,1]>(n, w3, )
+}
+"""
+WEIGHTS = {"w1": (4, 4, 3, 3), "w2": (4, 4, 3, 3), "w3": (4, 8, 3, 3), "b": (4,), "six": ()}
+
+
+def _place(model: Model, calibration: Calibration, target: str, precision: str = "int8") -> bytes:
+    plan = plan_quantization(model, calibration, load_target(target), "int16" if precision == "int16" else "int8")
+    return _write(model, plan)
+
+
+def _write(model: Model, plan: QuantPlan) -> bytes:
+    return place_plan(read_float_graph(model), plan, model.name).SerializeToString(deterministic=True)
+
+
+def _as_ort_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "IndexedModel", ONNXModel)
+    for module in (base_quantizer, qdq_quantizer):
+        monkeypatch.setattr(module, "find_by_name", find_by_name)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"),
+    [("nnapi", "int8"), ("xnnpack", "int8"), ("cpu", "int8"), ("qnn", "int8"), ("qnn", "int16")],
+)
+def test_the_bytes_are_those_of_onnxruntimes_own_search(
+    target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(WEB, tmp_path / "web.onnx", WEIGHTS)
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    placed = _place(model, calibration, target, precision)
+    _as_ort_does(monkeypatch)
+    assert _place(model, calibration, target, precision) == placed
+
+
+def test_the_work_grows_with_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _count_visits(40, tmp_path, monkeypatch) <= 2.2 * _count_visits(20, tmp_path, monkeypatch)
+
+
+def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how often ONNX Runtime looks at a node's inputs to place Q and DQ in a chain of so many layers."""
+    steps = "".join(f"t{i + 1} = Conv<pads=[1,1,1,1]>(t{i}, w, b) " for i in range(layers))
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] t0) => (float[1,4,8,8] t{layers}) {{ {steps} }}'
+    model = make_model(text, tmp_path / f"{layers}.onnx", {"w": (4, 4, 3, 3), "b": (4,)})
+    calibration = calibrate_model(model, random_samples(model, count=2), work=tmp_path / f"work-{layers}")
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8")
+    visits, replace = 0, ONNXModel.replace_node_input
+
+    def count(node: onnx.NodeProto, old: str, new: str) -> None:
+        nonlocal visits
+        visits += 1
+        replace(node, old, new)
+
+    counting: Callable[[onnx.NodeProto, str, str], None] = count
+    with monkeypatch.context() as patched:
+        patched.setattr(ONNXModel, "replace_node_input", staticmethod(counting))
+        _write(model, plan)
+    return visits
