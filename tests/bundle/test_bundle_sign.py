@@ -2,6 +2,7 @@ import base64
 import json
 import shutil
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.multi import join_bundles, open_index
 from edgekit.bundle.opening import open_recorded, opened_any, opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key, sign_files
-from edgekit.errors import BundleError, OutputError, UsageError
+from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
 
 ENVELOPE, STATEMENT = "application/vnd.in-toto+json", "https://in-toto.io/Statement/v1"
 
@@ -275,6 +276,24 @@ def test_a_linked_signature_is_refused(signed: Path, public: Path, tmp_path: Pat
 def test_a_bundle_of_another_key_is_refused(signed: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="signed with another key"):
         open_bundle(signed, key=make_key(tmp_path / "other"))
+
+
+def test_a_variant_or_archive_that_another_signed_is_not_opened_for_a_target(
+    signed: Path, public: Path, tmp_path: Path
+) -> None:
+    write_archive(list_files(signed), tmp_path / "a.zip", "zip")
+    other = make_key(tmp_path / "other")
+    for place in (signed, tmp_path / "a.zip"):
+        with opened_bundle(place, key=public, target="nnapi"):
+            pass
+        with pytest.raises(BundleError, match="signed with another key"), opened_bundle(place, key=other):
+            pass
+
+
+def test_without_the_library_it_is_named(signed: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    with pytest.raises(MissingExtraError, match=r"need the package 'cryptography' .pip install cryptography"):
+        open_bundle(signed, key=public)
 
 
 def test_an_archive_keeps_the_signature(signed: Path, public: Path, tmp_path: Path) -> None:

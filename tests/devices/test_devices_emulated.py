@@ -139,6 +139,11 @@ def test_whole_numbers_are_not_rounded(tmp_path: Path, work: Path) -> None:
     np.testing.assert_array_equal(run_one(text_job(tmp_path / "m.onnx", body, x), work), half(x).T)
 
 
+def test_a_change_of_type_rounds_nothing(tmp_path: Path, work: Path) -> None:
+    body = "(int64[1] x) => (float[1] y) { y = Cast<to = 1>(x) }"
+    assert run_one(text_job(tmp_path / "m.onnx", body, np.array([100_001])), work) == 100_001
+
+
 def test_a_quantized_unit_is_rounded_onto_its_grid(tmp_path: Path, work: Path) -> None:
     got = run_one(make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi"), work)
     np.testing.assert_array_equal(got * 16, np.round(got * 16))

@@ -133,7 +133,9 @@ def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
     reads = {node.output[0]: node.input[0] for node in proto.graph.node if node.op_type != "Cast"}
     assert [node.output[0] for node in proto.graph.node if node.op_type == "Cast"] == ["EdgekitGuard1_a", "b", "c"]
     assert reads == {"a": "x", "EdgekitGuard1_b": "EdgekitGuard1_a", "y": "b", "n": "x", "z": "f", "o": "x"}
+    proto.graph.value_info.extend(onnx.ValueInfoProto(name=name) for name in ("EdgekitGuard1_b", "b"))
     assert strip_casts(proto.graph)
+    assert [value.name for value in proto.graph.value_info] == ["b"]
     assert [list(node.input) for node in proto.graph.node] == [["x"], ["a"], ["b", "x"], ["x"], ["f"], ["x"], ["x"]]
     assert not strip_casts(proto.graph)
 

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from collapsing_models import SEPARABLE, make_collapsing
 from onnx import numpy_helper
-from quantize_models import make_model, random_samples
+from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -56,6 +56,26 @@ def test_factors_equalize_channels_and_weights(
 ) -> None:
     weights = None if read_by is None else np.array(read_by)
     assert balance_channels(np.array(magnitude), np.array(made_by), weights, ceiling).tolist() == factors
+
+
+@pytest.mark.parametrize(("per_channel", "factor"), [((), 8.0), (("w1",), 16.0), (("w2",), 8.0), (("w1", "w2"), 16.0)])
+def test_the_weights_that_make_a_channel_count_where_they_share_a_scale(
+    tmp_path: Path, per_channel: tuple[str, ...], factor: float
+) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,40,4,4] y) {
+      c = Conv(x, w1, b1) r = Relu(c) y = Conv(r, w2) }"""
+    proto = onnx.load(make_model(text, tmp_path / "m.onnx").path)
+    # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
+    reading = np.linspace(-1, 1, 40)[:, None] * [1.0, 4.0]
+    values = {"w1": np.diag([16.0, 1.0])[..., None, None], "b1": [0.0, -0.75], "w2": reading[..., None, None]}
+    for name, value in values.items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
+    model = save_proto(proto, tmp_path / "weighted.onnx")
+    rows = np.random.default_rng(0).uniform(-1, 1, (8, 1, 2, 4, 4)).astype(np.float32)
+    rows[0, ..., 0], rows[1, ..., 0] = 1, -1
+    calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
+    factors = choose_factors(read_float_graph(model), Path(calibration.statistics), per_channel)
+    assert factors == {"r": (1.0, factor)}
 
 
 @pytest.fixture

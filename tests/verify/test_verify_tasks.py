@@ -77,6 +77,7 @@ def test_labels_must_be_classes_of_the_output(tmp_path: Path) -> None:
         golden = make_golden(model, make_samples(2), tmp_path / str(label), labels=(1, label))
         with contextlib.nullcontext() if good else pytest.raises(DataError, match=f"label {label} is no class .* of 5"):
             check_class_labels(golden)
+    check_class_labels(make_golden(model, make_samples(2), tmp_path / "no labels"))
 
 
 def test_samples_behind_one_that_cannot_be_read_count_as_wrong() -> None:
