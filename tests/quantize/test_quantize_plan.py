@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -9,9 +10,11 @@ from edgekit.check.check import check_model
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.relief import relieve_tensors
-from edgekit.target import load_target
+from edgekit.quantize.plan import draft_plan
+from edgekit.quantize.ranges.methods import TensorRange
+from edgekit.target import Precision, load_target
 
 
 def test_plan_survives_json(net: Model, calibration: Calibration) -> None:
@@ -147,3 +150,112 @@ def test_what_computes_in_double_precision_stays_as_it_is(tmp_path: Path) -> Non
         assert reasons["Softmax"] == reasons["Mul"] == "it computes in double precision"
         quantized = quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
         assert quantized.quantized_nodes == 2
+
+
+def draft(
+    folder: Path, target: str, body: str, weights: dict[str, tuple[int, ...]] | None = None, *,
+    precision: Precision = "int8", unseen: str = "", **rules: Any,
+) -> QuantPlan:  # fmt: skip
+    """Returns the draft of a plan, as if each tensor but one had been seen from -1 to 1."""
+    model = make_model(f'<ir_version: 8, opset_import: ["" : 17]> g {body}', folder / "m.onnx", weights)
+    graph, span = read_float_graph(model), TensorRange(low=-1.0, high=1.0)
+    ranges = {name: span for name in float_activations(graph) if name != unseen}
+    calibration = Calibration(
+        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, sample_error=0.0,
+        known=0, notes=(), ranges={"minmax": ranges}, statistics="",
+    )  # fmt: skip
+    chosen = load_target(target)
+    quantization = msgspec.structs.replace(chosen.quantization, **rules)
+    chosen = msgspec.structs.replace(chosen, quantization=quantization)
+    return draft_plan(model, graph, calibration, chosen, precision)
+
+
+def reasons(plan: QuantPlan) -> dict[str, str]:
+    return {node.op: node.reason for node in plan.float_nodes}
+
+
+NORMALISED = """(float[1,32] x) => (float[1,8] y) <float eps = {1e-5}> {
+  m = ReduceMean<axes=[1]>(x) d = Sub(x, m) s = Mul(d, d) v = ReduceMean<axes=[1]>(s) e = Add(v, eps) r = Sqrt(e)
+  n = Div(d, r) y = MatMul(n, w) }"""
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "kind"),
+    [("qnn", "int8", "wide"), ("qnn", "int16", "neither"), ("cpu", "int8", "float"), ("cpu", "int16", "neither")],
+)
+def test_a_variance_gets_16_bits_where_the_target_has_them_beside_8(
+    tmp_path: Path, target: str, precision: Precision, kind: str
+) -> None:
+    plan = draft(tmp_path, target, NORMALISED, {"w": (32, 8)}, precision=precision, op_types=())
+    why = {op for op, reason in reasons(plan).items() if "belongs to the" in reason}
+    assert why == ({"ReduceMean", "Sub", "Mul", "Add", "Sqrt", "Div"} if kind == "float" else set())
+    assert {"v", "e", "r", "n"} <= set(plan.wide) if kind == "wide" else not plan.wide
+    assert "y" not in plan.wide
+
+
+@pytest.mark.parametrize("op", ["Relu", "Clip", "Neg"])
+@pytest.mark.parametrize(("read", "stays"), [("a", True), ("b", True), ("x", False)])
+def test_what_is_clamped_beside_a_reader_in_a_body_stays_float(tmp_path: Path, op: str, read: str, stays: bool) -> None:
+    body = f"""(bool c, float[1,4] x) => (float[1,4] y, float[1,4] z) {{ a = Mul(x, x) b = {op}(a) y = Mul(b, b)
+      z = If(c) <then_branch = t () => (float[1,4] p) {{ p = Identity({read}) }},
+                 else_branch = e () => (float[1,4] q) {{ q = Identity(x) }}> }}"""
+    why = reasons(draft(tmp_path, "qnn", body)).get(op, "")
+    assert ("a control-flow body reads its input or output" in why) is (stays and op != "Neg")
+
+
+def test_what_makes_or_reads_a_tensor_without_a_range_stays_float(tmp_path: Path) -> None:
+    body = "(float[1,4] x) => (float[1,4] y) { a = Mul(x, x) b = Add(a, x) c = Neg(b) y = Mul(a, a) }"
+    plan = draft(tmp_path, "qnn", body, unseen="b")
+    assert {op for op, reason in reasons(plan).items() if "empty for some samples" in reason} == {"Add", "Neg"}
+    assert {node.name for node in plan.float_nodes} == {"n1_Add", "n2_Neg"}
+
+
+@pytest.mark.parametrize(("target", "quantizes"), [("nnapi", False), ("qnn", True)])
+def test_what_only_follows_is_quantized_alone_by_the_rules_of_qnn(tmp_path: Path, target: str, quantizes: bool) -> None:
+    body = "(float[1,4] x) => (float[1,4] y) { a = Relu(x) y = Relu(a) }"
+    if quantizes:
+        assert not draft(tmp_path, target, body).float_nodes
+    else:
+        with pytest.raises(ModelError, match="no node"):
+            draft(tmp_path, target, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "axes"),
+    [
+        ("y = MatMul(x, w)", {"w": 1}),
+        ("h = MatMul(x, w) y = MatMul(h, w)", {}),
+        ("h = MatMul(x, w) y = Add(h, w)", {}),
+        ("v = Neg(w) y = MatMul(x, v)", {}),
+        ("d = Cast<to=11>(x) e = MatMul(d, u) f = Cast<to=1>(e) y = Mul(f, f)", {}),
+    ],
+    ids=["its own", "shared with a layer", "read by a sum", "computed", "in double precision"],
+)
+def test_only_a_constant_weight_of_one_layer_gets_a_scale_per_channel(
+    tmp_path: Path, body: str, axes: dict[str, int]
+) -> None:
+    text = f"(float[8,8] x) => (float[8,8] y) <double[1,1] u = {{2}}> {{ {body} }}"
+    assert draft(tmp_path, "cpu", text, {"w": (8, 8)}).axes == axes
+    assert draft(tmp_path, "cpu", text, {"w": (8, 8)}, per_channel_ops=("Conv",)).axes == {}
+    assert draft(tmp_path, "cpu", text, {"w": (8, 8)}, weight_symmetric=False).axes == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "rules", "zero"),
+    [
+        ("nnapi", "int8", {}, 0),
+        ("cpu", "int8", {"activation": "int8"}, -128),
+        ("cpu", "int16", {}, None),
+        ("qnn", "int8", {}, None),
+        ("cpu", "int8", {"op_types": ("Mul",)}, None),
+    ],
+)
+def test_shares_between_0_and_1_get_all_256_steps_between_them(
+    tmp_path: Path, target: str, precision: Precision, rules: dict[str, Any], zero: int | None
+) -> None:
+    body = "(float[1,4] x) => (float[1,4] y, float[1,4] z, double[1,4] w)"
+    body += "{ a = Mul(x, x) y = Softmax(a) z = Sigmoid(a) d = Cast<to=11>(a) w = Softmax(d) }"
+    grids = draft(tmp_path, target, body, precision=precision, **rules).grids
+    assert {name: (grid.scale, grid.zero_point) for name, grid in grids.items()} == (
+        {} if zero is None else {"y": (1 / 256, zero), "z": (1 / 256, zero)}
+    )

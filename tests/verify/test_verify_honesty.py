@@ -27,8 +27,9 @@ from edgekit.verify.metrics.dependence import (
     count_dimensions,
     find_independence,
     find_permutation,
+    may_be_rounded,
 )
-from edgekit.verify.metrics.sketch import sketch_samples
+from edgekit.verify.metrics.sketch import BUCKETS, sketch_samples
 from edgekit.verify.report import RunReport
 from edgekit.verify.run import verify_bundle
 
@@ -282,6 +283,7 @@ def test_only_closed_cycles_of_samples_that_clearly_moved_are_another_order(
     found = find_permutation(ROWS, share * ROWS[[*places, *range(4, 12)]] + (1.0 - share) * ROWS)
     assert found is None if words is None else words in str(found)
     assert find_permutation(ROWS[:1], ROWS[:1]) is None
+    assert find_permutation(ROWS[:1], ROWS[:1] + 9.0) is None
     assert find_permutation(ROWS, ROWS[:5]) is None
 
 
@@ -326,6 +328,28 @@ def test_what_varies_must_follow_the_inputs(found: Array, energy: float, words: 
     assert found_words is None if words is None else words in str(found_words)
     assert find_independence(rows[30:34], others[30:34], energy) is None  # four values say nothing
     assert find_independence(rows, others[:5], energy) is None
+    assert find_independence(rows[:1], others[:1], energy) is None
+
+
+@pytest.mark.parametrize(
+    ("reference", "got", "elements", "rounded"),
+    [
+        ([0.4, 0.6, 3.1], [0.0, 1.0, 3.0], 2, True),
+        ([0.6, 0.6, 3.1], [0.0, 1.0, 3.0], 2, False),
+        ([0.4, 0.6, 30.0], [0.0, 1.0, 3.0], 2, False),
+        ([0.4, 0.6, 30.0], [0.0, 1.0, 3.0], 1, True),
+        ([-9.0, 0.6, 3.1], [0.0, 1.0, 3.0], 1, True),
+        ([0.9, 0.6, 3.1], [0.0, 1.0, 3.0], BUCKETS, False),
+        ([0.9, 0.6, 3.1], [0.0, 1.0, 3.0], BUCKETS + 1, True),
+        ([0.4, 9.0, 5.0], [0.0, 0.0, 0.0], 2, True),
+        ([1.4, 1.6, 1.0], [1.0, 1.000001, 1.0], 2, False),
+        ([1.4, 1.5, 1.0], [1.0, 1.000001, 1.0], 2, True),
+    ],
+)
+def test_rounding_moves_a_value_by_half_a_step(
+    reference: list[float], got: list[float], elements: int, rounded: bool
+) -> None:
+    assert may_be_rounded(np.array(reference)[:, None], np.array(got)[:, None], elements) is rounded
 
 
 def halves(rows: list[np.ndarray]) -> list[np.ndarray]:

@@ -60,7 +60,7 @@ def find_dependence(samples: Sequence[MeasuredSample]) -> str | None:
     moved = sum(row.reference_step or 0.0 for row, _ in later)
     signal = sum(errors.reference_energy for _, errors in later)
     # Where the figures are good, no grid is so coarse; where they are not, all values may lie near a step or two.
-    if error * _CLOSER >= signal and _may_be_rounded(reference, got, later[0][1].elements):
+    if error * _CLOSER >= signal and may_be_rounded(reference, got, later[0][1].elements):
         return None
     if moved > signal / _STILL and not any(row.got_step for row, _ in later):
         return "is the same for every sample"
@@ -137,7 +137,7 @@ def find_independence(reference: Floats, got: Floats, energy: float) -> str | No
     return f"does not follow its inputs: what varies from sample to sample correlates by {correlation:.2f} only"
 
 
-def _may_be_rounded(reference: Floats, got: Floats, elements: int) -> bool:
+def may_be_rounded(reference: Floats, got: Floats, elements: int) -> bool:
     """Returns True if what came back is what a device makes of the reference that rounds it to a coarse grid.
 
     All that it gives are whole steps of the grid, and so are their sums in the buckets of a sketch: the step is no
