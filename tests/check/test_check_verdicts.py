@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import onnx
 import pytest
-from check_models import check_file, check_text, conv_net, quantized_net, why_not
+from check_models import TARGETS, check_file, check_text, conv_net, quantized_net, why_not
 from onnx import parser
 from onnxruntime.quantization import QuantType
 
@@ -184,3 +185,56 @@ def test_a_value_crosses_once_where_one_of_its_readers_is_elsewhere(places: tupl
     graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
     nodes = report_of(*((1, 1, place) for place in places)).node_list
     assert count_crossings(graph, nodes) == (count, 16 * count)
+
+
+def test_what_crosses_behind_a_body_is_told_by_the_nodes_of_the_main_graph() -> None:
+    text = """g (bool c, float[1,4] x) => (float[1,4] y) { a = Neg(x)
+      b = If(c) <then_branch = t () => (float[1,4] p) { n = Abs(x) p = If(c) <
+          then_branch = u () => (float[1,4] q) { m = Neg(n) q = Exp(m) },
+          else_branch = v () => (float[1,4] r) { r = Neg(n) }> },
+        else_branch = e () => (float[1,4] s) { s = Exp(a) }>
+      y = Exp(b) }"""
+    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
+    inside = (7, 8, 9, 10, 11, 12)
+    for behind, count in ((0, 0), (1, 1)):
+        nodes = report_of(*((1, 1, place) for place in (0, 0, *inside, behind))).node_list
+        assert count_crossings(graph, nodes) == (count, 16 * count)
+
+
+def test_the_report_of_a_model_counts_crossings_and_says_if_the_target_wants_it_whole(tmp_path: Path) -> None:
+    text = "g (float[1,4] x) => (float[1,4] y) { a = Relu(x) b = Mish(a) y = Relu(b) }"
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text}'), tmp_path / "m.onnx")
+    report = check_file(tmp_path / "m.onnx", "qnn")
+    assert (report.taken, report.crossings, report.crossing_bytes) == (2, 2, 32)
+    wants = {name: check_file(tmp_path / "m.onnx", name).wants_whole for name in TARGETS}
+    assert wants == {name: name == "qnn" for name in TARGETS}
+
+
+@pytest.mark.parametrize(("alone", "fatal"), [(False, False), (True, True)])
+def test_what_the_only_provider_refuses_stops_the_session(*, alone: bool, fatal: bool) -> None:
+    book = load_rules(load_target("nnapi"))
+    book = msgspec.structs.replace(book, provider=msgspec.structs.replace(book.provider, alone=alone))
+    for body, opset in (("LSTM(x)", 17), ("Relu(x)", 6), ("Elu(x)", 17), ("Split(x)", 11)):
+        graph = infer_graph(
+            parser.parse_model(
+                f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[1,4] x) => (float[1,4] y) {{ y = {body} }}'
+            )
+        )
+        (node,) = check_graph(graph, book, load_target("nnapi").settings, opset=opset)
+        assert (node.taken, node.fatal) == (False, fatal), body
+
+
+@pytest.mark.parametrize(("minor", "whole"), [("16", False), ("17", True), ("18", True)])
+def test_an_activation_joins_its_unit_from_a_version_of_onnx_runtime_on(minor: str, *, whole: bool) -> None:
+    target = load_target("xnnpack")
+    book = load_rules(target)
+    assert book.units.clip_from_ort_minor == 17
+    body = """g (uint8[4] x) => (uint8[4] y) <float s = {0.5}, uint8 z = {0}> {
+      a = DequantizeLinear(x, s, z) b = Sigmoid(a) c = Relu(b) y = QuantizeLinear(c, s, z) }"""
+    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {body}'))
+    units = msgspec.structs.replace(book.units, add={"Sigmoid": "unary"})
+    nodes = check_graph(
+        graph, msgspec.structs.replace(book, units=units), {**target.settings, "ort": f"1.{minor}.0"}, opset=17
+    )
+    assert [node.grouped for node in nodes] == ([True, False, True, True] if whole else [False] * 4)
+    assert not any(node.integers for node in nodes if node.op == "Relu")
