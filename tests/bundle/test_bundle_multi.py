@@ -8,7 +8,7 @@ import pytest
 from bundle_models import PASSED, make_contents
 
 from edgekit.bundle.archive import KINDS, list_files, write_archive
-from edgekit.bundle.folder import Bundle, write_bundle
+from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.multi import Index, choose_variant, extract_variant, join_bundles, open_index
 from edgekit.bundle.opening import opened_any, opened_bundle, sign_bundle
@@ -129,7 +129,7 @@ def test_weights_beside_a_model_stay_with_it(bundles: list[Bundle], tmp_path: Pa
         shutil.copy(out / "tiny.onnx", out / "tiny.onnx.data")
         changed = msgspec.structs.replace(manifest, files=files, forms={"onnx": ("tiny.onnx", "tiny.onnx.data")})
         (out / "manifest.json").write_bytes(encode_json(changed))
-        parts.append(msgspec.structs.replace(bundle, folder=out, manifest=changed))
+        parts.append(open_bundle(out))
     index = join_bundles(parts, tmp_path / "multi").index
     assert [variant.model_file for variant in index.variants] == [
         f"variants/{variant.target}/tiny.onnx" for variant in index.variants

@@ -33,6 +33,7 @@ class Miscomputing(InProcess, frozen=True, kw_only=True):
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         proto = onnx.load(str(job.model))
+        assert [spec.name for spec in job.outputs] == [value.name for value in proto.graph.output]
         for node in proto.graph.node:
             if node.name == self.layer:
                 proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))

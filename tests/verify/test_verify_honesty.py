@@ -261,6 +261,26 @@ def test_samples_that_all_give_the_same_are_told() -> None:
     assert not find_sameness(rows_of([row]))
 
 
+SPREAD = np.random.default_rng(0).uniform(-0.9, 0.9, (8, 6))
+
+
+@pytest.mark.parametrize(
+    ("reference", "got", "words"),
+    [
+        (SPREAD, np.zeros((8, 6)), None),  # a grid with steps of 2 makes all of it zero
+        (SPREAD + 3, np.zeros((8, 6)) + 3, "is the same for every sample"),
+        (SPREAD / 10 + 9, np.zeros((8, 6)) + 9, None),  # so steady that a constant answers it
+        (SPREAD + 3, np.vstack([SPREAD[:1], SPREAD[:-1]]) + 3, "follows the sample before, not its own"),
+        (SPREAD + 3, SPREAD[[1, 0, 3, 2, *range(4, 8)]] + 3, "came back for other samples"),
+        (SPREAD, 0.7 * SPREAD, None),
+    ],
+)
+def test_an_output_must_follow_its_own_sample(reference: Array, got: Array, words: str | None) -> None:
+    sides = (rows_of(list(side.astype(np.float32))) for side in (reference, got))
+    (report,) = compare_device_outputs(*sides)
+    assert report.mismatch is None if words is None else words in str(report.mismatch)
+
+
 ROWS = np.random.default_rng(3).normal(size=(12, 16))
 
 

@@ -105,7 +105,7 @@ def _find_order(pairs: _Pairs) -> str | None:
     if np.array_equal(nearest, np.arange(len(wanted))):
         return None
     fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
-    same_share = len(np.unique(nearest)) / max(1, len(np.unique(found, axis=0)))
+    same_share = len(np.unique(nearest)) / len(np.unique(found, axis=0))
     is_order = same_share >= _LEAST_USED and fit > _FIT_DB and fit > _fit(pairs) + _GAIN_DB
     return _ORDER if is_order else None
 
