@@ -372,9 +372,13 @@ def test_wrong_keys_are_named(signed: Path, public: Path, tmp_path: Path) -> Non
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
     )
     (tmp_path / "locked").write_bytes(locked)
+    (tmp_path / "long").write_bytes(b"#\n" * 8192 + private.read_bytes())
+    (tmp_path / "commented").write_bytes(b"#\n" * 8000 + private.read_bytes())
+    sign_bundle(signed, tmp_path / "commented", PASSED)
     for key, message in (
         (tmp_path / "none", "cannot read"),
         (public, "no private key"),
+        (tmp_path / "long", "no private key"),
         (tmp_path / "rsa", "no Ed25519 private key"),
         (tmp_path / "locked", "without a password"),
     ):

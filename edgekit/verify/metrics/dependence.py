@@ -57,14 +57,14 @@ def find_dependence(samples: Sequence[MeasuredSample]) -> str | None:
         return None
     reference, got = (np.stack(side) for side in zip(*sketches, strict=True))
     error = sum(errors.error_energy for _, errors in later)
-    moved = sum(row.reference_step or 0.0 for row, _ in later)
+    moved = sum(row.reference_step for row, _ in later if row.reference_step is not None)
     signal = sum(errors.reference_energy for _, errors in later)
     # Where the figures are good, no grid is so coarse; where they are not, all values may lie near a step or two.
     if error * _CLOSER >= signal and may_be_rounded(reference, got, later[0][1].elements):
         return None
     if moved > signal / _STILL and not any(row.got_step for row, _ in later):
         return "is the same for every sample"
-    stale = sum(row.stale_energy or 0.0 for row, _ in later)
+    stale = sum(row.stale_energy for row, _ in later if row.stale_energy is not None)
     dims = min(count_dimensions(reference), count_dimensions(got - reference))
     if stale * _CLOSER < error and measure_chance(stale, error, len(later) * dims) < CHANCE:
         return "follows the sample before, not its own"
