@@ -129,8 +129,13 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
                 if source.is_file() and not source.is_symlink():
                     _copy(source, folder / name)
         index = _make_index(bundles, shared)
-        write_file(staging / INDEX, encode_json(index))
-    return open_index(out)
+        data = encode_json(index)
+        write_file(staging / INDEX, data)
+    digests = {INDEX: digest_bytes(data)}
+    for bundle in bundles:
+        digests[f"{_VARIANTS}/{bundle.manifest.target}/{MANIFEST}"] = bundle.sha256
+        digests |= {place: bundle.digests[name] for name, place in _places(bundle.manifest, shared).items()}
+    return MultiBundle(folder=out, index=index, sha256=digests[INDEX], digests=digests)
 
 
 def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
@@ -209,10 +214,11 @@ def _runs_on(variant: Variant, system: str, version: str, soc: str) -> bool:
     if system not in variant.systems or (variant.socs and soc not in variant.socs):
         return False
     least = variant.systems[system]
-    return not least or _as_numbers(version) >= _as_numbers(least)
+    return not least or read_version(version) >= read_version(least)
 
 
-def _as_numbers(version: str) -> tuple[int, ...]:
+def read_version(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version such as "1.31.1", 0 for a part that is none, so that two can be compared."""
     return tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in version.split("."))
 
 

@@ -31,13 +31,15 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
     """How many nodes a provider was predicted to take, and what of them ran on the CPU instead.
 
     `lost_macs` is their share of the model's multiply-accumulates, or of the predicted nodes where nothing multiplies;
-    `nodes` names the first of them.
+    `nodes` names the first of them. `hidden` counts the nodes that were predicted for the CPU and are nowhere in what
+    the device reports: ONNX Runtime merged them into others, or the device left them out.
     """
 
     predicted: int
     lost: int
     lost_macs: float
     nodes: tuple[str, ...]
+    hidden: int = 0
 
 
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):

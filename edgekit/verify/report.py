@@ -335,7 +335,9 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
         names = ", ".join(f"'{name}'" for name in gap.nodes[:5]) + (", ..." if gap.lost > 5 else "")
         lost = f"{gap.lost} of the {gap.predicted} nodes that {run.provider} was predicted to take"
         found.append(f"silent fallback: {lost} ran on {CPU_PROVIDER}, {gap.lost_macs:.0%} of the work: {names}")
-    left, limit = run.provider_nodes.get(CPU_PROVIDER, 0), run.thresholds.max_cpu_nodes
+    # What a device does not tell of may not lie on the provider either.
+    hidden = 0 if gap is None else gap.hidden
+    left, limit = run.provider_nodes.get(CPU_PROVIDER, 0) + hidden, run.thresholds.max_cpu_nodes
     if limit is not None and left > limit:
         found.append(f"{left} nodes were left to {CPU_PROVIDER}, more than {limit}")
     return tuple(found)

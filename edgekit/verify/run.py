@@ -1,6 +1,7 @@
 """Running a bundle on devices and judging what comes back."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,13 +26,13 @@ from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
-from edgekit.verify.causes.honesty import find_half_values, find_replay, find_sameness
+from edgekit.verify.causes.honesty import describe_version, find_half_values, find_replay, find_sameness
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
-from edgekit.verify.devices.placement import describe_unmatched, find_gap
+from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
@@ -257,9 +258,8 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     bundle, run = trial.bundle, trial.run
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes, labels = read_classes(trial.golden), read_labels(trial.golden)
-    counts: dict[str, int] = {}
-    for node in run.placement:
-        counts[node.provider] = counts.get(node.provider, 0) + 1
+    counts, gap = Counter(node.provider for node in run.placement), find_gap(run, trial.job)
+    hidden = describe_hidden(gap)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -270,7 +270,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         findings=tuple(_list_findings(trial, asked)),
         provider_nodes=dict(sorted(counts.items())),
         placement_source=run.placement_source,
-        gap=find_gap(run, trial.job),
+        gap=gap,
         outputs=_compare(trial),
         accuracy=None
         if classes is None
@@ -284,7 +284,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
-        notes=(*run.notes, *_list_notes(trial)),
+        notes=(*run.notes, *_list_notes(trial), *((hidden,) if hidden else ())),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
@@ -326,6 +326,8 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         yield describe_drift(latency.drift)
     if trial.run.failure is not None:
         return
+    version = describe_version(trial.run, trial.bundle.manifest.minimum_ort)
+    yield from () if version is None else (version,)
     yield from find_sameness(trial.reference)
     done, asked = len(trial.rows), trial.job.samples.count
     if done < asked:

@@ -22,7 +22,7 @@ from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
-from edgekit.verify.devices.placement import describe_unmatched, find_gap
+from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.facts import PlacementGap
 from edgekit.verify.report import RunReport, recheck_report
 from edgekit.verify.run import verify_bundle
@@ -218,6 +218,44 @@ def test_without_products_nodes_count_and_without_observation_nothing_does() -> 
     assert gap_of("a Conv cpu", evidence=Evidence.EMULATED) is None
     assert gap_of("a Conv cpu", source="predicted") is None
     assert gap_of("") is None
+
+
+SMALL = (
+    *NODES, checked("e", "Softmax", 0, taken=False), checked("f", "Resize", 0, taken=False),
+    checked("r", "QuantizeLinear", 0, taken=False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("placed", "hidden"),
+    [
+        ("a Conv npu, d Conv cpu, e Softmax cpu, f Resize cpu", 0),
+        ("a Conv npu, d Conv cpu, f Resize cpu", 1),
+        ("a Conv npu, d Conv cpu", 2),
+        ("a Conv npu", 2),  # that d is hidden is told by the work it does
+        ("a Conv npu, d Conv cpu, merged Other cpu", 1),
+        ("a Conv npu, d Conv cpu, merged Other npu", 2),
+        ("a Conv npu, e Softmax npu, f Resize npu", 0),
+    ],
+)
+def test_nodes_of_the_cpu_that_nobody_reports_are_counted(placed: str, hidden: int) -> None:
+    gap = gap_of(placed, SMALL)
+    assert gap is not None
+    assert gap.hidden == hidden
+    assert (f"{hidden} nodes that were predicted for the CPU" in str(describe_hidden(gap))) is (hidden > 0)
+    looping = gap_of(placed, (*SMALL, checked("loop", "Loop", 0)))
+    assert looping is not None
+    assert looping.hidden == 0
+
+
+def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(tmp_path: Path) -> None:
+    (run,) = verify_bundle(make_network_bundle(tmp_path, "nnapi"), [InProcess(evidence=Evidence.DEVICE)]).runs
+    assert run.gap is not None
+    hiding = msgspec.structs.replace(run, gap=msgspec.structs.replace(run.gap, hidden=2))
+    for most, passed in ((2, True), (1, False)):
+        limits = msgspec.structs.replace(run.thresholds, max_cpu_nodes=most + run.provider_nodes.get(CPU_PROVIDER, 0))
+        assert msgspec.structs.replace(hiding, thresholds=limits).passed is passed
+    assert describe_hidden(None) is None
 
 
 @pytest.mark.parametrize(

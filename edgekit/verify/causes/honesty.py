@@ -7,13 +7,17 @@ import numpy as np
 
 from edgekit.bundle.folder import GOLDEN, Bundle
 from edgekit.bundle.golden.expected import EXPECTED
+from edgekit.bundle.multi import read_version
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
+from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array
 from edgekit.verify.metrics.dependence import CHANCE, measure_chance
 from edgekit.verify.metrics.tensor_metrics import decibels, distance_energy
 
+# As runtimes call themselves in a run's versions.
+_RUNTIMES = ("onnxruntime", "onnxruntime-web")
 _LOOKED_AT = 8
 # A float32 has half precision by chance once in 2^13 (the bits that half precision lacks); constants such as 0 and 1
 # always do, so that a few values tell nothing.
@@ -55,6 +59,19 @@ def find_sameness(reference: Samples) -> tuple[str, ...]:
     if any(not np.array_equal(first[name], row[name]) for row in reference for name in first):
         return ()
     return (f"the float model gives the same outputs for all {reference.count} samples: they test no more than one",)
+
+
+def describe_version(run: DeviceRun, minimum_ort: str) -> str | None:
+    """Returns in words that a device says of no ONNX Runtime, or of one that is older than a bundle asks for.
+
+    None where it names one that is new enough: whether that is true cannot be told from here.
+    """
+    version = next((run.versions[name] for name in _RUNTIMES if run.versions.get(name)), "")
+    if not version:
+        return "it does not say which ONNX Runtime ran"
+    if read_version(version) < read_version(minimum_ort):
+        return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer"
+    return None
 
 
 def _is_on_grid(values: Array) -> bool:

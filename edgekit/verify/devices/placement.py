@@ -53,6 +53,17 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
         lost=len(lost),
         lost_macs=sum(node.macs for node in lost) / total if total else len(lost) / max(1, len(taken)),
         nodes=tuple(node.name for node in lost[:_MOST_NAMES]),
+        hidden=0 if _holds_compiled(run, job) else _count_hidden(check, run.placement, places.keys() & names),
+    )
+
+
+def describe_hidden(gap: PlacementGap | None) -> str | None:
+    """Returns in words that a device says nothing of nodes that do no work, None where it tells of all."""
+    if gap is None or not gap.hidden:
+        return None
+    return (
+        f"{gap.hidden} nodes that were predicted for the CPU are not among those that it reports: ONNX Runtime merged"
+        " them into others, or they were left out; max_cpu_nodes counts them as left to the CPU"
     )
 
 
@@ -108,6 +119,19 @@ def _predict(run: DeviceRun, job: Job) -> CheckReport | None:
         return check_model(load_model(job.model), load_target(job.target.name, settings))
     except EdgekitError:
         return None
+
+
+def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: set[str]) -> int:
+    """Returns how many nodes predicted for the CPU are reported neither by name nor as one that an optimiser made.
+
+    Those that do the work are matched by `describe_unmatched`, as are bodies, whose nodes have no names of the model.
+    """
+    if any(node.op in _REPEATING for node in check.node_list):
+        return 0
+    left = (node for node in check.node_list if not node.taken and not node.is_quantizer)
+    unseen = sum(node.op not in _FAMILIES and node.name not in known for node in left)
+    made = sum(node.provider == CPU_PROVIDER and node.name not in known for node in placement)
+    return max(0, unseen - made)
 
 
 def _find_renamed(
