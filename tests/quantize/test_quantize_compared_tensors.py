@@ -32,12 +32,19 @@ def test_few_outputs_are_judged_with_their_features(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body",
     [
+        "(float[1,4] x) => (float[1,4] y, int64[1,4] i) { y = Relu(x) c = Cast<to=7>(x) i = Neg(c) }",
         "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }",
         "(float[1,64] x) => (float[1,4] y) { y = MatMul(x, w) }",
         "(float[1,64] x, bool[64] c) => (float[N] y) { h = Relu(x) m = MatMul(h, v) y = Compress(m, c) }",
         "(float[1,64] x) => (float[1,4] y) { d = Cast<to=11>(x) u = Cast<to=11>(w) m = Gemm(d, u) y = Cast<to=1>(m) }",
     ],
-    ids=["no layer", "a layer of the input", "nobody knows how many", "a layer in double precision"],
+    ids=[
+        "beside whole numbers",
+        "no layer",
+        "a layer of the input",
+        "nobody knows how many",
+        "a layer in double precision",
+    ],
 )
 def test_outputs_without_features_of_their_own_are_judged_alone(tmp_path: Path, body: str) -> None:
     text = f'<ir_version: 8, opset_import: ["" : 17]> g {body}'

@@ -58,15 +58,26 @@ def test_factors_equalize_channels_and_weights(
     assert balance_channels(np.array(magnitude), np.array(made_by), weights, ceiling).tolist() == factors
 
 
-@pytest.mark.parametrize(("per_channel", "factor"), [((), 8.0), (("w1",), 16.0), (("w2",), 8.0), (("w1", "w2"), 16.0)])
-def test_the_weights_that_make_a_channel_count_where_they_share_a_scale(
-    tmp_path: Path, per_channel: tuple[str, ...], factor: float
+@pytest.mark.parametrize(
+    ("per_channel", "depthwise", "factor"),
+    [
+        ((), False, 8.0),
+        (("w1",), False, 16.0),
+        (("w2",), False, 8.0),
+        (("w1", "w2"), False, 16.0),
+        (("w1",), True, 16.0),
+        (("w1", "w2"), True, 64.0),  # weights with a scale for each channel are never too small
+    ],
+)
+def test_weights_count_where_those_of_several_channels_share_a_scale(
+    tmp_path: Path, per_channel: tuple[str, ...], depthwise: bool, factor: float
 ) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,40,4,4] y) {
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,N,4,4] y) {
       c = Conv(x, w1, b1) r = Relu(c) y = Conv(r, w2) }"""
+    text = text.replace("Conv(r", "Conv<group=2>(r") if depthwise else text
     proto = onnx.load(make_model(text, tmp_path / "m.onnx").path)
     # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
-    reading = np.linspace(-1, 1, 40)[:, None] * [1.0, 4.0]
+    reading = np.array([[1.0], [4.0]]) if depthwise else np.linspace(-1, 1, 40)[:, None] * [1.0, 4.0]
     values = {"w1": np.diag([16.0, 1.0])[..., None, None], "b1": [0.0, -0.75], "w2": reading[..., None, None]}
     for name, value in values.items():
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))

@@ -147,6 +147,8 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> 
         "g = Sigmoid(a) y = Add(a, g)",
         "g = Sigmoid(a) y = Mul(g, g) z = Neg(a)",
         "g = Sigmoid(a) h = Sigmoid(g) y = Mul(a, h)",
+        "g = Sigmoid(a) h = Neg(g) i = Abs(g) y = Mul(a, x)",
+        "h = Add(a, three) c = Clip(h, zero, six) i = Neg(c) j = Abs(c) y = Mul(a, x)",
     ],
 )
 def test_a_product_with_something_else_is_read_as_it_is(tmp_path: Path, body: str) -> None:
