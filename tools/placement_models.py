@@ -83,7 +83,9 @@ def _name_nodes(proto: onnx.ModelProto) -> None:
         node.name = node.name or f"{node.op_type}_{index}"
 
 
-def _node_tests(_folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
+def _node_tests(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Yields each node test, with its inputs but the first as constants too, and what quantizing makes of it."""
+    source = folder / "node" / "_float"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cases = loader.load_node_model_tests()
@@ -95,6 +97,19 @@ def _node_tests(_folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
         frozen = onnx.ModelProto.FromString(text)
         if case.data_sets and _freeze_inputs(frozen, case.data_sets[0][0]):
             yield f"{case.name}__const", frozen
+        else:
+            frozen = onnx.ModelProto.FromString(text)
+        with contextlib.suppress(*_REFUSALS):
+            prepare_proto(frozen, source)
+            for scheme in ("u8s8", "s8s8"):
+                with contextlib.suppress(*_REFUSALS):
+                    quantized = _quantize(source, scheme, f"{case.name}__{scheme}")
+                    # An operator that the quantizer leaves alone was asked for in float already.
+                    if not quantized.graph.node or any(
+                        node.op_type == "QuantizeLinear" for node in quantized.graph.node
+                    ):
+                        yield f"{case.name}__{scheme}", quantized
+    source.unlink(missing_ok=True)
 
 
 def _freeze_inputs(proto: onnx.ModelProto, samples: Any) -> bool:
@@ -102,6 +117,8 @@ def _freeze_inputs(proto: onnx.ModelProto, samples: Any) -> bool:
     before = len(proto.graph.input)
     for at in range(before - 1, 0, -1):
         sample = samples[at] if at < len(samples) else None
+        if isinstance(sample, (list, dict)):
+            continue  # a sequence or an optional value is no initializer
         array = numpy_helper.to_array(sample) if isinstance(sample, onnx.TensorProto) else np.asarray(sample)
         value = proto.graph.input[at]
         if array.dtype.kind not in "fiub":

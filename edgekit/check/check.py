@@ -201,7 +201,10 @@ def _list_nodes(
                 integers=taken and not remarks and _is_integer(unit, node),
                 # The provider claims a unit only if nothing else in the rules refuses it: one quiet refusal leaves it
                 # to the CPU.
-                fatal=any(refusals[at] and all(refusal.fatal for refusal in refusals[at]) for at in mine),
+                fatal=any(
+                    at in placement.broken or (refusals[at] and all(refusal.fatal for refusal in refusals[at]))
+                    for at in mine
+                ),
                 reads=tuple(dict.fromkeys(maker.name for maker in _makers(graph, node))),
             )
         )

@@ -1,7 +1,7 @@
 """How supported units become partitions, as ONNX Runtime forms them (core/providers/partitioning_utils.cc)."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -11,10 +11,14 @@ from edgekit.graph.graph import Graph
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The partition of each unit (None: not taken), and why a supported unit was left out after all."""
+    """The partition of each unit (None: not taken), and why a supported unit was left out after all.
+
+    `broken` says of units that are claimed why their partition cannot be built.
+    """
 
     partitions: tuple[int | None, ...]
     reasons: dict[int, str]
+    broken: dict[int, str] = {}
 
 
 def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> Placement:
@@ -36,7 +40,38 @@ def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], 
         for at in group:
             partitions[at] = number
         number += 1
-    return Placement(partitions=tuple(partitions), reasons={at: why for at, why in reasons.items() if supported[at]})
+    broken = dict(_find_broken(graph, units, partitions, placing))
+    return Placement(
+        partitions=tuple(None if at in broken else number for at, number in enumerate(partitions)),
+        reasons={at: why for at, why in reasons.items() if supported[at]} | broken,
+        broken=broken,
+    )
+
+
+def _find_broken(
+    graph: Graph, units: Sequence[Unit], partitions: Sequence[int | None], placing: Placing
+) -> Iterator[tuple[int, str]]:
+    """Yields the units that a builder claims and then cannot build (model_builder.cc, GetAllQuantizedOpInputs)."""
+    made = {
+        name: partitions[at]
+        for at, unit in enumerate(units)
+        for member in unit.members
+        for name in graph.nodes[member].output
+        if graph.nodes[member].op_type != "DequantizeLinear"
+    }
+    for at, unit in enumerate(units):
+        number = partitions[at]
+        if number is None or not unit.is_qdq or unit.node.op_type not in placing.first_input_only:
+            continue
+        first = unit.inputs[0].name if unit.inputs else ""
+        outside = [
+            operand.name
+            for operand in unit.inputs[1:]
+            if operand.is_quantized and operand.name != first and made.get(operand.name) != number
+        ]
+        if outside:
+            what = f"a quantized {unit.node.op_type} of one partition reads '{outside[0]}' from outside of it"
+            yield at, f"{what}, behind its first input: the provider claims it and then makes no session"
 
 
 def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:

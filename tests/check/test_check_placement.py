@@ -113,3 +113,15 @@ def test_bodies_of_control_flow_follow_the_provider() -> None:
     assert "in the body of" in why_not(nnapi[1:])
     assert [(node.taken, node.partition, node.reasons) for node in qnn] == [(True, 0, ())] * 3
     assert [(node.taken, node.partition) for node in nnapi[1:]] == [(False, None)] * 2
+
+
+def test_a_quantized_concat_reads_its_own_partition_behind_its_first_input() -> None:
+    """What another unit of the partition made is known there; what comes from outside is not: no session is made."""
+    made = "{ d = DequantizeLinear(p, s, z) r = Add(d, d) q = QuantizeLinear(r, s, z) a = DequantizeLinear(p, s, z)"
+    joined = "b = DequantizeLinear(q, s, z) c = Concat<axis=1>(a, b) y = QuantizeLinear(c, s, z) }"
+    head = "g (uint8[1,1,4,4] p) => (uint8[1,2,4,4] y) <float s = {0.5}, uint8 z = {128}>"
+    (concat,) = (node for node in check_text(f"{head} {made} {joined}", "nnapi") if node.op == "Concat")
+    assert (concat.taken, concat.fatal) == (True, False)
+    outside = made.replace("Add(d, d)", "HardSigmoid(d)")
+    (concat,) = (node for node in check_text(f"{head} {outside} {joined}", "nnapi") if node.op == "Concat")
+    assert (concat.taken, concat.fatal) == (False, True)

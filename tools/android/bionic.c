@@ -357,8 +357,10 @@ int bionic___android_log_write(int priority, const char *tag, const char *messag
   return bionic___android_log_print(priority, tag, "%s", message);
 }
 
+/* The name is not passed on: Android cuts one that is long, and this kernel refuses it. */
 int bionic_ASharedMemory_create(const char *name, size_t size) {
-  const int file = memfd_create(name != NULL ? name : "shared", MFD_CLOEXEC);
+  (void)name;
+  const int file = memfd_create("shared", MFD_CLOEXEC);
   if (file >= 0 && ftruncate(file, (off_t)size) != 0) {
     close(file);
     return -1;

@@ -127,11 +127,15 @@ class DimLimit(_Rule, frozen=True, kw_only=True, tag="dim_limit"):
 
 
 class Constant(_Rule, frozen=True, kw_only=True, tag="constant"):
-    """Inputs that must be constants when present; `required` refuses a missing one too."""
+    """Inputs that must be constants when present; `required` refuses a missing one too.
+
+    `through_dq` and `through_cast` look through such a node: it is folded, or taken with the constant.
+    """
 
     at: tuple[int, ...]
     required: bool = False
     through_dq: bool = False
+    through_cast: bool = False
 
 
 class Computed(_Rule, frozen=True, kw_only=True, tag="computed"):

@@ -121,6 +121,9 @@ def judge_constant(rule: kinds.Constant, subject: Subject) -> str | None:
         # QNN looks through the DQ of a quantized constant.
         if rule.through_dq and made_by is not None and made_by.op_type == "DequantizeLinear":
             name = made_by.input[0]
+        # A session folds the Cast of a constant before it asks the provider.
+        if rule.through_cast and made_by is not None and made_by.op_type == "Cast":
+            name = made_by.input[0]
         if name not in graph.constants:
             return f"input {at} is computed; it must be a constant"
     return None

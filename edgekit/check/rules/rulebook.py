@@ -59,7 +59,8 @@ class Placing(_Strict, frozen=True, kw_only=True):
     `style` "wave" is ORT's CreateSupportedPartitions, "node" takes each node by itself. Groups are given back when they
     are one node of `drop_alone`, when all their nodes are of `drop_if_only`, or when no input of theirs is computed and
     `drop_constant` is set. Everything after a node of `stop_ops` is left out. `fused` are activations taken only with
-    the operator in `fusers` that feeds them.
+    the operator in `fusers` that feeds them. Quantized units of `first_input_only` cannot be built where an input
+    behind their first comes from outside their partition: then no session is made.
     """
 
     style: Literal["wave", "node"]
@@ -69,6 +70,7 @@ class Placing(_Strict, frozen=True, kw_only=True):
     drop_constant: bool = False
     fused: tuple[str, ...] = ()
     fusers: tuple[str, ...] = ()
+    first_input_only: tuple[str, ...] = ()
 
 
 class Derived(_Strict, frozen=True, kw_only=True):

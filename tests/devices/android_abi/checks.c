@@ -339,7 +339,12 @@ static int log_text(const char *text, ...) {
   return result;
 }
 CHECK(__android_log_vprint) { return log_text("%d", 1) >= 0; }
-CHECK(ASharedMemory_create) { return lseek(ASharedMemory_create("name", 100), 0, 2) == 100; }
+CHECK(ASharedMemory_create) { /* a name of any length */
+  char name[400];
+  memset(name, 110, sizeof name - 1);
+  name[sizeof name - 1] = 0;
+  return lseek(ASharedMemory_create("name", 100), 0, 2) == 100 && lseek(ASharedMemory_create(name, 7), 0, 2) == 7;
+}
 
 long long strtoll_l(const char *, char **, int, void *);
 unsigned long long strtoull_l(const char *, char **, int, void *);
