@@ -19,7 +19,7 @@ from edgekit.convert.ort_format.tables import open_tables, records, table
 from edgekit.data.random_samples import draw_samples
 from edgekit.errors import RuntimeRefusal
 from edgekit.model.model import Model, load_model
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import Array, TensorSpec
 from edgekit.target import load_target
 
 X64 = OrtOptions(style="full", cpu="x64")
@@ -115,6 +115,7 @@ def test_a_right_file_is_bit_equal_on_arm_kernels(tmp_path: Path, make: type, op
     write_form(model, tmp_path / "m.ort", options)
     found = compare_with_source(model, tmp_path / "m.ort", options)
     assert (found.passed, found.bit_equal, found.samples, found.first_bad) == (True, True, 1, "")
+    assert found.tolerance == (1e-4 if make is make_float else 0.05)
 
 
 def test_blocked_layouts_stay_within_the_tolerance(tmp_path: Path) -> None:
@@ -146,6 +147,43 @@ def test_a_wrong_quantized_weight_is_found_too(tmp_path: Path) -> None:
     found = compare_with_source(model, tmp_path / "m.ort", RUNTIME)
     assert not found.passed
     assert found.first_bad == "w2_dq"
+
+
+CAST_BACK = helper.make_node("Cast", ["s"], ["y"], to=onnx.TensorProto.FLOAT)
+HALF = [
+    helper.make_node("Cast", ["x"], ["h"], to=onnx.TensorProto.FLOAT16), helper.make_node("Add", ["h", "w"], ["s"]),
+    CAST_BACK,
+]  # fmt: skip
+LINEAR = [
+    helper.make_node("Cast", ["x"], ["q"], to=onnx.TensorProto.UINT8),
+    helper.make_node("QLinearMatMul", ["q", "f", "z", "w", "f", "z", "f", "z"], ["s"]),
+    CAST_BACK,
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weights", "tolerance"),
+    [
+        ([helper.make_node("Add", ["x", "w"], ["y"])], {"w": np.eye(4, dtype=np.float32)}, 1e-4),
+        (HALF, {"w": np.eye(4, dtype=np.float16)}, 1e-2),
+        (LINEAR, {"w": np.eye(4, dtype=np.uint8), "f": np.array(0.5, np.float32), "z": np.array(0, np.uint8)}, 0.05),
+    ],
+    ids=["float", "half", "QLinear"],
+)
+def test_the_tolerance_is_that_of_what_the_source_computes_in(
+    tmp_path: Path, nodes: list[onnx.NodeProto], weights: dict[str, Array], tolerance: float
+) -> None:
+    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [4, 4], "y": [4, 4]})
+    write_form(model, tmp_path / "m.ort", ARM)
+    assert compare_with_source(model, tmp_path / "m.ort", ARM).tolerance == tolerance
+
+
+def test_the_first_wrong_node_without_a_name_is_named_by_its_operator(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Exp", ["x"], ["e"]), helper.make_node("Add", ["e", "w"], ["y"])]
+    model = save_graph(tmp_path / "m.onnx", nodes, {"w": np.arange(1, 17, dtype=np.float32)}, {"x": [16], "y": [16]})
+    write_form(model, tmp_path / "m.ort", ARM)
+    corrupt(tmp_path / "m.ort", "w")
+    assert compare_with_source(model, tmp_path / "m.ort", ARM).first_bad == "Add"
 
 
 def test_values_that_are_not_finite_never_pass(tmp_path: Path) -> None:
