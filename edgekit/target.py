@@ -37,7 +37,8 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
     are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only. Those of
-    `shared_ops` get one scale for all their inputs and their output. With `reduce_range` weights have 7 bits.
+    `shared_ops` get one scale for all their inputs and their output. With `reduce_range` weights have 7 bits. Those of
+    `unsigned_ops` are stored as uint8 with a zero point of 128 where the others are int8: the same values.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -50,14 +51,19 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     op_types: tuple[str, ...] = ()
     float_ops: tuple[str, ...] = ()
     shared_ops: tuple[str, ...] = ()
+    unsigned_ops: tuple[str, ...] = ()
 
 
 class Conversion(_Strict, frozen=True, kw_only=True):
-    """Which files the target loads: `forms` in the order of preference, the first is the one an app should load."""
+    """Which files the target loads: `forms` in the order of preference, the first is the one an app should load.
+
+    `unusable` says of other forms why its provider cannot use them.
+    """
 
     forms: tuple[Form, ...]
     cpu: Literal["arm", "x64"]
     reason: str
+    unusable: dict[Form, str] = {}
 
 
 class Platform(_Strict, frozen=True, kw_only=True):

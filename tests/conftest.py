@@ -102,9 +102,7 @@ def _build_demo(folder: Path) -> None:
     text = (source / "target.toml").read_text()
     older = text.replace('"1.31.0"', '"1.29.0"').replace('"xnnpack"', '"older"', 1)
     plain = text.replace('"xnnpack"', '"plain"', 1).replace("XnnpackExecutionProvider", "CPUExecutionProvider")
-    plain = plain.replace('intra_op_num_threads = "4"\n', "").replace(
-        'forms = ["runtime", "full", "onnx"]', 'forms = ["onnx"]'
-    )
+    plain = plain.replace('intra_op_num_threads = "4"\n', "")
     for name, changed in (("older", older), ("plain", plain)):
         shutil.copytree(source, folder / name)
         (folder / name / "target.toml").write_text(changed)

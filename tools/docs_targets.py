@@ -40,7 +40,11 @@ def _describe_quantization(rules: Quantization) -> Iterator[tuple[str, str]]:
     yield "activations", rules.activation + (", symmetric" if rules.activation_symmetric else "")
     yield "weights", rules.weight + (", 7 bits" if rules.reduce_range else "")
     yield "a scale for each channel", ", ".join(rules.per_channel_ops) or "no: one for all weights of a node"
-    for key, names in (("float only", rules.float_ops), ("one scale for all inputs and outputs", rules.shared_ops)):
+    for key, names in (
+        ("weights stored as uint8", rules.unsigned_ops),
+        ("float only", rules.float_ops),
+        ("one scale for all inputs and outputs", rules.shared_ops),
+    ):
         if names:
             yield key, ", ".join(names)
 

@@ -13,6 +13,7 @@ from edgekit.target import Target
 README = "README.md"
 LEVELS: dict[str, Evidence] = {
     "android": Evidence.SAME_BINARY,
+    "android:x86_64": Evidence.SAME_EP,
     "arm64": Evidence.SAME_ARCH,
     "coreml": Evidence.DEVICE,
     "emulated": Evidence.EMULATED,

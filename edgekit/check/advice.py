@@ -214,6 +214,7 @@ _REWRITTEN: Mapping[str, str] = {
     "split-layer-norm": "write {count} of LayerNormalization as means, differences and a root",
     "split-gelu": "write {count} of Gelu with Erf",
     "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
+    "unsigned-weights": "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same",
 }
 
 ADVISERS: tuple[Adviser, ...] = (

@@ -20,7 +20,8 @@ from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelErro
 from edgekit.jobs.prepare import list_versions
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.outputs import StatedOutput
-from edgekit.prepare.fix import Fix
+from edgekit.prepare.fix import Fix, fix_model
+from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.progress import Progress
 from edgekit.quantize import Calibration, QuantizedModel, quantize_model
@@ -89,15 +90,17 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     work.mkdir()
     precision, notes = choose_precision(target, job.recipe.precision), list[str]()
     quantized: QuantizedModel | None = None
+    model = inputs.prepared
     if inputs.is_quantized:
         precision = "int8"
         notes.append("the model is quantized already: taken as it is")
+        model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
     elif precision.startswith("int"):
         try:
             quantized = _quantize(inputs, target, precision, job, notes)
         except ModelError as error:
             precision = _fall_back(error, target, job, notes)
-    model = inputs.prepared if quantized is None else quantized.model
+    model = model if quantized is None else quantized.model
     check = check_model(model, target)
     ort_source: Model | None = None
     if precision == "fp16":
@@ -124,6 +127,18 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
         quantized=quantized,
         notes=tuple(notes),
     )
+
+
+def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -> Model:
+    """Returns a quantized model with its weights in the types that the target takes, the same values."""
+    if not target.quantization.unsigned_ops:
+        return model
+    fixed = fix_model(model, out, [unsigned_weights.FIX_ID])
+    count = sum(len(fix.nodes) for fix in fixed.fixes)
+    if not count:
+        return model
+    notes.append(f"int8 weights of Gemm and MatMul are stored as uint8, the same values: {count} nodes")
+    return fixed.model
 
 
 def _collect(

@@ -25,6 +25,7 @@ from edgekit.prepare.rewrites import (
     split_layer_norm,
     sum_to_add,
     trailing_inputs,
+    unsigned_weights,
 )
 from edgekit.prepare.shapes.infer import infer_values
 from edgekit.prepare.tidy import merge_domains, name_nodes
@@ -53,6 +54,7 @@ SPELLINGS: Mapping[str, Rewrite] = {
     split_layer_norm.FIX_ID: split_layer_norm.split_layer_norms,
     split_gelu.FIX_ID: split_gelu.split_gelus,
     clip_to_min_max.FIX_ID: clip_to_min_max.write_min_max,
+    unsigned_weights.FIX_ID: unsigned_weights.write_unsigned_weights,
 }
 """Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
 

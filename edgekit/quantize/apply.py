@@ -8,12 +8,12 @@ import onnx
 from edgekit.errors import DataError, ModelError
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, save_proto
+from edgekit.prepare.rewrites.unsigned_weights import store_unsigned
 from edgekit.prepare.weights.float_weights import find_float_weights
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
 from edgekit.quantize.qdq.compact import compact_qdq
-from edgekit.quantize.rounding.unsigned import store_weights_unsigned
 
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +46,13 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     _refuse_float_weights(quantized.graph)
     if not units.quantized:
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
-    # Rounding learns signed integers; a zero point of 128 makes them what MLAS computes without saturation on x64.
+    # Rounding learns signed integers; a zero point of 128 makes them what the target takes. An x64 CPU without VNNI
+    # adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8 exactly (VPMADDWD);
+    # ONNX Runtime's own change of weights (avx2_weight_s8_to_u8.cc) leaves files in ORT format out.
     if plan.weight == "uint8" and plan.weight_symmetric:
-        store_weights_unsigned(quantized)
+        store_unsigned(quantized.graph)
+    elif plan.unsigned_ops:
+        store_unsigned(quantized.graph, plan.unsigned_ops)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
     written = save_proto(quantized, out)

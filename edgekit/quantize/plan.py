@@ -58,7 +58,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
-    scale.
+    scale, `unsigned_ops` those whose weights are stored as uint8.
     """
 
     model_sha256: str
@@ -75,6 +75,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rounding: Rounding
     op_types: tuple[str, ...]
     shared_ops: tuple[str, ...] = ()
+    unsigned_ops: tuple[str, ...] = ()
     ranges: dict[str, TensorRange]
     grids: dict[str, Grid]
     factors: dict[str, tuple[float, ...]] = {}
@@ -119,6 +120,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         rounding="nearest",
         op_types=op_types,
         shared_ops=rules.shared_ops,
+        unsigned_ops=rules.unsigned_ops,
         ranges=exact,
         grids=_grids(graph, rules.scheme, activation, op_types),
         axes=_axes(graph, rules),

@@ -229,8 +229,9 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> tuple[RunRepor
             files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
         # A run whose outputs were not digested is not whole.
-        held = hold_outputs(device.name, kind_of(device), trial.run.outputs) if report.outputs_sha256 else None
-        return report, held
+        if not report.outputs_sha256:
+            return report, None
+        return report, hold_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
 
 
 def _report_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:

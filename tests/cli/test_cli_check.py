@@ -134,7 +134,7 @@ def test_the_recommendation_says_how_to_build_and_why() -> None:
     assert any("Neural Engine computes in fp16" in reason for reason in found.reasons)
     assert any(reason.startswith("xnnpack: no, 0% of the MACs") for reason in found.reasons)
     again = recommend_target({"xnnpack": _report("xnnpack", _node(), quantizer)}, targets)
-    assert (again.style, again.precision) == ("runtime", "int8")
+    assert (again.style, again.precision) == ("onnx", "int8")
     assert "int8: the model is quantized already" in again.reasons
 
 

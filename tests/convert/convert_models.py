@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
@@ -10,10 +11,18 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
+from edgekit.target import Target, load_target
 
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 ARM = OrtOptions(style="full", cpu="arm")
 RUNTIME = OrtOptions(style="runtime", cpu="arm")
+
+
+def all_forms() -> Target:
+    """The CPU provider, which loads files of every form."""
+    target = load_target("cpu")
+    conversion = msgspec.structs.replace(target.conversion, forms=("runtime", "full", "onnx"))
+    return msgspec.structs.replace(target, conversion=conversion)
 
 
 def save_graph(

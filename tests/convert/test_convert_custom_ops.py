@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from convert_models import all_forms
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -49,7 +50,7 @@ SAMPLE = {"x": np.diag([1.0, 2.0, 4.0]).astype(np.float32)}
 def test_a_custom_operator_goes_all_the_way(tmp_path: Path) -> None:
     prepared = fix_model(prepare_model(make_inverse(tmp_path / "m.onnx"), tmp_path / "p.onnx", {"n": 3}),
                          tmp_path / "f.onnx").model  # fmt: skip
-    converted = convert_model(prepared, load_target("xnnpack"), tmp_path / "out")
+    converted = convert_model(prepared, all_forms(), tmp_path / "out")
     assert {form: found.bit_equal for form, found in converted.equality.items()} == {"runtime": True, "full": True}
     assert f"{DOMAIN}:Inverse:1" in inspect_ort(tmp_path / "out/model.ort").kernels
     settings = SessionSettings(libraries=(LIBRARY,))

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import onnx
 import pytest
-from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write_form
+from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_graph, write_form
 from onnx import helper, parser
 
 from edgekit.convert.convert import convert_model
@@ -235,7 +235,7 @@ def test_a_sequence_beside_a_tensor_is_not_compared(tmp_path: Path) -> None:
 def test_given_samples_are_run(tmp_path: Path) -> None:
     model = make_float(tmp_path / "m.onnx")
     samples = draw_samples(model.inputs, 5)
-    converted = convert_model(model, load_target("xnnpack"), tmp_path / "out", samples=samples)
+    converted = convert_model(model, all_forms(), tmp_path / "out", samples=samples)
     assert {form: found.samples for form, found in converted.equality.items()} == {
         "runtime": MAX_SAMPLES,
         "full": MAX_SAMPLES,
@@ -260,7 +260,7 @@ def test_drawn_inputs_are_the_same_each_time_and_fit() -> None:
 @pytest.mark.parametrize(("between", "op"), [("", "QLinearConv"), ("Relu", "FusedConv")])
 def test_the_fate_of_each_operator_is_told(tmp_path: Path, between: str, op: str) -> None:
     model = make_qdq(tmp_path / "m.onnx", between=between)
-    converted = convert_model(model, load_target("xnnpack"), tmp_path / "out")
+    converted = convert_model(model, all_forms(), tmp_path / "out")
     for form in ("full", "runtime"):
         fates = {fate.op: fate for fate in converted.fates[form]}
         assert fates["Conv"].sentence == f"2 of 2 Conv are {op}"

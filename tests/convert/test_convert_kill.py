@@ -19,7 +19,7 @@ from edgekit.convert.convert import convert_model
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
-model, target, folder = load_model(Path(sys.argv[1])), load_target("xnnpack"), Path(sys.argv[2])
+model, target, folder = load_model(Path(sys.argv[1])), load_target("nnapi"), Path(sys.argv[2])
 
 def convert(out):
     pid = os.fork()

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from convert_models import make_float, make_qdq, run_ort
+from convert_models import all_forms, make_float, make_qdq, run_ort
 
 from edgekit._files import digest_file
 from edgekit._ort import Level
@@ -19,7 +19,7 @@ from edgekit.target import load_target
 
 def test_each_form_is_there_and_loads(tmp_path: Path) -> None:
     model = make_qdq(tmp_path / "m.onnx", activation="int8")
-    converted = convert_model(model, load_target("xnnpack"), tmp_path / "out")
+    converted = convert_model(model, all_forms(), tmp_path / "out")
     assert converted.files == {"runtime": ("model.runtime.ort",), "full": ("model.ort",), "onnx": ("model.onnx",)}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "model.onnx",
@@ -56,8 +56,8 @@ def test_the_onnx_form_carries_metadata_and_changes_nothing(tmp_path: Path) -> N
 
 
 def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
-    first = convert_model(make_float(tmp_path / "a/m.onnx"), load_target("xnnpack"), tmp_path / "a/out")
-    second = convert_model(make_float(tmp_path / "bb/n.onnx"), load_target("xnnpack"), tmp_path / "bb/elsewhere")
+    first = convert_model(make_float(tmp_path / "a/m.onnx"), all_forms(), tmp_path / "a/out")
+    second = convert_model(make_float(tmp_path / "bb/n.onnx"), all_forms(), tmp_path / "bb/elsewhere")
     assert first.sha256 == second.sha256
 
 

@@ -32,7 +32,7 @@ DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LAB
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
-    for name, target in (("qnn-htp-sim", "qnn"), ("xnnpack-wasm", "xnnpack"), ("arm64", "xnnpack")):
+    for name, target in (("qnn-htp-sim", "qnn"), ("android", "xnnpack"), ("android:x86_64", "nnapi")):
         missing = find_device(name, load_target(target)).find_missing()
         if missing is not None:
             pytest.skip(f"{missing.reason}; to run it: {missing.command}")
@@ -77,8 +77,7 @@ def test_every_run_says_what_it_is_worth(demo: BuildReport) -> None:
         bundle.target: {run.evidence.value for run in bundle.verify.runs} for bundle in demo.bundles if bundle.verify
     }
     assert worth["qnn"] == {"simulator"}
-    assert worth["xnnpack"] == {"same-ep", "same-arch"}
-    assert worth["nnapi"] == {"emulated", "same-arch"}
+    assert worth["xnnpack"] == worth["nnapi"] == {"same-binary", "same-ep"}
     assert "emulated" in worth["coreml"]
 
 
@@ -96,7 +95,7 @@ def test_qnn_ran_without_the_cpu(demo: BuildReport) -> None:
 
 def test_xnnpack_took_the_convolutions(demo: BuildReport) -> None:
     bundle = next(bundle for bundle in demo.bundles if bundle.target == "xnnpack")
-    (run,) = (run for run in bundle.verify.runs if run.device == "xnnpack-wasm")  # type: ignore[union-attr]
+    (run,) = (run for run in bundle.verify.runs if run.device == "android")  # type: ignore[union-attr]
     assert run.provider_nodes["XnnpackExecutionProvider"] >= 31
 
 
@@ -117,7 +116,7 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
         assert open_bundle(bundle.path).manifest.target == bundle.target
     nnapi = next(bundle.path for bundle in demo.bundles if bundle.target == "nnapi")
     assert nnapi is not None
-    assert verify_on(open_bundle(nnapi), DeviceChoice(names=("emulated",))).passed
+    assert verify_on(open_bundle(nnapi), DeviceChoice(names=("android:x86_64",))).passed
 
 
 def test_the_same_input_gives_the_same_bytes(demo: BuildReport, tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ WITH = {
         "{ y = LayerNormalization<epsilon=0.001>(x, w, b) }"
     ),
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
+    "unsigned-weights": (
+        "g (float[2,3] x) => (float[2,2] y) <int8[3,2] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}> "
+        "{ f = DequantizeLinear(w, s) y = Gemm(x, f) }"
+    ),
     "clip-to-min-max": (
         "g (float[2,9] x) => (float[2,9] y) <float low = {-0.25}, float high = {0.5}> { y = Clip(x, low, high) }"
     ),
@@ -62,6 +66,10 @@ WITHOUT = {
         "g (float[2,3] x) => (float[2,3] y, float[2,1] m) <float[3] w = {1, -2, 3}> { y, m = LayerNormalization(x, w) }"
     ),
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
+    "unsigned-weights": (
+        "g (float[1,3,4,4] x) => (float[1,2,4,4] y) <int8[2,3,1,1] w = {127, -2, 3, -127, 5, -128}, float s = {0.5}> "
+        "{ f = DequantizeLinear(w, s) y = Conv(x, f) }"
+    ),
     "clip-to-min-max": "g (float[2,9] x, float low) => (float[2,9] y) { y = Clip(x, low) }",
 }
 TOLERANCE = {

@@ -1,5 +1,7 @@
 """Two devices that differ in their CPU alone: how far apart they lie is said, and nothing where they agree."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from edgekit.data.samples import Samples
@@ -8,8 +10,12 @@ from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
 
 
 def held(device: str, shift: float, kind: str = "android", count: int = 2) -> Held:
-    rows: list[Tensors] = [{"y": np.arange(4, dtype=np.float32) + index + shift} for index in range(count)]
-    found = hold_outputs(device, kind, Samples(source="rows", count=count, read=lambda: iter(rows)))
+    return held_rows(device, shift, range(count), kind)
+
+
+def held_rows(device: str, shift: float, indices: Sequence[int], kind: str = "android") -> Held:
+    rows: list[Tensors] = [{"y": np.arange(4, dtype=np.float32) + index + shift} for index in indices]
+    found = hold_outputs(device, kind, indices, Samples(source="rows", count=len(rows), read=lambda: iter(rows)))
     assert found is not None
     return found
 
@@ -32,9 +38,17 @@ def test_what_both_ran_is_compared() -> None:
     assert list(describe_apart([held("android", 0.0), held("android:cortex-a53", 1.0, count=0)])) == []
 
 
+def test_only_what_both_made_of_one_sample_is_compared() -> None:
+    few = held_rows("android", 0.0, (0, 5, 10))
+    assert list(describe_apart([few, held_rows("android:cortex-a53", 0.0, range(11))])) == []
+    assert list(describe_apart([few, held_rows("android:cortex-a53", 9.0, range(1, 5))])) == []
+    (said,) = describe_apart([few, held_rows("android:cortex-a53", 0.25, range(4, 8))])
+    assert "by at most 0.25" in said
+
+
 def test_classes_that_differ_are_counted() -> None:
     sides = [
-        Held(device=device, kind="android", rows=({"y": np.array([1, 2, 3, last], np.int64)},))
+        Held(device=device, kind="android", rows={0: {"y": np.array([1, 2, 3, last], np.int64)}})
         for device, last in (("android", 4), ("android:cortex-a53", 5))
     ]
     (said,) = describe_apart(sides)
@@ -43,4 +57,4 @@ def test_classes_that_differ_are_counted() -> None:
 
 def test_large_outputs_are_let_go() -> None:
     rows: list[Tensors] = [{"y": np.zeros(5 << 20, np.float32)}] * 2
-    assert hold_outputs("android", "android", Samples(source="rows", count=2, read=lambda: iter(rows))) is None
+    assert hold_outputs("android", "android", (0, 1), Samples(source="rows", count=2, read=lambda: iter(rows))) is None

@@ -152,6 +152,7 @@ def digest_draft(draft: Draft, floor_db: float) -> str:
     facts = msgspec.structs.replace(
         plan,
         target="",
+        unsigned_ops=(),  # another name for the same numbers
         op_types=tuple(op for op in plan.op_types if op in ops),
         grids={name: grid for name, grid in plan.grids.items() if name in made},
         float_nodes=tuple(kept),

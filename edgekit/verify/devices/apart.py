@@ -13,23 +13,26 @@ _MOST_BYTES = 32 << 20
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device gave, kept in memory; `kind` is the device without its variant."""
+    """What a device gave, kept in memory: outputs by the index of the golden sample.
+
+    Only those of one `kind` are compared: the device without its variant, and the file that it ran.
+    """
 
     device: str
     kind: str
-    rows: tuple[Tensors, ...]
+    rows: dict[int, Tensors]
 
 
-def hold_outputs(device: str, kind: str, outputs: Samples) -> Held | None:
-    """Returns the outputs of a device, None where they are large."""
-    rows: list[Tensors] = []
+def hold_outputs(device: str, kind: str, indices: Sequence[int], outputs: Samples) -> Held | None:
+    """Returns the outputs of a device for the golden samples of these indices, None where they are large."""
+    rows: dict[int, Tensors] = {}
     size_bytes = 0
-    for row in outputs:
+    for index, row in zip(indices, outputs, strict=False):
         size_bytes += sum(value.nbytes for value in row.values())
         if size_bytes > _MOST_BYTES:
             return None
-        rows.append(row)
-    return Held(device=device, kind=kind, rows=tuple(rows))
+        rows[index] = row
+    return Held(device=device, kind=kind, rows=rows)
 
 
 def describe_apart(held: Sequence[Held]) -> Iterator[str]:
@@ -37,17 +40,17 @@ def describe_apart(held: Sequence[Held]) -> Iterator[str]:
     first: dict[str, Held] = {}
     for other in held:
         one = first.setdefault(other.kind, other)
-        count = min(len(one.rows), len(other.rows))
-        if one is other or not count:
+        shared = sorted(one.rows.keys() & other.rows.keys())
+        if one is other or not shared:
             continue
-        for output in compare_outputs(_take(one, count), _take(other, count)):
+        for output in compare_outputs(_take(one, shared), _take(other, shared)):
             if distance := _describe_distance(output):
                 names = f"{other.device} and {one.device}"
                 yield f"{names} give different numbers: '{output.name}' differs {distance}; each is judged by itself"
 
 
-def _take(held: Held, count: int) -> Samples:
-    return Samples(source=held.device, count=count, read=lambda: iter(held.rows[:count]))
+def _take(held: Held, indices: Sequence[int]) -> Samples:
+    return Samples(source=held.device, count=len(indices), read=lambda: (held.rows[index] for index in indices))
 
 
 def _describe_distance(output: OutputReport) -> str:

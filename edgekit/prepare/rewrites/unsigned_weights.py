@@ -1,0 +1,88 @@
+"""Weights as unsigned integers, for what computes signed ones wrongly or not at all; every value stays equal."""
+
+import math
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.model.tensors import Array
+
+FIX_ID = "unsigned-weights"
+# NNAPI's model builder registers the weight of a Gemm as it is, and knows no signed one (targets/nnapi/NOTES.md).
+_OPS = frozenset({"Gemm", "MatMul"})
+_DATA = ("raw_data", "int32_data")
+
+
+def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
+    """Stores int8 weights of Gemm and MatMul as uint8, in place, and returns the names of the nodes that read them."""
+    return store_unsigned(graph, _OPS)
+
+
+def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -> tuple[str, ...]:
+    """Turns constant int8 inputs of DequantizeLinear into uint8 with zero points 128 higher, in place.
+
+    Only those that nodes of the operators `ops` read, if given. What something else reads too is left alone, and so
+    are weights in another file. Returns the names of the nodes that read what was changed.
+    """
+    if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in graph.initializer):
+        return ()
+    view, stored = view_part(graph), {tensor.name: tensor for tensor in graph.initializer}
+    changed: list[str] = []
+    for tensor in list(graph.initializer):
+        readers = view.readers(tensor.name)
+        behind = [each for node in readers for each in view.readers(node.output[0])]
+        if not _is_weight(view, tensor, readers, stored) or (
+            ops is not None and not any(node.op_type in ops for node in behind)
+        ):
+            continue
+        shape, numbers = list(tensor.dims), _read(tensor)
+        if numbers is None:
+            # The model was read without its weights: rules look at the type alone.
+            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=shape, data_type=onnx.TensorProto.UINT8))
+        else:
+            tensor.CopyFrom(numpy_helper.from_array(_add_128(numbers), tensor.name))
+        for node in readers:
+            _move_zero_point(graph, node.proto, stored)
+        changed += [node.name for node in behind]
+    return tuple(dict.fromkeys(changed))
+
+
+def _is_weight(
+    view: Graph, tensor: onnx.TensorProto, readers: Collection[Node], stored: dict[str, onnx.TensorProto]
+) -> bool:
+    """Returns True for an int8 constant that DQ nodes alone read, with constants for scale and zero point."""
+    if tensor.data_type != onnx.TensorProto.INT8 or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return False
+    if not readers or tensor.name in view.outputs | view.captured:
+        return False
+    for node in readers:
+        rest = [stored.get(name) for name in node.input[1:] if name]
+        if node.op_type != "DequantizeLinear" or node.input[0] != tensor.name or tensor.name in node.input[1:]:
+            return False
+        if any(each is None or each.data_location == onnx.TensorProto.EXTERNAL for each in rest):
+            return False
+    return True
+
+
+def _move_zero_point(graph: onnx.GraphProto, node: onnx.NodeProto, stored: dict[str, onnx.TensorProto]) -> None:
+    given = stored[node.input[2]] if len(node.input) > 2 and node.input[2] else None
+    # Activations may share the zero point, so it is never changed itself. Absent ones are 0 (ONNX's DequantizeLinear).
+    name = f"{given.name if given is not None else node.input[1]}.edgekit.unsigned"
+    if name not in stored:
+        zero = np.zeros(tuple(stored[node.input[1]].dims), np.int8) if given is None else numpy_helper.to_array(given)
+        stored[name] = numpy_helper.from_array(_add_128(zero), name)
+        graph.initializer.append(stored[name])
+    node.input[2:] = [name]
+
+
+def _read(tensor: onnx.TensorProto) -> Array | None:
+    has_data = math.prod(tensor.dims) == 0 or any(getattr(tensor, field) for field in _DATA)
+    return numpy_helper.to_array(tensor) if has_data else None
+
+
+def _add_128(numbers: Array) -> Array:
+    """Returns int8 numbers as uint8 with 128 added, which turns the highest bit of each byte."""
+    return np.asarray(numbers.view(np.uint8) ^ np.uint8(128))
