@@ -11,7 +11,7 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.auto import Finished
+from edgekit.quantize.mixed_precision.auto import Finished, Judged, prefer_draft
 from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Memo,
@@ -23,7 +23,7 @@ from edgekit.quantize.mixed_precision.candidates import (
 )
 from edgekit.quantize.mixed_precision.relief import choose_schedule, relieve_step
 from edgekit.quantize.mixed_precision.score import judge_candidate
-from edgekit.quantize.plan import FloatNode, draft_plan
+from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq.build import build_qdq
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
@@ -247,6 +247,21 @@ def test_of_two_relieved_plans_the_nearer_one_is_used_or_the_one_with_less_out_o
         return [Finished(plan=each, ratio_db=ratio) for each in (wide, floats)]
 
     assert {left.beats(right) for left in finish(*one) for right in finish(*other)} == {better}
+
+
+def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model, many: Calibration) -> None:
+    graph = read_float_graph(net)
+    draft = Draft(graph=graph, calibration=many, plan=draft_plan(net, graph, many, load_target("qnn"), "int8"))
+
+    def judged(*ratios: float) -> Judged:
+        found = tuple(Candidate(method="mse", rounding="bias", relieved=(), sqnr_db=ratio) for ratio in ratios)
+        return Judged(draft=draft, candidates=found)
+
+    first, second = judged(20.0, 5.0), judged(21.5, 5.0)
+    assert prefer_draft(first, second, 1.0) is second
+    assert prefer_draft(first, second, 1.5) is first
+    assert prefer_draft(second, first, -1.0) is second
+    assert prefer_draft(first, None, 1.0) is first
 
 
 def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_method_of_the_one_before(

@@ -51,7 +51,7 @@ class _Subject(msgspec.Struct, frozen=True, kw_only=True):
     memo: Memo
 
 
-class _Judged(msgspec.Struct, frozen=True, kw_only=True):
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """A draft and its candidates, best first."""
 
     draft: Draft
@@ -59,6 +59,7 @@ class _Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_db(self) -> float:
+        """The ratio of the best candidate."""
         return self.candidates[0].sqnr_db
 
 
@@ -121,34 +122,38 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
     plain = _judge(subject, {})
     equalized = _equalize(subject, plain, reached=plain, through_silu=False)
-    chosen = equalized if equalized is not None and equalized.best_db > plain.best_db + NOTABLE_DB else plain
+    chosen = prefer_draft(plain, equalized, NOTABLE_DB)
     through_silu = _equalize(subject, plain, reached=chosen, through_silu=True)
     judged = [
         candidate for each in (plain, equalized, through_silu) if each is not None for candidate in each.candidates
     ]
-    if through_silu is not None and through_silu.best_db > chosen.best_db + _SILU_DB:
-        chosen, through_silu = through_silu, None
-    best = _finish(subject, chosen)
+    lead = prefer_draft(chosen, through_silu, _SILU_DB)
+    best = _finish(subject, lead)
     tried = best.tried
     # What relief costs may be more than what the products cost: then the other draft is relieved too.
-    if through_silu is not None and tried:
+    if through_silu is not None and lead is chosen and tried:
         other = _finish(subject, through_silu)
         tried += other.tried
         best = other if other.beats(best) else best
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates(judged), *tried]))
 
 
-def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db: float = -math.inf) -> _Judged:
+def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:
+    """Returns the second draft where there is one and it gains more than so much, else the first."""
+    return second if second is not None and second.best_db > first.best_db + least_gain_db else first
+
+
+def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db: float = -math.inf) -> Judged:
     """Returns the draft with channels scaled by factors, judged."""
     graph = equalize_graph(subject.graph, factors)
     calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
-    return _Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
+    return Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
 
 
-def _equalize(subject: _Subject, plain: _Judged, *, reached: _Judged, through_silu: bool) -> _Judged | None:
+def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
     plan = plain.draft.plan
     if plan.precision != "int8" or reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
@@ -160,7 +165,7 @@ def _equalize(subject: _Subject, plain: _Judged, *, reached: _Judged, through_si
     return _judge(subject, factors, best_quick_db(reached.candidates) - _HOPELESS_DB)
 
 
-def _finish(subject: _Subject, judged: _Judged) -> Finished:
+def _finish(subject: _Subject, judged: Judged) -> Finished:
     lead = judged.candidates[0]
     draft = judged.draft.choose(lead.method, lead.rounding)
     thorough = subject.method == "best"
