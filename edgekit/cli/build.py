@@ -30,6 +30,7 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 @options.max_drop("Answers that may change, in percent.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
 @options.CACHE
+@options.TIME_BUDGET
 @click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the bundles go.")
 @options.JSON
@@ -49,6 +50,7 @@ def command(
     max_drop: float | None,
     recipe: Path | None,
     cache: Path | None,
+    time_budget: float | None,
     verify: bool,
     out: Path,
     as_json: bool,
@@ -71,14 +73,11 @@ def command(
         # Options win over the recipe; what was not given leaves it as it is.
         **{key: value for key, value in given.items() if value not in (None, ())},
     )
-    samples_from = Data(
-        source=data,
-        evaluation=evaluation,
-        labels=labels,
-        golden=golden,
-        preprocess=load_preprocess(preprocess) if preprocess else None,
-    )
+    chain = load_preprocess(preprocess) if preprocess else None
+    samples_from = Data(source=data, evaluation=evaluation, labels=labels, golden=golden, preprocess=chain)
     with showing_progress(volume) as progress:
-        report = build(model, samples_from, out, chosen, verify=verify, cache=cache, progress=progress)
+        report = build(
+            model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
+        )
     show_json(report) if as_json else show_build(report)
     return YES if report.passed else NO

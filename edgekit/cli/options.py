@@ -1,6 +1,7 @@
 """Options that several commands share, and what their values mean."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,19 @@ from edgekit.recipe import Data
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Option = Callable[[_F], _F]
+
+
+class _Time(click.ParamType[float]):
+    """Seconds, as `90s`, `5m` or `1h`; a number alone counts seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]+)?) ?([smh]?)", str(value).strip())
+        if match is None:
+            self.fail(f"'{value}' is no time: give 90s, 5m or 1h", param, ctx)
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
 
 MODEL = click.argument("model", type=click.Path(path_type=Path))
 DATA = click.option("--data", required=True, metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
@@ -33,6 +47,12 @@ DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
 CACHE = click.option(
     "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Keep the calibration; a killed one goes on."
+)
+TIME_BUDGET = click.option(
+    "--time-budget",
+    type=_Time(),
+    metavar="60s",
+    help="Plan no longer than that (90s, 5m, 1h).",
 )
 CUSTOM_OPS = click.option(
     "--custom-ops",

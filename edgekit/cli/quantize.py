@@ -25,7 +25,7 @@ from edgekit.target import TaskLimit
 # Options, those that have no meaning beside them, and why.
 _ALONE = (
     ("max_drop", ("method", "plan", "plan_only"), "plans by itself"),
-    ("plan", ("method", "plan_only"), "is applied as it stands"),
+    ("plan", ("method", "plan_only", "time_budget"), "is applied as it stands"),
     ("plan_only", ("out", "html", "labels"), "writes no model and measures none"),
 )
 
@@ -46,6 +46,7 @@ _ALONE = (
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A .toml file, for its [outputs] too.")
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
 @options.CACHE
+@options.TIME_BUDGET
 @click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="A page with a chart of every layer.")
@@ -68,6 +69,7 @@ def command(
     recipe: Path | None,
     state: Path | None,
     cache: Path | None,
+    time_budget: float | None,
     plan_only: bool,
     plan: Path | None,
     html: Path | None,
@@ -84,27 +86,26 @@ def command(
       edgekit quantize model.onnx --data samples.npz --target nnapi --out model.int8.onnx
       edgekit quantize model.onnx --data samples.npz --labels masks.npy --metric miou --target qnn --out q.onnx
     """
-    chosen = _choose_recipe(
-        recipe,
-        {"dims": options.parse_dims(dims), "settings": options.parse_assignments(settings, "--set")},
-        {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)},
-    )
-    chosen = msgspec.structs.replace(chosen, targets=(target,), thresholds={})
+    tables = {"dims": options.parse_dims(dims), "settings": options.parse_assignments(settings, "--set")}
+    values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)}
+    chosen = msgspec.structs.replace(_choose_recipe(recipe, tables, values), targets=(target,), thresholds={})
     source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
     # A default is nothing that the user said, and no option beside another.
     given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
     _refuse_idle(given)
     _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess, recipe])
-    how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=html is not None)
+    how = QuantizeOptions(
+        method=method, plan=plan, state=state, cache=cache, layers=html is not None, time_budget_s=time_budget
+    )
     with showing_progress(volume) as progress:
         if plan_only:
-            show_json(plan_for(model, source, chosen, method, progress, cache=cache))
+            show_json(plan_for(model, source, chosen, how, progress))
             return YES
         report = quantize_for(model, source, _need_out(out), chosen, how, progress)
     return _show(report, html, as_json=as_json)
 
 
-def _choose_recipe(path: Path | None, tables: dict[str, dict[str, Any]], values: dict[str, Any]) -> Recipe:
+def _choose_recipe(path: Path | None, tables: Mapping[str, Any], values: Mapping[str, Any]) -> Recipe:
     """Returns the recipe in a file with the options that are given: entries of tables, and values that are not None."""
     base = load_recipe(path) if path else Recipe()
     merged = {key: {**getattr(base, key), **table} for key, table in tables.items()}

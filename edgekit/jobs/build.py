@@ -1,5 +1,6 @@
 """From a model to verified bundles: the only module that knows the order of the stages."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,11 +46,13 @@ def build(
     *,
     verify: bool = True,
     cache: Path | None = None,
+    time_budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Makes a bundle of a model for each target, verifies it, and writes both and a report into `out`.
 
-    `cache` is a folder where the calibration is kept, for the next build of the same model and data.
+    `cache` is a folder where the calibration is kept, for the next build of the same model and data. After
+    `time_budget_s` seconds no other plan is tried: the targets share what is left of them, and notes say what was not.
 
     A target that cannot be built or does not pass is a finding of the report. Bundles appear whole or not at all.
 
@@ -58,13 +61,15 @@ def build(
     """
     start = time.monotonic()
     recipe, progress = recipe or Recipe(), progress or say_nothing
-    targets = load_targets(recipe)
-    source = load_model(model)
+    targets, source = load_targets(recipe), load_model(model)
     # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
     with work_folder() as work, staged_entries(out) as staging:
-        job = BuildJob(recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress)
+        end = start + (time_budget_s or math.inf)
+        job = BuildJob(
+            recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress, end=end
+        )
         inputs = _read_inputs(source, data, job)
-        built = [_build_target(inputs, target, job) for target in targets]
+        built = _build_all(inputs, job)
         reports = _verify_all(built, progress) if verify else {}
         report = BuildReport(
             model=source.name,
@@ -74,10 +79,7 @@ def build(
             data_warnings=_list_doubts(inputs),
             golden_samples=inputs.golden.samples,
             fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
-            bundles=tuple(
-                _summarize(source, target, result, reports.get(target.name), out)
-                for target, result in zip(targets, built, strict=True)
-            ),
+            bundles=tuple(_summarize(source, *each, reports, out) for each in zip(targets, built, strict=True)),
             seconds=round(time.monotonic() - start, 2),
             peak_rss_bytes=peak_rss_bytes(),
             versions=list_versions(),
@@ -163,6 +165,13 @@ def _calibrate(
         return error
 
 
+def _build_all(inputs: BuildInputs, job: BuildJob) -> list[BuiltBundle | EdgekitError]:
+    waiting = range(len(job.targets), 0, -1)
+    return [
+        _build_target(inputs, target, job.share_time(count)) for target, count in zip(job.targets, waiting, strict=True)
+    ]
+
+
 def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:
     job.progress(f"build for {target.name}")
     try:
@@ -191,7 +200,11 @@ def _verify_all(built: Sequence[BuiltBundle | EdgekitError], progress: Progress)
 
 
 def _summarize(
-    source: Model, target: Target, result: BuiltBundle | EdgekitError, verify: VerifyReport | None, out: Path
+    source: Model,
+    target: Target,
+    result: BuiltBundle | EdgekitError,
+    reports: Mapping[str, VerifyReport],
+    out: Path,
 ) -> BundleSummary:
     if isinstance(result, EdgekitError):
         return BundleSummary(target=target.name, title=target.title, failure=str(result))
@@ -213,5 +226,5 @@ def _summarize(
         float_nodes=0 if result.quantized is None else len(result.quantized.float_nodes),
         census={form: dict(counts) for form, counts in result.converted.census.items()},
         check=result.check,
-        verify=verify,
+        verify=reports.get(target.name),
     )

@@ -1,5 +1,6 @@
 """A model as the user has it, quantized for one target: planned, or searched for until it is good enough."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +17,14 @@ from edgekit.jobs.prepare import peak_rss_bytes
 from edgekit.model.model import Model, load_model, measure_files, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
-from edgekit.progress import Progress, say_nothing
+from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.graph.float_graph import refuse_huge
+from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import Search, Searched, plan_sparingly, search_quantization
 from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
@@ -43,7 +45,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to quantize: by a method of `plan_quantization`, or by the plan in a file.
 
     `state` is the file that a search goes on from, `cache` the folder where calibrations are kept. With `layers`
-    each activation is also quantized alone.
+    each activation is also quantized alone. From `time_budget_s` seconds after the start on, no other plan is tried.
     """
 
     method: str = "auto"
@@ -51,6 +53,11 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
     cache: Path | None = None
     layers: bool = False
+    time_budget_s: float | None = None
+
+    def budget(self, start: float, progress: Progress) -> Budget:
+        """Returns the time of a search that is part of what began at `start`, by `time.monotonic()`."""
+        return Budget(end=start + (self.time_budget_s or math.inf), progress=progress)
 
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +74,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float | None
     measure: Callable[[Model], Prediction]
     work: Path
-    progress: Progress
+    budget: Budget
 
 
 def quantize_for(
@@ -90,10 +97,9 @@ def quantize_for(
     given = None if how.plan is None else read_plan(how.plan)
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, given, work, progress or say_nothing)
+        job = _open_job(model, data, recipe, given, work, how.budget(start, progress or say_nothing))
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
-        state = None if how.state is None else _open_state(job, how.state, data.labels, recipe.metric)
-        calibration = _calibrate(job, how, given)
+        state, calibration = _open_state(job, how.state, data.labels, recipe.metric), _calibrate(job, how, given)
         plan, searched = _choose_plan(job, calibration, how.method, given, state)
         quantized, predicted = _write_model(job, plan, calibration, searched, out)
         layers = _measure_layers(job, calibration, plan) if how.layers else ()
@@ -117,33 +123,29 @@ def quantize_for(
         met=searched is None or searched.met,
         goal_note="" if searched is None else searched.note,
         layers=layers,
+        left_out=tuple(job.budget.left_out),
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=peak_rss_bytes(),
     )
 
 
 def plan_for(
-    model: Path,
-    data: Data,
-    recipe: Recipe,
-    method: str = "auto",
-    progress: Progress | None = None,
-    *,
-    cache: Path | None = None,
+    model: Path, data: Data, recipe: Recipe, options: QuantizeOptions | None = None, progress: Progress | None = None
 ) -> QuantPlan:
     """Returns what quantizing a model for the one target of the recipe would do, without writing a model.
 
     Raises:
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
-    how = QuantizeOptions(method=method, cache=cache)
+    how = options or QuantizeOptions()
+    budget = how.budget(time.monotonic(), progress or say_nothing)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, None, work, progress or say_nothing)
-        plan, _ = _choose_plan(job, _calibrate(job, how, None), method, None, None)
+        job = _open_job(model, data, recipe, None, work, budget)
+        plan, _ = _choose_plan(job, _calibrate(job, how, None), how.method, None, None)
     return plan
 
 
-def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, work: Path, progress: Progress) -> _Job:
+def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, work: Path, budget: Budget) -> _Job:
     target = _one_target(recipe)
     precision = _choose_integers(target, recipe, plan)
     # Before gigabytes are read: by the sizes of the files alone.
@@ -173,7 +175,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
         max_drop=recipe.max_drop,
         measure=measure,
         work=work,
-        progress=progress,
+        budget=budget,
     )
 
 
@@ -208,7 +210,9 @@ def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: S
     return read_task_labels(path, find_metric(limit).labels, every)
 
 
-def _open_state(job: _Job, path: Path, labels: Path | None, metric: TaskLimit | None) -> State:
+def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskLimit | None) -> State | None:
+    if path is None:
+        return None
     files = [] if labels is None else [labels, *sorted(labels.rglob("*"))]
     # Other labels measure other drops: what a state remembers would be wrong for them.
     digests = "".join(digest_file(file) for file in files if file.is_file())
@@ -233,7 +237,7 @@ def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calib
         fitting=fitting or how.layers,
         cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
         outputs=job.outputs,
-        progress=job.progress,
+        progress=job.budget.progress,
     )
 
 
@@ -251,14 +255,17 @@ def _choose_plan(
         precision=job.precision,
         measure=job.measure,
         work=job.work,
-        progress=job.progress,
+        memo=Memo(budget=job.budget),
+        progress=job.budget.progress,
     )
     if job.max_drop is not None:
         searched = search_quantization(search, job.max_drop / 100, state)
         return searched.chosen.plan, searched
     if method == "auto":
         return plan_sparingly(search)
-    return plan_quantization(job.prepared, calibration, job.target, job.precision, method=method), None
+    return plan_quantization(
+        job.prepared, calibration, job.target, job.precision, method=method, memo=search.memo
+    ), None
 
 
 def _write_model(
@@ -266,10 +273,10 @@ def _write_model(
 ) -> tuple[QuantizedModel, Prediction]:
     """Returns the model, written to `out` as soon as it is whole, and what it is expected to cost."""
     with replacing_file(out) as temporary:
-        job.progress("quantize")
+        job.budget.progress("quantize")
         quantized = quantize_model(job.prepared, plan, calibration, temporary)
         if searched is None:
-            job.progress("measure")
+            job.budget.progress("measure")
         predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
         # Weights beyond 2 GB lie beside the model, under the name that stands in it.
         move_data(temporary, out)
@@ -277,7 +284,7 @@ def _write_model(
 
 
 def _measure_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> tuple[ActivationReport, ...]:
-    job.progress("quantize each activation alone")
+    job.budget.progress("quantize each activation alone")
     seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
     errors = rank_plan(job.prepared, plan, calibration)
     return tuple(describe_layers(plan, seen, errors))

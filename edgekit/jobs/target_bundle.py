@@ -1,5 +1,7 @@
 """One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.prepare.fix import Fix, fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
-from edgekit.progress import Progress
+from edgekit.progress import Budget, Progress
 from edgekit.quantize import Calibration, QuantizedModel, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.mixed_precision.candidates import Memo
@@ -36,7 +38,10 @@ from edgekit.verify.report import Step
 
 
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result."""
+    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
+
+    `end` is when planning ends, by `time.monotonic()`.
+    """
 
     recipe: Recipe
     targets: tuple[Target, ...]
@@ -45,6 +50,13 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     cache: Path | None
     progress: Progress
     memo: Memo = msgspec.field(default_factory=Memo)
+    end: float = math.inf
+
+    def share_time(self, targets: int) -> "BuildJob":
+        """Returns the job with the time of the next target: what is left, by the number of targets left."""
+        now = time.monotonic()
+        budget = Budget(end=now + (self.end - now) / targets, progress=self.progress)
+        return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
 
     def wants_integers(self) -> bool:
         """Returns True if any of the targets is to be quantized."""
@@ -211,6 +223,8 @@ def _quantize(
         plan = searched.chosen.plan
         if not searched.met:
             notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
+    if job.memo.budget.left_out:
+        notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
     return quantize_model(inputs.prepared, plan, inputs.calibration, work / "quantized.onnx")
 
 

@@ -26,6 +26,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         more = ", channels equalized" if tried.equalized else ""
         more += f", {len(tried.relieved)} out of 8 bits" if tried.relieved else ""
         yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
+    if report.left_out:
+        yield f"the time budget ended; left out: {', '.join(report.left_out)}"
     seen = report.calibration
     if seen.sample_error and seen.tail_errors:
         share = f"{100 * seen.sample_error:.2g} % of a tensor's values"

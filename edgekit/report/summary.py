@@ -134,7 +134,7 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     `fixes` counts the nodes that each automatic rewrite changed before. `predicted` is what it will cost. `trials` are
     those of a search, in order; `max_drop` is its goal in points, and then `met` says whether the chosen one reaches
     it, and `goal_note` what that leaves out. `layers` are the quantized activations, in graph order, where they were
-    asked for.
+    asked for. `left_out` is what the time budget left no time for.
     """
 
     model: str
@@ -156,5 +156,6 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     met: bool
     goal_note: str
     layers: tuple[ActivationReport, ...]
+    left_out: tuple[str, ...] = ()
     seconds: float
     peak_rss_bytes: int

@@ -26,7 +26,7 @@ RECIPE = Recipe(targets=("nnapi",), samples=32)
 
 @pytest.fixture(scope="module")
 def plan() -> QuantPlan:
-    return plan_for(MODEL, DATA, RECIPE, method="minmax")
+    return plan_for(MODEL, DATA, RECIPE, QuantizeOptions(method="minmax"))
 
 
 def trial(plan: QuantPlan, step: str, drop: float, taken: float) -> Trial:

@@ -98,7 +98,8 @@ def plan_quantization(
     target takes them, else to float; "auto" does so only where the model has collapsed (below 20 dB). Below 40 dB
     channels of unequal size are equalized, if that helps.
     Without held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named range method is taken as
-    it is. A `memo` that was given for another target saves what is the same for both.
+    it is. A `memo` that was given for another target saves what is the same for both; where its budget of time ends,
+    the best of what was tried is planned.
 
     Raises:
         UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
@@ -111,9 +112,12 @@ def plan_quantization(
         return choose_ranges(plan, calibration, method, "nearest")
     if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
         return choose_ranges(plan, calibration, "minmax", "bias" if calibration.statistics else "nearest")
+    memo = Memo() if memo is None else memo
+    if not memo.budget.allows("range methods and roundings"):
+        return choose_ranges(plan, calibration, "minmax", "bias")
     subject = _Subject(
         model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
-        memo=Memo() if memo is None else memo,
+        memo=memo,
     )  # fmt: skip
     return _plan_best(subject)
 
@@ -157,6 +161,8 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
     """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
     plan = plain.draft.plan
     if plan.precision != "int8" or reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
+        return None
+    if not subject.memo.budget.allows("equalized channels"):
         return None
     exact = subject.calibration.ranges["minmax"]
     factors = choose_factors(subject.graph, plain.draft.statistics, plan.axes.keys(), exact, through_silu=through_silu)

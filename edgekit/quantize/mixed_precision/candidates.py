@@ -10,6 +10,7 @@ import onnx
 from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
+from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import read_layers
@@ -32,7 +33,7 @@ _LEARNED: tuple[Rounding, ...] = ("bias", *_SLOW)
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was judged and ranked before, by a digest of all that it depends on.
+    """What was judged and ranked before, by a digest of all that it depends on, and the time that there is for more.
 
     One memo is passed on from target to target: those that differ in nothing that shows share the work, and what was
     built before never changes what is built.
@@ -40,6 +41,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
 
     judged: dict[str, tuple[Candidate, ...]] = {}
     ranked: dict[str, tuple[str, ...]] = {}
+    budget: Budget = msgspec.field(default_factory=Budget)
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,20 +110,28 @@ def judge_draft(draft: Draft, memo: Memo, *, floor_db: float = -math.inf) -> tup
     """
     draft = draft.use_unsigned()
     key = digest_draft(draft, floor_db)
-    if key not in memo.judged:
-        memo.judged[key] = sort_candidates(list(_judge_all(draft, floor_db)))
-    return memo.judged[key]
+    if key in memo.judged:
+        return memo.judged[key]
+    judged = sort_candidates(list(_judge_all(draft, floor_db, memo.budget)))
+    # What was cut short would be taken for all that there is by a target with more time.
+    if not memo.budget.left_out:
+        memo.judged[key] = judged
+    return judged
 
 
-def choose_again(draft: Draft) -> tuple[QuantPlan, Candidate]:
+def choose_again(draft: Draft, budget: Budget) -> tuple[QuantPlan, Candidate]:
     """Returns a relieved plan with the range method and the rounding that are best for it, and how it was judged.
 
     Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
     """
     plan, unsigned = draft.plan, draft.use_unsigned()
-    ratios = {method: _judge_ranges(unsigned.choose(method, "nearest")) for method in AUTO_METHODS}
+    ratios = {
+        method: _judge_ranges(unsigned.choose(method, "nearest"))
+        for method in AUTO_METHODS
+        if method == plan.method or budget.allows(f"range method {method}")
+    }
     best = prefer_method(ratios, plan.method)
-    tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED)
+    tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED, budget)
     lead = max(tried, key=lambda candidate: candidate.sqnr_db)
     return choose_ranges(plan, draft.calibration, best, lead.rounding), lead
 
@@ -171,20 +181,26 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
     return found
 
 
-def _judge_all(draft: Draft, floor_db: float) -> Iterator[Candidate]:
+def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candidate]:
     methods = _METHODS_16 if draft.plan.precision == "int16" else AUTO_METHODS
-    ratios = {method: _judge_ranges(draft.choose(method, "nearest")) for method in methods}
+    ratios = {
+        method: _judge_ranges(draft.choose(method, "nearest"))
+        for method in methods
+        if method == methods[0] or budget.allows(f"range method {method}")
+    }
     best = max(ratios, key=lambda method: ratios[method])
     # Plain minmax is always among the candidates, so that what is chosen is never worse on these samples.
     if best != "minmax":
-        yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",))
+        yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",), budget)
     chosen = draft.choose(best, "nearest")
     placed = _place(chosen)
     has_layers = bool(read_layers(draft.graph))
-    tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], placed))
+    tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ratios[best], floor_db):
-        yield from _judge_roundings(chosen, _SLOW, placed)
+        for rounding in _SLOW:
+            if budget.allows(f"rounding {rounding}"):
+                yield from _judge_roundings(chosen, (rounding,), budget, placed)
 
 
 def needs_moments(reached_db: float, unrounded_db: float, floor_db: float) -> bool:
@@ -204,11 +220,16 @@ def _judge_ranges(draft: Draft) -> float:
 
 
 def _judge_roundings(
-    draft: Draft, roundings: Sequence[Rounding], placed: onnx.ModelProto | None = None
+    draft: Draft, roundings: Sequence[Rounding], budget: Budget, placed: onnx.ModelProto | None = None
 ) -> Iterator[Candidate]:
-    """Yields the candidates of a draft, which `placed` holds if it was placed before: that takes half a second."""
+    """Yields the candidates of a draft: of the first rounding, and of the others while there is time.
+
+    `placed` holds the draft with Q and DQ nodes if they were placed before.
+    """
     placed = placed or _place(draft)
     for rounding in roundings:
+        if rounding != roundings[0] and not budget.allows(f"rounding {rounding}"):
+            continue
         plan = msgspec.structs.replace(draft.plan, rounding=rounding)
         qdq = round_weights(placed, draft.graph, plan, draft.statistics)
         ratio = judge_candidate(qdq, draft.compared, draft.statistics)

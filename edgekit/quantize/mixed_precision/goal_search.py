@@ -36,12 +36,14 @@ _WORTH = 0.002
 # Shares of work that differ by less are the same.
 _SAME_SHARE = 0.005
 _HALF = 0.5
+_MORE = "plans with more tensors out of 8 bits"
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which says what a quantized model of it loses.
 
-    `work` is a folder for intermediate files. The `memo` may be shared with other targets.
+    `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
+    may take.
     """
 
     model: Model
@@ -104,6 +106,8 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     search.progress(f"{search.target.name}: choose ranges and roundings")
     first = _plan_first(search)
     is_image_net = makes_images(read_float_graph(search.model), search.calibration.outputs)
+    if not search.memo.budget.allows(_MORE):
+        return first, None
     is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not is_image_net)
     if is_sure or search.precision != "int8":
         return first, None
@@ -170,6 +174,8 @@ def _run_trials(
     trials: list[Trial] = []
     spent: list[float] = []
     for index, count in enumerate(counts):
+        if count and not search.memo.budget.allows(_MORE):
+            break
         step = f"relieve {count}" if count else "all"
         left = f", at most {sum(spent) / len(spent) * (len(counts) - index):.0f} s left" if spent else ""
         left = ", known from the state" if step in known else left
@@ -183,7 +189,8 @@ def _run_trials(
         if trial is None or (trials and trial.integer_macs < goal.least_integer * trials[0].integer_macs):
             break
         trials.append(trial)
-        if state is not None:
+        # What was cut short is no step that a later search may go on from.
+        if state is not None and not search.memo.budget.left_out:
             state.write(trials)
         if trial.prediction.meets(goal.max_drop) and trial.taken_macs >= trials[0].taken_macs - _SAME_SHARE:
             break

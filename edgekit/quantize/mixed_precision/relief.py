@@ -29,6 +29,7 @@ GOOD_DB = 30.0
 _FEW_RELIEVED = 8
 # So many activations are ranked by all samples: the largest step of a schedule.
 _MOST_RANKED = 40
+_RELIEF = "more tensors out of 8 bits"
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,15 +64,19 @@ def relieve_plan(
     Raises:
         UsageError: the statistics are gone.
     """
+    if not memo.budget.allows(_RELIEF):
+        return draft.plan, ()
     order = _rank_tensors(draft, memo)
     best, reached, idle = draft.plan, lead.sqnr_db, 0
     tried: list[Candidate] = []
     for count in schedule.counts:
         names = order[:count]
+        if not memo.budget.allows(_RELIEF):
+            break
         relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
         if not quantizes_any(draft.graph, relieved):
             break
-        relieved, found = choose_again(msgspec.structs.replace(draft, plan=relieved))
+        relieved, found = choose_again(msgspec.structs.replace(draft, plan=relieved), memo.budget)
         tried.append(msgspec.structs.replace(found, relieved=names))
         if found.sqnr_db >= reached + schedule.least_gain_db:
             best, reached, idle = relieved, found.sqnr_db, 0
@@ -112,7 +117,7 @@ def relieve_step(
     if count > _FEW_RELIEVED:
         return choose_ranges(relieved, calibration, before.method, before.rounding)
     if plan.precision == "int8" and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
-        relieved, _ = choose_again(msgspec.structs.replace(draft, plan=relieved))
+        relieved, _ = choose_again(msgspec.structs.replace(draft, plan=relieved), memo.budget)
     return relieved
 
 
@@ -149,12 +154,15 @@ def _rank_tensors(draft: Draft, memo: Memo) -> tuple[str, ...]:
     """Returns the tensors whose 8 bits hurt most, worst first, remembered for the steps that follow."""
     plan = msgspec.structs.replace(draft.plan, judged=())
     key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs), order="sorted"))
-    if key not in memo.ranked:
-        unsigned = draft.use_unsigned()
-        qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
-        errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, closely=_MOST_RANKED)
-        # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
-        folded = folded_activations(draft.graph)
-        sources = (range_source(draft.graph, error.name) for error in errors)
-        memo.ranked[key] = tuple(dict.fromkeys(folded.get(name, name) for name in sources))
-    return memo.ranked[key]
+    if key in memo.ranked:
+        return memo.ranked[key]
+    unsigned = draft.use_unsigned()
+    qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
+    errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, memo.budget, closely=_MOST_RANKED)
+    # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
+    folded = folded_activations(draft.graph)
+    sources = (range_source(draft.graph, error.name) for error in errors)
+    order = tuple(dict.fromkeys(folded.get(name, name) for name in sources))
+    if not memo.budget.left_out:
+        memo.ranked[key] = order
+    return order

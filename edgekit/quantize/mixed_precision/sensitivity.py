@@ -1,5 +1,6 @@
 """Sensitivity: what each activation does to the outputs when it alone is quantized."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import onnx
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
+from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
@@ -21,6 +23,7 @@ from edgekit.quantize.qdq.build import build_qdq, plan_graph
 
 _SAMPLES, _FEW_SAMPLES = 6, 2
 """By how many held-out samples activations are ranked, and how many tell which are worth it: a choice, for the time."""
+_RANKING = "the ranking of some activations"
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +54,14 @@ def rank_activations(
     qdq: onnx.ModelProto,
     compared: Sequence[ComparedTensor],
     statistics: Path,
+    budget: Budget = NO_LIMIT,
     *,
     closely: int | None = None,
 ) -> tuple[TensorError, ...]:
     """Returns each quantized activation with what it alone does to the outputs, the most harmful first.
 
     One session serves all: it holds a switch for each activation. With `closely` two samples tell which so many are
-    the worst, and only these are judged by all that are used here.
+    the worst, and only these are judged by all that are used here. What the budget leaves no time for comes last.
 
     Raises:
         UsageError: the statistics are gone.
@@ -77,9 +81,16 @@ def rank_activations(
             powers += [powers_of(each, expected[each.tensor], found[shown[each]]) for each in compared]
         return round(join_ratios([ratio_db(*power) for power in powers]), 2)
 
-    ratios = [measure(index, held if closely is None else held[:_FEW_SAMPLES]) for index in range(len(names))]
+    ratios, began = [np.inf] * len(names), time.monotonic()
+    for index in range(len(names)):
+        if not budget.allows(_RANKING):
+            break
+        budget.tell("rank activations by what they cost", index, len(names), began)
+        ratios[index] = measure(index, held if closely is None else held[:_FEW_SAMPLES])
     if closely is not None:
         for index in sorted(range(len(names)), key=lambda index: ratios[index])[:closely]:
+            if not budget.allows(_RANKING):
+                break
             ratios[index] = measure(index, held)
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
     errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
