@@ -58,7 +58,7 @@ def require_place(path: Path) -> None:
         OutputError: it is a folder, or lies in one that cannot be written.
     """
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    reason = "it is a folder" if path.is_dir() else ""
+    reason = "it is a folder" if path.is_dir() or path.name in {"", ".."} else ""
     if not folder.is_dir():
         reason = f"'{folder}' is no folder"
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
@@ -135,6 +135,9 @@ def staged_folder(path: Path) -> Generator[Path]:
     Raises:
         OutputError: the parent cannot be written, or `path` is a file.
     """
+    # "." and ".." are no names that another folder could take over.
+    if path.name in {"", ".."}:
+        raise OutputError(f"'{path}' cannot be replaced", hint="give the name of a new folder")
     with _holder(path) as holder:
         staging = holder / path.name
         staging.mkdir()
@@ -247,9 +250,12 @@ def safe_join(root: Path, name: str) -> Path:
     parts = PurePosixPath(name)
     path = root / name
     # A backslash is a letter here and a separator on Windows: a name must mean one place everywhere.
-    if parts.is_absolute() or "\\" in name or not parts.parts or ".." in parts.parts:
-        raise BundleError(f"'{name}' is not a safe file name", hint="the bundle was altered: build it again")
-    if not path.resolve().is_relative_to(root.resolve()):
+    # Zero bytes and parts of more than 255 bytes are names that no file system takes.
+    strange = "\\" in name or "\0" in name or any(len(part.encode(errors="replace")) > 255 for part in parts.parts)
+    if strange or parts.is_absolute() or not parts.parts or ".." in parts.parts:
+        raise BundleError(f"'{name[:255]}' is not a safe file name", hint="the bundle was altered: build it again")
+    # Unlike Path.resolve this takes links that lead in a circle: whoever opens the file is told.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise BundleError(f"'{name}' leads out of '{root}'", hint="the bundle was altered: build it again")
     return path
 

@@ -27,7 +27,10 @@ REFUSALS: tuple[type[Exception], ...] = tuple(
 )  # fmt: skip
 """Every exception class that onnxruntime defines; they share no base (a test enumerates them)."""
 
-_TRANSLATED: tuple[type[Exception], ...] = (*REFUSALS, UnicodeDecodeError)
+# What pybind11 makes of the standard exceptions of C++ (its page "Exceptions"), beside a message that is no text.
+_TRANSLATED: tuple[type[Exception], ...] = (
+    *REFUSALS, UnicodeDecodeError, IndexError, MemoryError, OverflowError, RuntimeError, ValueError
+)  # fmt: skip
 
 
 class Level(enum.StrEnum):

@@ -1,11 +1,40 @@
 """Values as plain data: what JSON, reports and people read."""
 
+import errno
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
+
+_T = TypeVar("_T")
+# What a person writes by hand is far below: a file beyond it is none of it, and may have no end (/dev/zero).
+_MOST_TOML_BYTES = 4 << 20
+_SHELL_PIPES = Path("/dev/fd")
+
+
+def read_toml(path: Path, kind: type[_T]) -> _T:
+    """Returns what a TOML file says, as a value of some type.
+
+    Raises:
+        OSError: the file cannot be read, is a folder, or is a pipe.
+        msgspec.DecodeError: it is no TOML, says something else, is too large or nested too deep.
+    """
+    # A shell's <(command) is a pipe that somebody writes into; one that lies in a folder would be waited for in vain.
+    if path.is_fifo() and path.parent != _SHELL_PIPES:
+        raise OSError(errno.EINVAL, "it is a pipe")
+    with path.open("rb") as file:
+        data = file.read(_MOST_TOML_BYTES + 1)
+    if len(data) > _MOST_TOML_BYTES:
+        raise msgspec.DecodeError(f"it is larger than {_MOST_TOML_BYTES} bytes")
+    try:
+        return msgspec.toml.decode(data, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deep") from error
+    # Python refuses to read integers of more than 4,300 digits; msgspec's own errors are ValueErrors too.
+    except ValueError as error:
+        raise msgspec.DecodeError(" ".join(str(error).split())[:300]) from error
 
 
 def to_plain(value: object) -> Any:

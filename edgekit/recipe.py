@@ -9,6 +9,7 @@ import msgspec
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError
 from edgekit.model.outputs import OutputKind, StatedOutput
+from edgekit.plain import read_toml
 from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
 PrecisionChoice = Literal["auto", "int8", "int16", "fp16", "fp32"]
@@ -79,10 +80,10 @@ def load_recipe(path: Path) -> Recipe:
         UsageError: the file cannot be read, is malformed, or has an unknown key.
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Recipe)
+        return read_toml(path, Recipe)
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--recipe takes a .toml file") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         keys = ", ".join(Recipe.__struct_fields__)
         raise UsageError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
 
@@ -96,10 +97,10 @@ def load_metric(text: str) -> TaskLimit:
     if not text.endswith(".toml"):
         return TaskLimit(name=text)
     try:
-        return msgspec.toml.decode(Path(text).read_bytes(), type=TaskLimit)
+        return read_toml(Path(text), TaskLimit)
     except OSError as error:
         raise UsageError(f"cannot read '{text}': {error.strerror}", hint="--metric takes a name or a .toml") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         keys = ", ".join(TaskLimit.__struct_fields__)
         raise UsageError(f"'{text}' is malformed: {error}", hint=f"the keys are {keys}") from error
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from edgekit.errors import TargetError, UsageError, suggest_name
+from edgekit.plain import read_toml
 
 Precision = Literal["int8", "int16", "fp16", "fp32"]
 Form = Literal["onnx", "full", "runtime", "context"]
@@ -224,8 +225,8 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
     folder = _find_folder(name)
     file = folder / "target.toml"
     try:
-        target = msgspec.toml.decode(file.read_bytes(), type=Target)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        target = read_toml(file, Target)
+    except msgspec.DecodeError as error:
         raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{_targets_folder()}'") from error
     except OSError as error:
         raise TargetError(

@@ -14,6 +14,7 @@ from tiny_models import parse_model
 
 import edgekit
 from edgekit._files import one_at_a_time, staged_folder
+from edgekit.cli.main import run_command
 
 hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", max_examples=5000, deadline=None)
@@ -62,6 +63,27 @@ def relu_model(tmp_path: Path) -> Path:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
         tmp_path / "relu.onnx",
     )
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command in `tmp_path` that must be refused in one line with a hint, leaving no file; returns the line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+
+    def run(*arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert run_command([*arguments]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("edgekit: error: ")
+        assert said.endswith(")\n")
+        assert said.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+        return said
+
+    return run
 
 
 @pytest.fixture(scope="session")

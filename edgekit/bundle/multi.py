@@ -24,7 +24,7 @@ from edgekit.bundle.manifest.manifest import (
 from edgekit.bundle.manifest.names import find_fault
 from edgekit.bundle.sign import check_signature
 from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
-from edgekit.errors import BundleError, UsageError, suggest_name
+from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
 
 INDEX = "index.json"
 PREFERENCE = (
@@ -112,13 +112,16 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
 
     Raises:
         UsageError: there is no bundle, two are for one target, or they are of different models.
-        OutputError: `out` cannot be written.
+        OutputError: `out` cannot be written, or is a folder with other files.
     """
     _check_joinable(bundles)
     # The order of arguments must not show in the bytes.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
     counts = Counter(digest for bundle in bundles for digest in set(_sharable(bundle.manifest).values()))
     shared = {digest for digest, count in counts.items() if count > 1}
+    # What is there is replaced; only what this wrote before may be.
+    if out.is_dir() and any(out.iterdir()) and not (out / INDEX).is_file():
+        raise OutputError(f"'{out}' is a folder with other files", hint="give the name of a new folder")
     with staged_folder(out) as staging:
         for bundle in bundles:
             for name, place in _places(bundle.manifest, shared).items():

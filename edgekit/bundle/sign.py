@@ -50,6 +50,16 @@ def make_key(path: Path) -> Path:
     return public
 
 
+def require_private_key(key: Path) -> None:
+    """Refuses what is no private key to sign with, before anything is written that is to be signed.
+
+    Raises:
+        UsageError: the key cannot be read, or is no Ed25519 private key without a password.
+        MissingExtraError: `cryptography` is not installed.
+    """
+    _load_private(key)
+
+
 def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key: Path) -> str:
     """Signs the digests of a folder's files, and what was verified of them, with a private key in PEM.
 
@@ -60,11 +70,8 @@ def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key
         OutputError: the folder cannot be written.
         MissingExtraError: `cryptography` is not installed.
     """
-    serialization, ed25519 = _load_library()
-    private = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
-    if not isinstance(private, ed25519.Ed25519PrivateKey):
-        raise UsageError(f"'{key}' is no Ed25519 private key", hint=_KEY_HINT)
-    signer: Any = private
+    serialization, _ = _load_library()
+    signer = _load_private(key)
     keyid = _identify(signer.public_key(), serialization)
     statement = Statement(subject=list_subjects(digests), predicate=result)
     write_file(folder / SIGNATURE, encode_envelope(statement, keyid, signer.sign))
@@ -113,6 +120,14 @@ def _load_library() -> tuple[Any, Any]:
             "signatures need the package 'cryptography'", hint="pip install cryptography"
         ) from error
     return serialization, ed25519
+
+
+def _load_private(key: Path) -> Any:
+    serialization, ed25519 = _load_library()
+    private = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
+    if not isinstance(private, ed25519.Ed25519PrivateKey):
+        raise UsageError(f"'{key}' is no Ed25519 private key", hint=_KEY_HINT)
+    return private
 
 
 def _load_key(path: Path, half: str, load: Callable[[bytes], object]) -> object:

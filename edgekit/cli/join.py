@@ -8,6 +8,7 @@ import click
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
 from edgekit.bundle.multi import MultiBundle
+from edgekit.bundle.sign import require_private_key
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_doubts, show_json, show_line
@@ -37,6 +38,8 @@ def command(bundles: tuple[Path, ...], out: Path, key: Path | None, allow_failed
     was written.
     """
     kind: Kind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
+    if key is not None:
+        require_private_key(key)
     with work_folder() as work:
         place = out if kind is None else work / "joined"
         joined, doubts = join_verified(bundles, place, allow_failed=allow_failed)

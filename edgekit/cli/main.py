@@ -15,6 +15,7 @@ from edgekit.plain import escape_controls
 
 # What the system says where intermediate files find no space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_LETTERS = 2000
 # 130 is what shells report for a program that SIGINT (2) ended: 128 + 2.
 YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
@@ -120,14 +121,20 @@ def _end(error: OSError) -> int:
         sys.stderr.close()
         return NO
     # Anything else is a fault of edgekit's own, and its traceback is what helps to mend it.
-    if error.errno not in _FULL:
+    if error.errno not in {*_FULL, errno.ENAMETOOLONG}:
         raise error
     place = error.filename or tempfile.gettempdir()
+    if error.errno == errno.ENAMETOOLONG:
+        return _complain(f"'{place}': {error.strerror} (give a shorter path)")
     return _complain(f"cannot write '{place}': {error.strerror} (free some space, or set TMPDIR to a larger place)")
 
 
 def _complain(message: str) -> int:
-    click.echo(escape_controls(f"edgekit: error: {' '.join(message.split())}"), err=True)
+    shown = " ".join(message.split())
+    # A name may be as long as a file; the beginning says what is wrong, the end what to do.
+    if len(shown) > _MOST_LETTERS:
+        shown = f"{shown[:_MOST_LETTERS]} ... {shown[-300:]}"
+    click.echo(escape_controls(f"edgekit: error: {shown}"), err=True)
     return WRONG
 
 

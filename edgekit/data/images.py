@@ -9,6 +9,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array
+from edgekit.plain import read_toml
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
 # Pillow's own guard warns at a third of this and raises at two thirds (Image.MAX_IMAGE_PIXELS, 89 million); both are
@@ -52,10 +53,10 @@ def load_preprocess(path: Path) -> Preprocess:
         DataError: the file is missing or malformed, or a key is unknown.
     """
     try:
-        preprocess = msgspec.toml.decode(path.read_bytes(), type=Preprocess)
+        preprocess = read_toml(path, Preprocess)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}", hint="--preprocess takes a .toml file") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         keys = ", ".join(Preprocess.__struct_fields__)
         raise DataError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
     channels = 1 if preprocess.color == "L" else 3

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from edgekit.data.npz import MALFORMED
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array
@@ -43,7 +44,7 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
         values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     except OSError as error:
         raise DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line") from error
-    except (ValueError, EOFError) as error:
+    except MALFORMED as error:
         raise DataError(f"'{path}' holds no labels", hint="give whole numbers, one class a line") from error
     if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) != samples.count:
         raise DataError(
@@ -95,7 +96,7 @@ def _guess_kind(path: Path) -> LabelKind:
     if path.suffix == ".npy":
         try:
             return "class" if np.load(path, allow_pickle=False, mmap_mode="r").ndim == 1 else "array"
-        except (OSError, ValueError, EOFError):
+        except MALFORMED:
             return "array"
     return "text" if path.suffix == ".txt" else "class"
 

@@ -5,7 +5,10 @@ A tensor `y` whose shape changes from row to row is two arrays: `y` with the val
 """
 
 import contextlib
+import lzma
 import math
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Generator, Iterator
@@ -19,6 +22,11 @@ from edgekit.errors import DataError
 from edgekit.model.tensors import Array, Tensors
 
 SHAPES = ".shapes"
+MALFORMED: tuple[type[Exception], ...] = (
+    EOFError, KeyError, MemoryError, OSError, OverflowError, RuntimeError, StopIteration, SyntaxError, TypeError,
+    ValueError, lzma.LZMAError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What numpy and zipfile raise on damaged arrays: a header is parsed as Python, and its shape is memory to ask for."""
 
 _MAX_ROW_BYTES = 1 << 32
 # Version 3.0 differs in the encoding of field names only, and arrays with fields are refused.
@@ -76,7 +84,7 @@ def read_rows(path: Path) -> Iterator[Tensors]:
 def _open_archive(path: Path) -> Generator[zipfile.ZipFile]:
     try:
         archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
+    except MALFORMED as error:
         raise DataError(f"'{path}' is not an .npz file, or is cut off", hint="write it with numpy.savez") from error
     with archive:
         yield archive
@@ -104,11 +112,13 @@ def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
 def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
     try:
         file = archive.open(f"{name}.npy")
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except MALFORMED as error:
         raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
     try:
         shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        if any(dim < 0 for dim in shape) or dtype.itemsize == 0:
+            raise ValueError(shape)
+    except MALFORMED as error:
         file.close()
         raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
     # Objects would be unpickled, which runs code.
@@ -133,7 +143,7 @@ def _read_row(column: _Column, path: Path) -> Array:
         raise DataError(f"'{path}' claims samples of {size_bytes} bytes", hint="one sample may have 4 GiB at most")
     try:
         data = column.file.read(size_bytes)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+    except MALFORMED as error:
         raise DataError(f"'{path}' is damaged", hint="write it again with numpy.savez") from error
     if len(data) < size_bytes:
         raise DataError(f"'{path}' is cut off", hint="write it again with numpy.savez")

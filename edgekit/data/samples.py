@@ -1,7 +1,6 @@
 """Where sample inputs come from: they are streamed, one sample at a time."""
 
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
 from edgekit.data.images import SUFFIXES, Preprocess, read_image
-from edgekit.data.npz import count_rows, read_rows
+from edgekit.data.npz import MALFORMED, count_rows, read_rows
 from edgekit.data.user_code import load_function
 from edgekit.errors import DataError, quote_error, suggest_name
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
@@ -21,6 +20,7 @@ from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matc
 _MOST_KEPT_BYTES = 32 << 20
 _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
 _UNCOUNTED = -1
+_NO_TENSOR: tuple[type[Exception], ...] = (*MALFORMED, DecodeError)
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +254,7 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
         file = folder / f"input_{index}.pb"
         try:
             tensors[spec.name] = onnx.numpy_helper.to_array(onnx.load_tensor(str(file)))
-        except (OSError, DecodeError, ValueError, TypeError) as error:
+        except _NO_TENSOR as error:
             raise DataError(f"cannot read '{file}' for input '{spec.name}'", hint="it must be a TensorProto") from error
     return tensors
 
@@ -263,14 +263,14 @@ def _read_npz_sample(file: Path) -> Tensors:
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except MALFORMED as error:
         raise DataError(f"cannot read '{file}'", hint="write it with numpy.savez") from error
 
 
 def _read_npy(file: Path) -> Array:
     try:
         return cast("Array", np.load(file, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
+    except MALFORMED as error:
         raise DataError(f"cannot read '{file}'", hint="write it with numpy.save") from error
 
 

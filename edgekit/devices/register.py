@@ -10,13 +10,12 @@ from edgekit.devices.device import Device
 from edgekit.devices.find import find_device, refuse_remote, vary_device
 from edgekit.devices.labelled import Labelled, address_of
 from edgekit.errors import UsageError, suggest_name
+from edgekit.plain import read_toml
 from edgekit.target import Target
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 # The name stands in reports, file names and XML: letters, digits and a few marks.
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
-
-MAX_FILE_BYTES = 1 << 20
 
 
 class ListedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,17 +55,15 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
         UsageError: the file cannot be read, has an unknown or missing key, or a name comes twice.
     """
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+        tree = read_toml(path, dict[str, object])
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--on-file takes a .toml file") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise UsageError(f"'{path}' is larger than {MAX_FILE_BYTES} bytes", hint="list one [[device]] each")
+    except msgspec.DecodeError as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint=_form()) from error
     try:
-        tree = msgspec.toml.decode(data, type=dict[str, object])
         _check_keys(path, tree)
         listed = msgspec.convert(tree, type=_File).device
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise UsageError(f"'{path}' is malformed: {error}", hint=_form()) from error
     if not listed:
         raise UsageError(f"'{path}' lists no device", hint=_form())

@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import onnx
@@ -12,6 +12,7 @@ import onnx
 from edgekit._files import digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.model.skim import skim_model
+from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
 from edgekit.model.tensors import TensorSpec
 
 MAX_OPSET = 26
@@ -59,14 +60,14 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
 
     Raises:
         UsageError: a library is missing.
-        ModelError: the file is missing, empty, truncated, no ONNX model, too new, or refers to external data that is
-            missing or outside its folder.
+        ModelError: the file is missing, empty, truncated, no ONNX model, too new, breaks ONNX's rules, or refers to
+            external data that is missing or outside its folder.
     """
     for library in custom_ops:
         if not library.is_file():
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
-    _check_text(path, proto)
+    _check_rules(path, proto)
     external = tuple(sorted(set(_external_files(proto))))
     for name in external:
         _check_external(path, name)
@@ -104,15 +105,18 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
     """Returns the protobuf of a model, with external weights loaded unless `weights` is False.
 
     Raises:
-        ModelError: onnx takes the external data for unsafe, such as a hard link.
+        ModelError: onnx takes the external data for unsafe, such as a hard link, or weights are cut off.
     """
     try:
-        return onnx.load(str(model.path), load_external_data=weights)
-    except onnx.checker.ValidationError as error:
+        proto = onnx.load(str(model.path), load_external_data=weights)
+    except (onnx.checker.ValidationError, OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
             hint="copy the file to a place of its own",
         ) from error
+    if torn := find_torn_tensor(proto):
+        raise ModelError(f"'{model.path}' is damaged: {torn}", hint="export it again")
+    return proto
 
 
 def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
@@ -303,18 +307,13 @@ def _parse(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _check_text(path: Path, proto: onnx.ModelProto) -> None:
-    """Refuses names that are no text: protobuf hands them out as bytes, which fit nowhere."""
-    for graph in iterate_graphs(proto.graph):
-        names: list[Any] = [value.name for value in (*graph.input, *graph.output, *graph.value_info)]
-        names += [tensor.name for tensor in graph.initializer]
-        for node in graph.node:
-            names += (node.name, node.op_type, node.domain, *node.input, *node.output)
-        strange = next((name for name in names if not isinstance(name, str)), None)
-        if strange is not None:
-            raise ModelError(
-                f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again"
-            )
+def _check_rules(path: Path, proto: onnx.ModelProto) -> None:
+    """Refuses names that are no text, which protobuf hands out as bytes that fit nowhere, and what ONNX's rules do."""
+    strange = find_strange_text(proto)
+    if strange is not None:
+        raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
+    if flaw := find_flaw(proto):
+        raise ModelError(f"'{path}' is no sound model: {flaw}", hint="export it again")
 
 
 def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:

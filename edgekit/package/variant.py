@@ -130,6 +130,16 @@ def clean_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
+def _list_inputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
+    open_one = next((tensor for tensor in bundle.manifest.inputs if not tensor.is_static), None)
+    if open_one is not None:
+        raise UsageError(
+            f"'{bundle.folder}' cannot be packaged: its input '{open_one.name}' has no fixed shape",
+            hint="build it with the size of every dimension: --dim NAME=INT",
+        )
+    return tuple(tensor.spec for tensor in bundle.manifest.inputs)
+
+
 def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
     """Returns the outputs of fixed shape: the loaders' self-test compares those, row by row."""
     fixed = tuple(tensor.spec for tensor in bundle.manifest.outputs if tensor.is_static)
@@ -164,7 +174,7 @@ def _describe(bundle: Bundle, name: str, platform: str) -> Variant:
         minimum_ort=manifest.minimum_ort,
         model=manifest.model_file,
         files=dict(sorted(files.items())),
-        inputs=tuple(tensor.spec for tensor in manifest.inputs),
+        inputs=_list_inputs(bundle),
         outputs=_list_outputs(bundle),
         samples=manifest.golden.samples,
         thresholds=Limits(

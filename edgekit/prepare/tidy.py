@@ -40,12 +40,14 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     nodes = [node for part in iterate_graphs(graph) for node in part.node]
     taken = {node.name for node in nodes}
     seen: set[str] = set()
+    # Where thousands bear one name, the numbers that are taken are not tried again for each.
+    counts: dict[str, int] = {}
     for node in nodes:
         if not node.name or node.name in seen:
             # Not a running number: a node in front would rename all behind it, and reports of two versions could not be
             # compared.
             stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
-            node.name = _free_name(stem, taken)
+            node.name = _free_name(stem, taken, counts)
             taken.add(node.name)
         seen.add(node.name)
 
@@ -86,10 +88,12 @@ def _replace(field: MutableSequence[_MessageT], values: Iterable[_MessageT]) -> 
     field.extend(kept)
 
 
-def _free_name(stem: str, taken: set[str]) -> str:
-    if stem not in taken:
-        return stem
-    return next(name for count in range(1, len(taken) + 2) if (name := f"{stem}_{count}") not in taken)
+def _free_name(stem: str, taken: set[str], counts: dict[str, int]) -> str:
+    name = stem
+    while name in taken:
+        counts[stem] = counts.get(stem, 0) + 1
+        name = f"{stem}_{counts[stem]}"
+    return name
 
 
 def _domain(domain: str) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from edgekit.check.rules.kinds import Rule
 from edgekit.check.rules.units import Selector
 from edgekit.errors import TargetError
+from edgekit.plain import read_toml
 from edgekit.target import Target
 
 
@@ -117,10 +118,10 @@ def load_rules(target: Target) -> RuleBook:
     """
     file = target.folder / "rules.toml"
     try:
-        book = msgspec.toml.decode(file.read_bytes(), type=RuleBook)
+        book = read_toml(file, RuleBook)
     except OSError as error:
         raise TargetError(f"cannot read '{file}': {error.strerror}", hint="a target needs a rules.toml") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise TargetError(
             f"'{file}' is malformed: {error}", hint="compare it with a target that edgekit ships"
         ) from error

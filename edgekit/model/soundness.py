@@ -1,0 +1,248 @@
+"""Whether a model is one: what ONNX's rules and ONNX Runtime refuse in any file is refused before a stage meets it.
+
+The rules are those of onnx's IR (https://onnx.ai/onnx/repo-docs/IR.html) and of the operators' schemas. What onnx's own
+checker wants beyond ONNX Runtime (names of graphs, sorted nodes, data of every tensor) is not asked for.
+"""
+
+import math
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+
+# The largest file of weights is far below; a product beyond it is a size that nothing can hold.
+_MOST_ELEMENTS = 1 << 40
+_MAIN = ("", "ai.onnx")
+_TYPES = frozenset(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
+
+
+class _Form(msgspec.Struct, frozen=True, kw_only=True):
+    """What the schema of an operator asks of its nodes; attributes by name, with their types."""
+
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+    attributes: dict[str, int]
+    required: frozenset[str]
+
+
+def find_flaw(proto: onnx.ModelProto) -> str | None:
+    """Returns the first thing in a model that makes it none, in words, or None; data of tensors may be left out."""
+    return next(_find_flaws(proto), None)
+
+
+def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
+    """Returns the first initializer whose raw data are not as long as its type and shape say, in words, or None."""
+    for tensor in proto.graph.initializer:
+        if not tensor.HasField("raw_data") or tensor.data_location == onnx.TensorProto.EXTERNAL:
+            continue
+        wanted = _count_bytes(tensor)
+        if wanted is not None and wanted != len(tensor.raw_data):
+            return f"initializer '{tensor.name}' has {len(tensor.raw_data)} bytes, its type and shape want {wanted}"
+    return None
+
+
+def find_strange_text(proto: onnx.ModelProto) -> bytes | None:
+    """Returns the first text in a model that is no UTF-8, which protobuf hands out as bytes, or None."""
+    return next((text for text in _list_texts(proto) if not isinstance(text, str)), None)
+
+
+def _list_texts(proto: onnx.ModelProto) -> Iterator[Any]:
+    yield from (proto.producer_name, proto.producer_version, proto.domain, proto.doc_string)
+    for entry in proto.metadata_props:
+        yield from (entry.key, entry.value)
+    yield from (entry.domain for entry in proto.opset_import)
+    for function in proto.functions:
+        yield from (entry.domain for entry in function.opset_import)
+        yield from (function.name, function.domain, function.doc_string, *function.input, *function.output)
+    graphs = [proto.graph]
+    while graphs:
+        graph = graphs.pop()
+        yield from (graph.name, graph.doc_string)
+        yield from (tensor.name for tensor in graph.initializer)
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            yield from (value.name, value.doc_string)
+            yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+        graphs.extend(body for node in graph.node for body in _bodies(node))
+        for node in graph.node:
+            yield from _list_node_texts(node)
+    for function in proto.functions:
+        for node in function.node:
+            yield from _list_node_texts(node)
+
+
+def _list_node_texts(node: onnx.NodeProto) -> Iterator[Any]:
+    yield from (node.name, node.op_type, node.domain, node.overload, node.doc_string, *node.input, *node.output)
+    for attribute in node.attribute:
+        yield from (attribute.name, attribute.ref_attr_name, attribute.doc_string)
+
+
+def _find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
+    yield from _check_functions(proto.functions)
+    opsets = _opsets(proto.opset_import)
+    yield from (
+        f"opset {version} of domain '{domain}'" for domain, version in opsets.items() if not 0 < version < 2**31
+    )
+    yield from _check_graph(proto.graph, opsets, ChainMap[str, None]())
+    for function in proto.functions:
+        own = _opsets(function.opset_import)
+        yield from (
+            f"opset {version} of domain '{domain}'" for domain, version in own.items() if not 0 < version < 2**31
+        )
+        for index, node in enumerate(function.node):
+            yield from _check_node(node, f"node {index} of function '{function.name}'", own)
+
+
+def _opsets(entries: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+    return {"" if entry.domain in _MAIN else entry.domain: entry.version for entry in entries}
+
+
+def _check_functions(functions: Sequence[onnx.FunctionProto]) -> Iterator[str]:
+    named = {(function.domain, function.name, function.overload): function for function in functions}
+    if len(named) < len(functions):
+        yield "two local functions of one name"
+    calls = {
+        key: {(node.domain, node.op_type, node.overload) for node in _all_nodes(function.node)} & named.keys()
+        for key, function in named.items()
+    }
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        yield f"local function '{error.args[1][0][1]}' calls itself"
+
+
+def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                waiting.extend(body.node)
+
+
+def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: ChainMap[str, None]) -> Iterator[str]:
+    """Yields the flaws of a graph and its bodies; `outer` holds the names that it may read without making them."""
+    made = [name for node in graph.node for name in node.output if name]
+    given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    given |= {tensor.values.name for tensor in graph.sparse_initializer}
+    twice = next((name for name, count in Counter(made).items() if count > 1 or name in given), None)
+    if twice is not None:
+        yield f"tensor '{twice}' is made twice"
+    for tensor in (*graph.initializer, *(part for sparse in graph.sparse_initializer for part in _parts(sparse))):
+        yield from _check_tensor(tensor)
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        yield from _check_value(value)
+    scope = outer.new_child(dict.fromkeys((*made, *given)))
+    for index, node in enumerate(graph.node):
+        where = f"node '{node.name}' ({node.op_type})" if node.name else f"node {index} ({node.op_type})"
+        yield from (f"{where} reads '{name}', which nothing makes" for name in node.input if name and name not in scope)
+        yield from _check_node(node, where, opsets)
+        for body in _bodies(node):
+            yield from _check_graph(body, opsets, scope)
+    yield from (f"output '{value.name}' is made by nothing" for value in graph.output if value.name not in scope)
+    yield from _check_order(graph)
+
+
+def _parts(sparse: onnx.SparseTensorProto) -> tuple[onnx.TensorProto, onnx.TensorProto]:
+    return sparse.values, sparse.indices
+
+
+def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    # Reading `attribute.g` of another kind of attribute gives an empty graph, not an error.
+    bodies = [body for attribute in node.attribute for body in (attribute.g, *attribute.graphs)]
+    return [body for body in bodies if body.node or body.output]
+
+
+def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yields a flaw where nodes wait for each other; nodes may stand in any order, as a quantizer appends its own."""
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    waits = {
+        index: [makers[name] for name in node.input if name in makers and makers[name] >= index]
+        for index, node in enumerate(graph.node)
+    }
+    # What only reads what stands before it cannot be part of a cycle: mostly nothing is left to sort.
+    if not any(waits.values()):
+        return
+    order = TopologicalSorter(
+        {index: [makers[name] for name in node.input if name in makers] for index, node in enumerate(graph.node)}
+    )
+    try:
+        order.prepare()
+    except CycleError as error:
+        yield f"node '{graph.node[error.args[1][0]].name}' needs what is made of its own output"
+
+
+def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> Iterator[str]:
+    for attribute in node.attribute:
+        if attribute.type not in onnx.AttributeProto.AttributeType.values() or not attribute.type:
+            yield f"{where} has the attribute '{attribute.name}' of no type"
+        for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
+            yield from _check_tensor(tensor)
+    domain = "" if node.domain in _MAIN else node.domain
+    form = _read_form(node.op_type, domain, opsets.get(domain, 1)) if domain in opsets or not domain else None
+    if form is None:
+        return
+    for side, names, (least, most) in (("inputs", node.input, form.inputs), ("outputs", node.output, form.outputs)):
+        if not least <= len(names) <= most:
+            yield f"{where} has {len(names)} {side}, the operator takes {least} to {most}"
+    given = {attribute.name: attribute for attribute in node.attribute}
+    yield from (f"{where} lacks the attribute '{name}'" for name in sorted(form.required - given.keys()))
+    for name, attribute in given.items():
+        if form.attributes.get(name, attribute.type) != attribute.type and not attribute.ref_attr_name:
+            yield f"{where} has the attribute '{name}' of another type than its operator wants"
+    if not domain and node.op_type == "Loop":
+        yield from _check_loop(node, where, given.get("body"))
+
+
+def _check_loop(node: onnx.NodeProto, where: str, body: onnx.AttributeProto | None) -> Iterator[str]:
+    # The body takes the turn, the condition and what is carried; it gives the condition, what is carried, and scans.
+    if body is not None and (len(body.g.input) != len(node.input) or len(body.g.output) != 1 + len(node.output)):
+        yield f"{where} and its body do not have the same number of inputs and outputs"
+
+
+def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:
+    if tensor.data_type not in _TYPES:
+        yield f"tensor '{tensor.name}' has the type {tensor.data_type}, which is none"
+    if any(dim < 0 for dim in tensor.dims) or math.prod(tensor.dims) > _MOST_ELEMENTS:
+        yield f"tensor '{tensor.name}' has the shape {list(tensor.dims)[:8]}"
+
+
+def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:
+    tensor = value.type.tensor_type
+    # Unknown dimensions may be written as negative ones; what is known must fit somewhere.
+    if math.prod(max(1, dim.dim_value) for dim in tensor.shape.dim) > _MOST_ELEMENTS:
+        yield f"tensor '{value.name}' has the shape {[dim.dim_value for dim in tensor.shape.dim][:8]}"
+    if tensor.elem_type and tensor.elem_type not in _TYPES:
+        yield f"tensor '{value.name}' has the type {tensor.elem_type}, which is none"
+
+
+def _count_bytes(tensor: onnx.TensorProto) -> int | None:
+    """Returns how many bytes the raw data of a tensor must have, None where elements are no whole bytes."""
+    dtype: np.dtype[Any] = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    name = onnx.TensorProto.DataType.Name(tensor.data_type)
+    if dtype.kind == "O" or name.endswith(("INT4", "INT2", "4E2M1")):
+        return None
+    return dtype.itemsize * math.prod(tensor.dims)
+
+
+@lru_cache(maxsize=4096)
+def _read_form(op: str, domain: str, version: int) -> _Form | None:
+    """Returns what an operator asks of its nodes, None for one that onnx does not know."""
+    try:
+        schema = onnx.defs.get_schema(op, version, domain)
+    except onnx.defs.SchemaError:
+        return None
+    # The numbers of the types are those of AttributeProto; onnx annotates them as bare enums.
+    attributes: dict[str, Any] = dict(schema.attributes)
+    types = {name: int(entry.type.value) for name, entry in attributes.items()}
+    return _Form(
+        inputs=(schema.min_input, schema.max_input),
+        outputs=(schema.min_output, schema.max_output),
+        attributes=types,
+        required=frozenset(name for name, entry in schema.attributes.items() if entry.required),
+    )

@@ -1,0 +1,40 @@
+"""Findings of the fuzzer in bundles, each as a command: one line, exit code 2, nothing left."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bundle_models import make_bundle
+
+from edgekit.bundle.manifest.manifest import encode_json
+
+
+def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path, target="nnapi").folder
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["inputs"][0]["shape"] = None
+    (folder / "manifest.json").write_bytes(encode_json(manifest))
+    for kind in ("aar", "swiftpm", "ort-package", "tar"):
+        refused("package", str(folder), "--as", kind, "--allow-failed", "--out", "out")
+
+
+def test_joining_never_takes_the_place_of_another_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path).folder
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    for out in ("..", ".", "mine"):
+        refused("join", str(bundle), "--allow-failed", "--out", out)
+
+
+def test_joining_with_a_bad_key_writes_nothing(refused: Callable[..., str], tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path).folder
+    (tmp_path / "key.pem").write_text("no key")
+    assert "no private key" in refused("join", str(bundle), "--allow-failed", "--key", "key.pem", "--out", "out")
+
+
+def test_links_that_lead_in_a_circle(refused: Callable[..., str], tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path).folder
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to("README.md")
+    refused("inspect", str(folder), "--sizes")
+    refused("verify", str(folder), "--files-only")

@@ -1,0 +1,163 @@
+"""Findings of the fuzzer in models and data, each as a command: one line, exit code 2, nothing left."""
+
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from test_soundness import LOOP, TWO, call_itself
+
+from edgekit.cli.main import run_command
+
+
+def save_classifier(path: Path) -> Path:
+    weight = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="mul")],
+        "classifier",
+        [value("x", 1, [1, 8])],
+        [value("y", 1, [1, 5])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+    return path
+
+
+def write_model(text: str, change: Callable[[onnx.ModelProto], object], path: Path) -> str:
+    proto = onnx.parser.parse_model(text)
+    change(proto)
+    path.write_bytes(proto.SerializeToString())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["inspect"], ["inspect", "--sizes"], ["check"], ["prepare", "--out", "p.onnx"], ["convert", "--out", "c"]],
+)
+def test_local_functions_that_call_themselves(command: list[str], refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "calls itself" in refused(*command, write_model(TWO, call_itself, tmp_path / "m.onnx"))
+
+
+def test_a_loop_with_few_inputs(refused: Callable[..., str], tmp_path: Path) -> None:
+    loop = write_model(LOOP, lambda proto: proto.graph.node[0].input.__delitem__(slice(1, None)), tmp_path / "m.onnx")
+    assert "has 1 inputs" in refused("inspect", loop, "--sizes")
+    assert "has 1 inputs" in refused("diff", loop, loop)
+
+
+NESTED = "x = " + "[" * 3000 + "]" * 3000
+HUGE = "x = " + "9" * 5000
+
+
+@pytest.mark.parametrize("text", [NESTED, HUGE, "a" + ".a" * 3000 + " = 1"], ids=["nested", "huge", "dotted"])
+def test_toml_that_python_cannot_read(refused: Callable[..., str], tmp_path: Path, text: str) -> None:
+    model, toml = str(save_classifier(tmp_path / "m.onnx")), str(tmp_path / "x.toml")
+    Path(toml).write_text(text)
+    (tmp_path / "target").mkdir()
+    shutil.copy(toml, tmp_path / "target/target.toml")
+    np.savez(tmp_path / "s.npz", x=np.zeros((2, 1, 8), np.float32))
+    assert "malformed" in refused("build", model, "--data", "s.npz", "--recipe", toml, "--out", "b")
+    assert "malformed" in refused("prepare", model, "--embed-preprocess", toml, "--out", "p.onnx")
+    assert "malformed" in refused("compare", model, model, "--data", "s.npz", "--labels", toml, "--metric", toml)
+    refused("bench", model, "--on-file", toml)
+    assert "malformed" in refused("targets", "target")
+
+
+def test_a_pipe_in_a_targets_folder_is_not_waited_for(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    os.mkfifo(tmp_path / "target/target.toml")
+    assert "it is a pipe" in refused("targets", "target")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "(" * 300,
+        "lambda: 0",
+        "{'a': {",
+        "'''",
+        "{'descr': '<f4', 'shape': (",
+        "{'descr': '<f4'}",
+        f"{{'descr': '{'x' * 99}', 'fortran_order': False, 'shape': (2, 8)}}",
+        *(
+            f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}"
+            for shape in ("(-1, 8)", "(2.5,)", "(10**14, 8)")
+        ),
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000, 8)}",
+    ],
+)
+def test_headers_of_arrays(refused: Callable[..., str], tmp_path: Path, header: str) -> None:
+    model = str(save_classifier(tmp_path / "m.onnx"))
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0" * 64
+    with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive:
+        archive.writestr("x.npy", data)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/x.npy").write_bytes(data)
+    (tmp_path / "l.npy").write_bytes(data)
+    np.savez(tmp_path / "good.npz", x=np.zeros((2, 1, 8), np.float32))
+    refused("compare", model, model, "--data", "s.npz")
+    refused("compare", model, model, "--data", "folder")
+    refused("compare", model, model, "--data", "good.npz", "--labels", "l.npy", "--metric", "top1")
+
+
+def test_flipped_bits_in_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = save_classifier(tmp_path / "m.onnx").read_bytes()
+    for at in range(0, len(data) * 8, 37):
+        flipped = bytearray(data)
+        flipped[at // 8] ^= 1 << at % 8
+        (tmp_path / "f.onnx").write_bytes(flipped)
+        assert run_command(
+            ["convert", "f.onnx", "--no-check", "--level", "disabled", "--style", "full", "--out", "c"]
+        ) in {0, 2}
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_thousands_of_nodes_of_one_name(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", [f"t{index}"], [f"t{index + 1}"], name="same") for index in range(8000)]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "g", [value("t0", 1, [1, 4])], [value("t8000", 1, [1, 4])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
+    began = time.process_time()
+    assert run_command(["prepare", str(tmp_path / "m.onnx"), "--out", str(tmp_path / "p.onnx")]) == 0
+    # It took 6 s where each node tried all names before its own; 1.6 s since.
+    assert time.process_time() - began < 5
+    assert len({node.name for node in onnx.load(tmp_path / "p.onnx").graph.node}) == 8000
+
+
+def test_names_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;title\x07\u202eexe"
+    proto = onnx.parser.parse_model(TWO)
+    proto.graph.node[0].name = evil
+    proto.graph.input[0].name = proto.graph.node[0].input[0] = evil
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    model = str(tmp_path / "m.onnx")
+    for command in (["inspect", model], ["check", model], ["prepare", model, "--rename", f"{evil}=y", "--out", "p"]):
+        run_command(command)
+    shown = capsys.readouterr()
+    assert "title" in shown.out + shown.err
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
+
+
+def test_paths_that_no_system_takes(refused: Callable[..., str]) -> None:
+    for command in (["diff", "x" * 5000, "y"], ["verify", "x" * 5000], ["inspect", "x" * 5000, "--sizes"]):
+        assert len(refused(*command)) < 3000
+
+
+def test_an_archive_of_no_rows_is_no_data(refused: Callable[..., str], tmp_path: Path) -> None:
+    model = str(save_classifier(tmp_path / "m.onnx"))
+    np.savez(tmp_path / "s.npz", x=np.zeros((0, 1, 8), np.float32))
+    assert "holds no sample" in refused("compare", model, model, "--data", "s.npz")
+
+
+def test_what_is_whole_is_taken(tmp_path: Path) -> None:
+    assert run_command(["inspect", str(save_classifier(tmp_path / "m.onnx")), "--sizes"]) == 0
+    np.savez(tmp_path / "s.npz", x=np.ones((2, 1, 8), np.float32))
+    model = str(tmp_path / "m.onnx")
+    assert run_command(["compare", model, model, "--data", str(tmp_path / "s.npz")]) == 0
