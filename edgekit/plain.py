@@ -10,7 +10,7 @@ import msgspec
 
 _T = TypeVar("_T")
 # What a person writes by hand is far below: a file beyond it is none of it, and may have no end (/dev/zero).
-_MOST_TOML_BYTES = 4 << 20
+_MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
 
 
