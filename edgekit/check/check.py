@@ -116,10 +116,11 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
             rules += op.rules
         return rules
 
-    def find_risks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
-        """Returns why the session may fail although the provider claims the unit."""
+    def find_risks(self, graph: Graph, unit: Unit, *, taken: bool) -> tuple[str, ...]:
+        """Returns why the session may fail although the provider claims the unit, or since it claims it late."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
-        found = (judge_rule(rule, subject) for rule in self.book.provider.risks)
+        rules = self.book.provider.risks if taken else self.book.provider.late_risks
+        found = (judge_rule(rule, subject) for rule in rules)
         return tuple(risk for risk in found if risk)
 
 
@@ -196,7 +197,7 @@ def _list_nodes(
                 bytes=count_bytes(graph, node),
                 partition=places[0] if taken else None,
                 grouped=unit.node.index != node.index,
-                risks=judge.find_risks(graph, unit) if taken else (),
+                risks=judge.find_risks(graph, unit, taken=taken) if taken or unit.node.index == node.index else (),
                 remarks=remarks,
                 integers=taken and not remarks and _is_integer(unit, node),
                 # The provider claims a unit only if nothing else in the rules refuses it: one quiet refusal leaves it

@@ -19,7 +19,7 @@ from edgekit.devices.find import find_device
 from edgekit.devices.local import coreml
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
-from edgekit.graph.graph import read_graph
+from edgekit.graph.graph import Node, read_graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target
@@ -200,7 +200,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     if opened and run.failure:
         notes = (*notes, f"the run on random numbers failed: {run.failure}")
     return ObservedPlacement(
-        providers=_add_unnamed(names, seen) if is_xnnpack and providers else seen,
+        providers=_add_unnamed(model, seen) if is_xnnpack and providers else seen,
         notes=notes,
         failure=None if opened else run.failure,
     )
@@ -243,13 +243,23 @@ def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim in spec.shape or () if isinstance(dim, int))
 
 
-def _add_unnamed(names: Mapping[str, str], providers: Mapping[str, str]) -> dict[str, str]:
+def _add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of the model: a session does not name what XNNPACK took alone, without fusing.
 
-    A Transpose that is on neither side was cancelled when the layout changed; it is left out.
+    What is on neither side is left out: a Transpose that was cancelled when the layout changed, with the Q and DQ
+    around it, and the DQ of a constant, which was folded.
     """
+    graph = read_graph(model)
+    gone = {node.index for node in graph.nodes if node.op_type == "Transpose" and node.name not in providers}
+
+    def is_gone(node: Node) -> bool:
+        if node.index in gone or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
+            return node.index in gone
+        beside = [graph.producers.get(node.input[0]), *graph.consumers.get(node.output[0], ())]
+        return node.input[0] in graph.constants or any(other and other.index in gone for other in beside)
+
     return {
-        name: providers.get(name, android.XNNPACK)
-        for name, op in names.items()
-        if op != "Transpose" or name in providers
+        node.name: providers.get(node.name, android.XNNPACK)
+        for node in graph.nodes
+        if node.name in providers or not is_gone(node)
     }

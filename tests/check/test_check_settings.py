@@ -85,3 +85,22 @@ def test_a_resize_of_the_width_alone_is_a_risk() -> None:
     assert (node.taken, len(node.risks)) == (True, 1)
     (node,) = check_text(RESIZE, "nnapi", {"api_level": "31"})
     assert node.risks == ()
+
+
+def test_older_xnnpack_multiplies_matrices_only() -> None:
+    body = "g (float[1,3,4] x) => (float[1,3,2] y) <float[4,2] w = {1, 2, 3, 4, 5, 6, 7, 8}> { y = MatMul(x, w) }"
+    (new,) = check_text(body, "xnnpack")
+    (old,) = check_text(body, "xnnpack", {"ort": "1.16.3"})
+    assert (new.taken, old.taken) == (True, False)
+
+
+def test_a_softmax_over_channels_is_a_risk_of_xnnpack_s_layout() -> None:
+    body = (
+        "g (uint8[1,4,2,2] p) => (uint8[1,4,2,2] y) <float s = {0.5}, float t = {0.00390625}, uint8 z = {0}>"
+        "{ a = DequantizeLinear(p, s, z) b = Softmax<axis=1>(a) y = QuantizeLinear(b, t, z) }"
+    )
+    (softmax,) = (node for node in check_text(body, "xnnpack") if node.op == "Softmax")
+    assert not softmax.taken
+    assert "a Conv before it changes the layout" in softmax.risks[0]
+    (last,) = (node for node in check_text(body.replace("axis=1", "axis=3"), "xnnpack") if node.op == "Softmax")
+    assert (last.taken, last.risks) == (True, ())

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, qdq_conv
+from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
 from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
@@ -23,6 +23,7 @@ from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.model.tensors import Array
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
@@ -208,3 +209,23 @@ def test_nnapi_s_own_partitioner_answers(api: str, tmp_path: Path, work: Path) -
     run = present("android:x86_64", "nnapi").run_job(job, work)
     assert run.load_ms > 0
     assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI if int(api) >= 29 else CPU_PROVIDER}
+
+
+def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work: Path) -> None:
+    body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { r = RandomUniform<shape=[1,4,8,8]>() y = Add(x, r) }"
+    model = text_model(tmp_path / "r.onnx", body)
+    run = present("android:x86_64").run_job(make_job(model, "xnnpack"), work)
+    assert "RandomUniform 'n0' has no input: there XNNPACK's provider for x86-64 crashes" in str(run.failure)
+
+
+def test_xnnpack_computes_the_same_with_any_threads(tmp_path: Path, work: Path) -> None:
+    """The device gives it one where an app gives it four."""
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.int8), "xnnpack")
+    rows: list[list[Array]] = []
+    for threads in (0, 4):
+        folder = work / str(threads)
+        folder.mkdir()
+        run = present("android:x86_64").run_job(msgspec.structs.replace(job, threads=threads), folder)
+        assert any("XNNPACK had 1 of 4 threads" in note for note in run.notes) == (threads == 0)
+        rows.append([row["y"] for row in run.outputs])
+    assert all(np.array_equal(one, four) for one, four in zip(*rows, strict=True))

@@ -54,6 +54,12 @@ FLOAT_OPERATIONS = {
         "Resize<mode=\"nearest\", coordinate_transformation_mode=\"asymmetric\", nearest_mode=\"floor\">(x, , twice)"
     ),
     "gather": "Gather<axis=1>(x, picked)",
+    "grouped": "Conv<pads=[1,1,1,1], group=2, kernel_shape=[3,3]>(x, w2, b)",
+    "odd_maximum": "MaxPool<kernel_shape=[3,2], strides=[2,1], pads=[1,0,1,1]>(x)",
+    "wide_maximum": "MaxPool<kernel_shape=[5,5], strides=[1,1], pads=[1,1,1,1]>(x)",
+    "odd_average": "AveragePool<kernel_shape=[3,3], strides=[2,2], pads=[1,0,1,1]>(x)",
+    "global_maximum": "GlobalMaxPool(x)", "sine": "Sin(x)", "channels": "Softmax<axis=1>(x)",
+    "normalized": "BatchNormalization(x, b, h4, b, one4)", "unsqueezed": "Unsqueeze(flat, first)",
 }  # fmt: skip
 
 
@@ -86,6 +92,8 @@ def float_model(path: Path) -> Path:
         f"float[5] h = {{{numbers(5)}}}, float[256,6] m = {{{numbers(256, 6)}}}, float[4,1,1] slope = {{{numbers(4)}}},"
         "float two = {2.0}, float zero = {0.0}, float six = {6.0}, float[4] twice = {1.0, 1.0, 2.0, 2.0},"
         "int64[2] shape = {1, 256}, int64[8] border = {0,0,1,1,0,0,2,1}, int64[2] starts = {1, 2},"
+        f"float[4,2,3,3] w2 = {{{numbers(4, 2, 3, 3)}}}, float[4] h4 = {{{numbers(4)}}},"
+        "float[4] one4 = {1.0, 0.5, 2.0, 1.5}, int64[1] first = {0},"
         "int64[2] ends = {7, 8}, int64[2] axes = {2, 3}, int64[2] last = {2, 3}, int64[2] picked = {2, 0}"
     )
     nodes = [f"y_{name} = {text}" for name, text in FLOAT_OPERATIONS.items()]

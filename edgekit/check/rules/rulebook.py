@@ -26,7 +26,8 @@ class Provider(_Strict, frozen=True, kw_only=True):
     operator version it knows, `opset_min` and `opset_max` the models it looks at. `bodies` of control flow are never
     entered, placed like the main graph, or taken with their node when every node in them is supported ("whole").
     `rules` are evaluated for every unit before its own. `risks` are those that do not refuse a unit but say why the
-    session may fail all the same. `alone` means that no other provider takes what it refuses: then there is no session.
+    session may fail all the same; `late_risks` those of units that are not taken, but may be claimed once the layout
+    changed. `alone` means that no other provider takes what it refuses: then there is no session.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Provider(_Strict, frozen=True, kw_only=True):
     alone: bool = False
     rules: tuple[Rule, ...] = ()
     risks: tuple[Rule, ...] = ()
+    late_risks: tuple[Rule, ...] = ()
 
 
 class Units(_Strict, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ from edgekit.devices.process.exchange import FarJob
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
 from edgekit.evidence import Evidence
+from edgekit.graph.graph import read_graph
+from edgekit.model.model import load_model
 
 NNAPI = "NnapiExecutionProvider"
 XNNPACK = "XnnpackExecutionProvider"
@@ -89,10 +91,9 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             enter = self._enter(job, work, service)
             link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
             run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, far, work, runner=runner)
-        said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
         return msgspec.structs.replace(
             run,
-            failure=f"{run.failure}; {said[-1]}" if run.failure and said else run.failure,
+            failure=run.failure and f"{run.failure}{self._explain_failure(run, job)}",
             versions={**run.versions, "archive": installed.archive},
             notes=(*run.notes, *self._list_notes(run, job, far, service)),
         )
@@ -140,6 +141,21 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         facts.append(f"EDGEKIT_PHONE={work / 'phone'}")
         facts.append(f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
         return ("env", *facts, *emulator, "-cpu", core.qemu)
+
+    def _explain_failure(self, run: DeviceRun, job: Job) -> str:
+        """Returns what NNAPI's side said last, or which bug of ONNX Runtime a crash is, behind a semicolon."""
+        said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
+        if said:
+            return f"; {said[-1]}"
+        # Observed in 1.29.0: on x86-64, not on Arm, the provider reads the type of each node's first input.
+        is_crash = self.abi == X86_64 and job.target.provider == XNNPACK and "SIGSEGV" in str(run.failure)
+        if not is_crash or job.model.suffix != ".onnx":
+            return ""
+        bare = next((node for node in read_graph(load_model(job.model)).nodes if not any(node.input)), None)
+        if bare is None:
+            return ""
+        where = f"{bare.op_type} '{bare.name}' has no input"
+        return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
     def _list_notes(self, run: DeviceRun, job: Job, far: FarJob, service: Service) -> Iterator[str]:
         """Yields what the phone was, and what was done otherwise than on one."""

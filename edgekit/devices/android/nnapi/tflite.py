@@ -91,19 +91,29 @@ def _write_dense(draft: Draft, _code: int, inputs: Sequence[int], outputs: Seque
 
 
 def _write_softmax(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    source, target = inputs[0], outputs[0]
-    rank = len(draft.operands[source].shape)
     beta = draft.constants.number(inputs[1])
-    axis = (draft.constants.whole(inputs[2]) if len(inputs) > 2 else -1) % rank
-    if axis == rank - 1:
-        draft.add("SOFTMAX", (source,), (target,), "SoftmaxOptions", beta=beta)
-        return
-    # TFLite's runs over the last axis; exchanging two axes is its own inverse.
+    _write_along_last(draft, inputs[0], outputs[0], _axis(draft, inputs, 2), "SOFTMAX", "SoftmaxOptions", beta=beta)
+
+
+def _axis(draft: Draft, inputs: Sequence[int], at: int) -> int:
+    """Returns the axis that an optional input names: the last where it is left out."""
+    return draft.constants.whole(inputs[at]) if len(inputs) > at else -1
+
+
+def _write_along_last(
+    draft: Draft, source: int, target: int, axis: int, name: str, options: str, **fields: float
+) -> None:
+    """Writes an operation along an axis, of which TFLite has that along the last only."""
+    rank = len(draft.operands[source].shape)
+    # Exchanging two axes is its own inverse.
     order = list(range(rank))
     order[axis], order[-1] = order[-1], order[axis]
+    if order == list(range(rank)):
+        draft.add(name, (source,), (target,), options, **fields)
+        return
     shape = draft.operands[target].shape
     made = draft.like(target, tuple(shape[place] for place in order))
-    draft.add("SOFTMAX", (draft.transpose(source, order),), (made,), "SoftmaxOptions", beta=beta)
+    draft.add(name, (draft.transpose(source, order),), (made,), options, **fields)
     draft.transpose(made, order, target)
 
 
@@ -154,11 +164,10 @@ def _write_argmax(draft: Draft, code: int, inputs: Sequence[int], outputs: Seque
 
 
 def _write_norm(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    fields = {"radius": draft.constants.whole(inputs[1])}
-    named = zip(("bias", "alpha", "beta"), map(draft.constants.number, inputs[2:5]), strict=True)
-    draft.add(
-        "LOCAL_RESPONSE_NORMALIZATION", inputs[:1], outputs, "LocalResponseNormalizationOptions", **fields,
-        **dict(named),
+    fields = dict(zip(("bias", "alpha", "beta"), map(draft.constants.number, inputs[2:5]), strict=True))
+    _write_along_last(
+        draft, inputs[0], outputs[0], _axis(draft, inputs, 5), "LOCAL_RESPONSE_NORMALIZATION",
+        "LocalResponseNormalizationOptions", radius=draft.constants.whole(inputs[1]), **fields,
     )  # fmt: skip
 
 

@@ -1,0 +1,191 @@
+"""What an app and a phone ask of NNAPI: half precision, NCHW, with and without its CPU, a driver that refuses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from devices_models import make_job, qdq_conv, text_model
+from test_devices_android_nnapi import FLOAT_OPERATIONS, float_model, network_of, require_device, tensor
+
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.data.samples import Samples
+from edgekit.devices.android.android import NNAPI, X86_64, Android
+from edgekit.devices.android.nnapi.compute import Computer
+from edgekit.devices.android.nnapi.driver import Driver
+from edgekit.devices.android.nnapi.network import OperandType
+from edgekit.devices.device import DeviceRun
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+from edgekit.model.tensors import Array, Tensors
+from edgekit.target import Platform, load_target
+
+pytestmark = pytest.mark.slow
+
+DENSE = """
+(float[1,8] x) => (float[1,4] y) <float[4,8] w = {%s}, float[4] b = {0.1, 0.2, 0.3, 0.4}>
+{ t = Gemm<transB=1>(x, w, b) y = Sigmoid(t) }
+"""
+WEIGHTS = np.random.default_rng(1).normal(0, 1, (4, 8)).astype(np.float32)
+
+
+def run(
+    path: Path, rows: Sequence[Tensors], work: Path, *flags: str, api: str = "33", driver: Driver | None = None
+) -> DeviceRun:
+    require_device(api)
+    target = load_target("nnapi", {"api_level": api})
+    android = Platform(minimum_os="27", runtime="", provider_options=dict.fromkeys(flags, "1"))
+    session = msgspec.structs.replace(target.session, platforms={"android": android})
+    samples = Samples(source="rows", count=len(rows), read=lambda: iter(rows))
+    job = msgspec.structs.replace(
+        make_job(path, "nnapi"), target=msgspec.structs.replace(target, session=session), samples=samples
+    )
+    return Android(cpu=X86_64, evidence=Evidence.SAME_EP, driver=driver).run_job(job, work)
+
+
+def dense_model(path: Path) -> Path:
+    return text_model(path, DENSE % ", ".join(map(str, WEIGHTS.reshape(-1))))
+
+
+def dense_rows(count: int = 2) -> list[Tensors]:
+    rng = np.random.default_rng(2)
+    return [{"x": rng.normal(0, 1, (1, 8)).astype(np.float32)} for _ in range(count)]
+
+
+def half(value: Array) -> Array:
+    return value.astype(np.float16).astype(np.float32)
+
+
+def test_in_nchw_each_operation_is_its_formula_too(tmp_path: Path, work: Path) -> None:
+    path = float_model(tmp_path / "float.onnx")
+    rng = np.random.default_rng(6)
+    row: Tensors = {name: rng.normal(0, 1, (1, 4, 8, 8)).astype(np.float32) for name in ("x", "x2")}
+    found = run(path, [row], work, "NNAPI_FLAG_USE_NCHW")
+    assert found.failure is None
+    (got,) = found.outputs
+    wanted = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(row)
+    for name in FLOAT_OPERATIONS:
+        np.testing.assert_allclose(got[f"y_{name}"], wanted[f"y_{name}"], atol=2e-5, rtol=2e-5, err_msg=name)
+    taken = {node.op for node in found.placement if node.provider == NNAPI}
+    assert {"Conv", "MaxPool", "AveragePool", "DepthToSpace", "Resize"} <= taken
+    # In NCHW nothing is turned for NNAPI: the layout is the operations' own.
+    assert sum(node.op == "Transpose" for node in found.placement) == 1
+
+
+def test_half_precision_rounds_what_is_read_and_given(tmp_path: Path, work: Path) -> None:
+    path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
+    found = run(path, rows, work, "NNAPI_FLAG_USE_FP16")
+    assert "NNAPI was allowed half precision: here each operation reads and gives halves" in found.notes
+    bias = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    for row, got in zip(rows, found.outputs, strict=True):
+        summed = half(half(row["x"]) @ half(WEIGHTS).T + half(bias))
+        np.testing.assert_allclose(got["y"], half(1 / (1 + np.exp(-summed))), atol=1e-3, rtol=0)
+        assert np.array_equal(got["y"], half(got["y"]))
+
+
+def test_full_precision_is_not_rounded(tmp_path: Path, work: Path) -> None:
+    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work)
+    assert not [note for note in found.notes if "half" in note]
+    assert any(not np.array_equal(row["y"], half(row["y"])) for row in found.outputs)
+
+
+def test_a_relaxed_network_gives_what_halves_give() -> None:
+    """A value beyond 65504 becomes infinite, as on a phone; a sum of halves is rounded once."""
+    require_device()
+    kind = OperandType.TENSOR_FLOAT32
+    operands = (tensor(kind, 4), tensor(kind, 4, size=16), tensor(OperandType.INT32, size=4), tensor(kind, 4))
+    network = msgspec.structs.replace(network_of(0, operands), relaxed=True)
+    computer = Computer()
+    constant = np.array([40000, 0.0001, 1, 0.1], np.float32)
+    computer.take_network(network, constant.tobytes() + np.int32(0).tobytes())
+    value = np.array([40000, 1, 2048.5, 0.2], np.float32)
+    got = np.frombuffer(computer.run(0, value.tobytes()), np.float32)
+    with np.errstate(over="ignore"):
+        assert np.array_equal(got, half(half(value) + half(constant)))
+    assert np.isinf(got[0])
+    assert computer.describe().relaxed
+
+
+def test_what_a_driver_refuses_the_reference_kernels_run(tmp_path: Path, work: Path) -> None:
+    driver = Driver(name="npu", refused=("LOGISTIC", "SOFTMAX"))
+    path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
+    found = run(path, rows, work, driver=driver)
+    assert found.failure is None
+    assert [note for note in found.notes if note.startswith("NNAPI's driver refuses")] == [
+        "NNAPI's driver refuses 1 of 2 operations, which its reference kernels on the phone's CPU ran: 1 LOGISTIC"
+    ]
+
+
+def test_without_nnapi_s_cpu_what_the_driver_refuses_ends_the_session(tmp_path: Path, work: Path) -> None:
+    path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
+    driver = Driver(name="npu", refused=("LOGISTIC",))
+    found = run(path, rows, work, "NNAPI_FLAG_CPU_DISABLED", driver=driver)
+    assert "The model cannot run using the current set of target devices" in str(found.failure)
+    assert "npu" in str(found.failure)
+
+
+def test_without_nnapi_s_cpu_a_driver_that_takes_all_runs(tmp_path: Path, work: Path) -> None:
+    driver = Driver(name="npu", refused=("SOFTMAX",))
+    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work, "NNAPI_FLAG_CPU_DISABLED", driver=driver)
+    assert (found.failure, found.outputs.count) == (None, 2)
+    assert not [note for note in found.notes if "refuses" in note]
+
+
+def test_on_nnapi_s_cpu_alone_no_driver_is_asked(tmp_path: Path, work: Path) -> None:
+    driver = Driver(name="npu", refused=("LOGISTIC", "FULLY_CONNECTED"))
+    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work, "NNAPI_FLAG_CPU_ONLY", driver=driver)
+    assert (found.failure, found.outputs.count) == (None, 2)
+    assert not [note for note in found.notes if "refuses" in note]
+
+
+@pytest.mark.parametrize(("flags", "provider"), [((), NNAPI), (("NNAPI_FLAG_CPU_DISABLED",), CPU_PROVIDER)])
+def test_a_driver_of_an_old_level_takes_less(flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path) -> None:
+    """Weights per channel need level 29. With NNAPI's CPU its level counts, which is Android's; else the driver's."""
+    path = qdq_conv(tmp_path / "q.onnx", np.uint8)
+    found = run(path, [], work, *flags, api="31", driver=Driver(feature_level=28))
+    assert {node.provider for node in found.placement if node.op == "Conv"} == {provider}
+
+
+@pytest.mark.parametrize("kind", [OperandType.TENSOR_QUANT8_ASYMM, OperandType.TENSOR_QUANT8_ASYMM_SIGNED])
+@pytest.mark.parametrize("pads", [(1, 1, 1, 1), (0, 2, 1, 0), (2, 0, 0, 2)])
+@pytest.mark.parametrize("code", [1, 17])
+def test_pooling_over_pads_is_that_of_integers(kind: OperandType, pads: tuple[int, ...], code: int) -> None:
+    """The mean of what lies inside, rounded half up, and the maximum of it: to the bit."""
+    require_device()
+    (left, right, top, bottom), window, stride = pads, 3, 2
+    height, width = (6 + top + bottom - window) // stride + 1, (7 + left + right - window) // stride + 1
+    numbers = [left, right, top, bottom, stride, stride, window, window, 0]
+    operands = (
+        tensor(kind, 1, 6, 7, 2, scale=0.5, zero=3), *(tensor(OperandType.INT32, size=4) for _ in numbers),
+        tensor(kind, 1, height, width, 2, scale=0.5, zero=3),
+    )  # fmt: skip
+    computer = Computer()
+    computer.take_network(network_of(code, operands), np.array(numbers, np.int32).tobytes())
+    dtype = np.uint8 if kind == OperandType.TENSOR_QUANT8_ASYMM else np.int8
+    value = np.random.default_rng(4).integers(0, 255, (1, 6, 7, 2)).astype(np.uint8).view(dtype)
+    got = np.frombuffer(computer.run(0, value.tobytes()), dtype).reshape(height, width, 2)
+    for row in range(height):
+        for column in range(width):
+            rows = slice(max(row * stride - top, 0), row * stride - top + window)
+            columns = slice(max(column * stride - left, 0), column * stride - left + window)
+            inside = value[0, rows, columns].reshape(-1, 2).astype(np.int32)
+            wanted = inside.max(0) if code == 17 else _mean(inside)
+            assert np.array_equal(got[row, column], wanted.astype(dtype))
+
+
+def _mean(inside: Array) -> Array:
+    """TFLite's mean of integers: half is rounded away from zero."""
+    total, count = inside.sum(0), len(inside)
+    return np.array(np.where(total > 0, (total + count // 2) // count, -((-total + count // 2) // count)))
+
+
+def test_pooling_over_nothing_is_refused() -> None:
+    require_device()
+    kind = OperandType.TENSOR_FLOAT32
+    numbers = [3, 0, 0, 0, 1, 1, 2, 2, 0]
+    operands = (
+        tensor(kind, 1, 4, 4, 1), *(tensor(OperandType.INT32, size=4) for _ in numbers), tensor(kind, 1, 3, 6, 1),
+    )  # fmt: skip
+    with pytest.raises(DeviceError, match="pooling over nothing but pads"):
+        Computer().take_network(network_of(17, operands), np.array(numbers, np.int32).tobytes())
