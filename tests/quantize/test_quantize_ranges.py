@@ -221,6 +221,7 @@ def test_entropy_counts_magnitudes_without_zeros(low: float, high: float, levels
     counts = np.histogram(centers, bins=2048, range=(0, 8), weights=seen.counts[kept])[0].astype(np.float64)
     assert find_entropy_threshold(low, high, seen) == pytest.approx(least_divergent_cut(counts, levels) * 8 / 2048)
     assert find_entropy_threshold(0.0, 0.0, seen) == 0
+    assert find_entropy_threshold(0.0, 8.0, few_values((0.0, 9), (8.0, 100))) == 8
 
 
 @pytest.mark.parametrize(
