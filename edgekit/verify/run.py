@@ -26,7 +26,8 @@ from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
-from edgekit.verify.causes.honesty import describe_version, find_half_values, find_replay, find_sameness
+from edgekit.verify.causes.honesty import describe_version, find_replay, find_sameness
+from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, find_own_half_values
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
@@ -68,6 +69,11 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...]
     reference: Samples
     elapsed_ms: float
+
+    @property
+    def inputs(self) -> Samples:
+        """The samples that ran."""
+        return select_samples(self.job.samples, range(len(self.rows)))
 
     @property
     def false_times(self) -> str | None:
@@ -226,7 +232,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> tuple[RunRepor
             report,
             traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
-            files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
+            files=tuple(try_model_files(bundle, device, plan, golden, excuse_outputs, work / "files")),
         )
         # A run whose outputs were not digested is not whole.
         if not report.outputs_sha256:
@@ -260,7 +266,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes, labels = read_classes(trial.golden), read_labels(trial.golden)
     counts, gap = Counter(node.provider for node in run.placement), find_gap(run, trial.job)
-    hidden = describe_hidden(gap)
+    hidden, (outputs, excused) = describe_hidden(gap), _compare(trial)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -272,7 +278,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         provider_nodes=dict(sorted(counts.items())),
         placement_source=run.placement_source,
         gap=gap,
-        outputs=_compare(trial),
+        outputs=outputs,
         accuracy=None
         if classes is None
         else measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows]),
@@ -285,19 +291,21 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
-        notes=(*run.notes, *_list_notes(trial), *((hidden,) if hidden else ())),
+        notes=(*run.notes, *_list_notes(trial), *((hidden,) if hidden else ()), *excused),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
 
 
-def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
-    """Returns the comparison of the outputs, with a suspect for those that fail."""
-    outputs, manifest = compare_device_outputs(trial.reference, trial.run.outputs), trial.bundle.manifest
+def _compare(trial: _Trial) -> tuple[tuple[OutputReport, ...], tuple[str, ...]]:
+    """Returns the comparison of the outputs, with a suspect for those that fail, and notes of what the model does."""
+    manifest, plain = trial.bundle.manifest, compare_device_outputs(trial.reference, trial.run.outputs)
+    outputs = excuse_outputs(plain, trial.run.outputs, trial.bundle, trial.inputs)
     failing = _name_wrong(outputs, trial)
     is_half = manifest.precision == "fp16"
     suspects = find_suspects(trial.reference, trial.run.outputs, failing, is_half=is_half) if failing else {}
-    return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
+    named = tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
+    return named, tuple(describe_excused(plain, outputs))
 
 
 def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
@@ -334,7 +342,7 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
     if done < asked:
         yield f"it stopped after {done} of {asked} samples: only these were compared"
     if trial.bundle.manifest.precision != "fp16":
-        yield from find_half_values(trial.reference, trial.run.outputs)
+        yield from find_own_half_values(trial.reference, trial.run.outputs, trial.bundle, trial.inputs)
 
 
 def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:

@@ -40,7 +40,7 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
     for form in forms:
         path = bundle.find_model(form)
         try:
-            session = CpuSession(path, _choose_settings(bundle, form, path))
+            session = CpuSession(path, choose_settings(bundle, form, path))
             rows = [session.run(sample) for sample in inputs]
         except RuntimeRefusal:
             continue
@@ -56,7 +56,7 @@ def describe_untested(bundle: Bundle) -> str:
     return "the bundle has no self-test: whether its files were altered, or the reference replayed, was not looked for"
 
 
-def _choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
+def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     """Returns what a file of ORT format needs, and no optimisation for ONNX, as the self-test was made."""
     styles: dict[Form, Style] = {"full": "full", "runtime": "runtime"}
     if form not in styles or path.suffix != ".ort":

@@ -15,7 +15,7 @@ def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
 
     What is left is not finite by mistake.
     """
-    masked = (wanted < _MASK) & (got <= -HALF_MAX)
+    masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
     if not masked.any() and bool(np.isfinite(got).all()) and bool(np.isfinite(wanted).all()):
         return wanted, got
     both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
@@ -25,11 +25,18 @@ def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
 
 def measure_largest(value: Array) -> float:
     """Returns the largest absolute value that is finite and no mask."""
-    kept = np.abs(value[np.isfinite(value) & (value > _MASK)].astype(np.float64))
+    wide = _widen(value)
+    kept = np.abs(wide[np.isfinite(wide) & (wide > _MASK)].astype(np.float64))
     return float(kept.max(initial=0.0))
 
 
 def measure_rms(value: Array) -> float:
     """Returns the root of the mean square of what is finite and no mask."""
-    kept = value[np.isfinite(value) & (value > _MASK)].astype(np.float64)
+    wide = _widen(value)
+    kept = wide[np.isfinite(wide) & (wide > _MASK)].astype(np.float64)
     return float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
+
+
+def _widen(value: Array) -> Array:
+    """Returns float32 for half precision, which cannot hold the mask's value: numpy warns of comparing them."""
+    return value.astype(np.float32) if value.dtype == np.float16 else value
