@@ -20,7 +20,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
 from edgekit.plain import to_json
-from edgekit.target import TaskLimit
+from edgekit.target import TaskLimit, Verification
 from edgekit.verify.causes.attribute import keep_attribution, share_loss
 from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report, require_devices
 from edgekit.verify.run import read_known, read_report, verify_bundle, write_report
@@ -108,7 +108,7 @@ def test_nodes_left_to_the_cpu_are_limited(bundle: Bundle) -> None:
 
 def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
-    plan = msgspec.structs.replace(bundle.manifest.verification[0], form="onnx", samples=3)
+    plan = Verification(device="emulated", form="onnx", samples=3)
     fewer = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(plan,)))
     assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
     assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
