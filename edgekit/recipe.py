@@ -56,6 +56,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
     replaces the targets' own `min_top1_agreement`. `thresholds` changes those limits of a target, by its
     name, that it names; `metric` is a metric of the task that every target must keep.
+    With `fix` each target gets the rewrites of the graph by which it takes more.
     `outputs` says what outputs are, by name: else that is guessed from their values.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
@@ -70,6 +71,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     licence: Licence = Licence()
     tensors: dict[str, TensorNotes] = {}
     metric: TaskLimit | None = None
+    fix: bool = True
     outputs: dict[str, OutputKind | StatedOutput] = {}
 
 

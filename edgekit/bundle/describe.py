@@ -209,10 +209,14 @@ def _describe_provenance(contents: Contents) -> Provenance:
     words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
     # Names of files would tell of the machine that built, and change the bytes: they are left as words in capitals.
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
+    words += [] if recipe.fix else ["--no-fix"]
     words += ["--recipe", "FILE"] if recipe.outputs else []
     written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
+    # A bundle has the bytes that it had before these could be stated.
     if not recipe.outputs:
-        del written["outputs"]  # a bundle has the bytes that it had before outputs could be stated
+        del written["outputs"]
+    if recipe.fix:
+        del written["fix"]
     return Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)
 
 

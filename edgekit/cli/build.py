@@ -27,6 +27,7 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 @options.DIM
 @click.option("--precision", type=click.Choice(["auto", "int8", "int16", "fp16", "fp32"]), help="Default: auto.")
 @options.SAMPLES
+@click.option("--fix/--no-fix", default=None, help="Rewrite the graph where a target then takes more (the default).")
 @options.max_drop("Answers that may change, in percent.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
 @options.CACHE
@@ -47,6 +48,7 @@ def command(
     dims: tuple[str, ...],
     precision: PrecisionChoice | None,
     samples: int | None,
+    fix: bool | None,
     max_drop: float | None,
     recipe: Path | None,
     cache: Path | None,
@@ -65,7 +67,7 @@ def command(
     Exit code 0: every bundle passed. 1: one did not. 2: an input is wrong, and nothing was written.
     """
     base = load_recipe(recipe) if recipe else Recipe()
-    given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop}
+    given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
     chosen = msgspec.structs.replace(
         base,
         dims={**base.dims, **options.parse_dims(dims)},

@@ -7,24 +7,19 @@ from functools import partial
 from pathlib import Path
 
 from edgekit._files import staged_entries, work_folder, write_file
-from edgekit.bundle.golden.golden import make_golden, read_inputs
-from edgekit.bundle.golden.recorded import adopt_reference
-from edgekit.bundle.opening import open_recorded
+from edgekit.bundle.golden.golden import read_inputs
 from edgekit.data.data_check import warn_if_few
-from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.devices.parallel import run_together
 from edgekit.devices.register import DeviceChoice
-from edgekit.errors import EdgekitError, ModelError, UsageError
+from edgekit.errors import EdgekitError
+from edgekit.jobs.build_inputs import BuildInputs, BuildJob, read_build_inputs
 from edgekit.jobs.prepare import list_versions, peak_rss_bytes
-from edgekit.jobs.target_bundle import BuildInputs, BuildJob, BuiltBundle, make_bundle
+from edgekit.jobs.target_bundle import BuiltBundle, make_bundle
 from edgekit.machine import release_memory
-from edgekit.model.model import Model, find_integer_ops, load_model, read_proto
-from edgekit.model.outputs import StatedOutput, check_outputs
+from edgekit.model.model import Model, load_model
 from edgekit.plain import to_json
-from edgekit.prepare import ready_model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize import Calibration, calibrate_model
-from edgekit.quantize.calibration.cache import CacheSettings
+from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_build
@@ -34,8 +29,6 @@ from edgekit.verify.causes.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle, write_report
-from edgekit.verify.tasks.accuracy import check_class_labels
-from edgekit.verify.tasks.tasks import find_metric
 
 
 def build(
@@ -68,7 +61,7 @@ def build(
         job = BuildJob(
             recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress, end=end
         )
-        inputs = _read_inputs(source, data, job)
+        inputs = read_build_inputs(source, data, job)
         built = _build_all(inputs, job)
         reports = _verify_all(built, progress) if verify else {}
         report = BuildReport(
@@ -104,65 +97,6 @@ def _draw_worst(
         result.target.name: draw_worst(read_inputs(result.bundle.golden), reports[result.target.name])
         for result in whole
     }
-
-
-def _read_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
-    # Before anything runs: a build of an hour must not end in a missing file of labels.
-    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
-    if metric is not None and (data.labels is None or data.evaluation is None):
-        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
-    job.progress("prepare the model")
-    fixed = ready_model(source, job.work, job.recipe.dims)
-    prepared = fixed.model
-    outputs = check_outputs(job.recipe.outputs, prepared)
-    job.progress("read the samples")
-    samples = read_sample_sets(
-        prepared.inputs,
-        data.source,
-        evaluation=data.evaluation,
-        labels=data.labels,
-        kind="class" if metric is None else find_metric(metric).labels,
-        preprocess=data.preprocess,
-        most=job.recipe.samples,
-    )
-    job.progress("run the float model")
-    # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
-    golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
-    check_class_labels(golden)
-    targets = [target.name for target in job.targets]
-    recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
-    for bundle in recorded.values():
-        adopt_reference(golden, bundle)
-    is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
-    return BuildInputs(
-        source=source,
-        prepared=prepared,
-        fixes=fixed.fixes,
-        is_quantized=is_quantized,
-        outputs=outputs,
-        samples=samples,
-        golden=golden,
-        # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
-        calibration=None if is_quantized else _calibrate(prepared, samples, outputs, job),
-        preprocess=data.preprocess,
-        recorded=recorded,
-    )
-
-
-def _calibrate(
-    prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob
-) -> Calibration | ModelError | None:
-    if not job.wants_integers():
-        return None
-    work, cache = job.work / "calibration", None
-    if job.cache is not None:
-        cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
-    try:
-        return calibrate_model(
-            prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress
-        )
-    except ModelError as error:
-        return error
 
 
 def _build_all(inputs: BuildInputs, job: BuildJob) -> list[BuiltBundle | EdgekitError]:

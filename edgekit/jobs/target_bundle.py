@@ -1,8 +1,6 @@
 """One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
 
-import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,75 +8,26 @@ import msgspec
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import Golden, read_inputs
-from edgekit.bundle.golden.recorded import Recorded
+from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
-from edgekit.data.images import Preprocess
-from edgekit.data.split import SampleSets
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal
+from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
 from edgekit.jobs.prepare import list_versions
 from edgekit.model.model import Model, load_model, read_proto
-from edgekit.model.outputs import StatedOutput
-from edgekit.prepare.fix import Fix, fix_model
+from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
-from edgekit.progress import Budget, Progress
 from edgekit.quantize import Calibration, QuantizedModel, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
-from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import Recipe, choose_precision
 from edgekit.target import Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import Step
-
-
-class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
-
-    `end` is when planning ends, by `time.monotonic()`.
-    """
-
-    recipe: Recipe
-    targets: tuple[Target, ...]
-    work: Path
-    staging: Path
-    cache: Path | None
-    progress: Progress
-    memo: Memo = msgspec.field(default_factory=Memo)
-    end: float = math.inf
-
-    def share_time(self, targets: int) -> "BuildJob":
-        """Returns the job with the time of the next target: what is left, by the number of targets left."""
-        now = time.monotonic()
-        budget = Budget(end=now + (self.end - now) / targets, progress=self.progress)
-        return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
-
-    def wants_integers(self) -> bool:
-        """Returns True if any of the targets is to be quantized."""
-        return any(choose_precision(target, self.recipe.precision).startswith("int") for target in self.targets)
-
-
-class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The model made ready, its samples split, and what the float model makes of the golden ones.
-
-    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized.
-    """
-
-    source: Model
-    prepared: Model
-    fixes: tuple[Fix, ...]
-    is_quantized: bool
-    outputs: dict[str, StatedOutput]
-    samples: SampleSets
-    golden: Golden
-    calibration: Calibration | ModelError | None
-    preprocess: Preprocess | None
-    recorded: Mapping[str, Recorded]
 
 
 class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +50,7 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     """
     work.mkdir()
     precision, notes = choose_precision(target, job.recipe.precision), list[str]()
+    inputs = fix_inputs(inputs, target, job, notes)
     quantized: QuantizedModel | None = None
     model = inputs.prepared
     if inputs.is_quantized:

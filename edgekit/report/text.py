@@ -28,12 +28,13 @@ _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
 
 def table_build(report: BuildReport) -> Table:
     """Returns a build as a table: a row a target."""
-    table = make_table("target", "precision", "nodes taken", "size", "agreement", "evidence", "result")
+    table = make_table("target", "precision", "nodes taken", "parts", "size", "agreement", "evidence", "result")
     for bundle in report.bundles:
         table.add_row(
             bundle.target,
             bundle.precision or "-",
             describe_taken(bundle.check),
+            "-" if bundle.check is None else f"{bundle.check.partitions}, {bundle.check.crossings} crossings",
             describe_size(bundle),
             describe_agreement(bundle.verify),
             describe_evidence(bundle.verify),

@@ -1,0 +1,170 @@
+"""What a build starts from: the model with its samples, made ready once, and for a target where that pays."""
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgekit.bundle.golden.golden import Golden, make_golden
+from edgekit.bundle.golden.recorded import Recorded, adopt_reference
+from edgekit.bundle.opening import open_recorded
+from edgekit.check.check import check_model
+from edgekit.data.images import Preprocess
+from edgekit.data.split import SampleSets, read_sample_sets
+from edgekit.errors import ModelError, UsageError
+from edgekit.jobs.check import TargetShare, fix_for_target
+from edgekit.model.model import Model, find_integer_ops, read_proto
+from edgekit.model.outputs import StatedOutput, check_outputs
+from edgekit.prepare import ready_model
+from edgekit.prepare.fix import SPELLINGS, Fix
+from edgekit.progress import Budget, Progress
+from edgekit.quantize import Calibration, calibrate_model
+from edgekit.quantize.calibration.cache import CacheSettings
+from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.recipe import Data, Recipe, choose_precision
+from edgekit.target import Target
+from edgekit.verify.tasks.accuracy import check_class_labels
+from edgekit.verify.tasks.tasks import find_metric
+
+
+class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
+
+    `end` is when planning ends, by `time.monotonic()`.
+    """
+
+    recipe: Recipe
+    targets: tuple[Target, ...]
+    work: Path
+    staging: Path
+    cache: Path | None
+    progress: Progress
+    memo: Memo = msgspec.field(default_factory=Memo)
+    end: float = math.inf
+
+    def share_time(self, targets: int) -> "BuildJob":
+        """Returns the job with the time of the next target: what is left, by the number of targets left."""
+        now = time.monotonic()
+        budget = Budget(end=now + (self.end - now) / targets, progress=self.progress)
+        return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
+
+    def wants_integers(self) -> bool:
+        """Returns True if any of the targets is to be quantized."""
+        return any(choose_precision(target, self.recipe.precision).startswith("int") for target in self.targets)
+
+
+class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The model made ready, its samples split, and what the float model makes of the golden ones.
+
+    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized.
+    """
+
+    source: Model
+    prepared: Model
+    fixes: tuple[Fix, ...]
+    is_quantized: bool
+    outputs: dict[str, StatedOutput]
+    samples: SampleSets
+    golden: Golden
+    calibration: Calibration | ModelError | None
+    preprocess: Preprocess | None
+    recorded: Mapping[str, Recorded]
+
+
+def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
+    """Returns a model made ready, its samples and its calibration, and what the float model gives.
+
+    Raises:
+        EdgekitError: the model, the data or the recipe is wrong.
+    """
+    # Before anything runs: a build of an hour must not end in a missing file of labels.
+    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
+    if metric is not None and (data.labels is None or data.evaluation is None):
+        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
+    job.progress("prepare the model")
+    fixed = ready_model(source, job.work, job.recipe.dims)
+    prepared = fixed.model
+    outputs = check_outputs(job.recipe.outputs, prepared)
+    job.progress("read the samples")
+    samples = read_sample_sets(
+        prepared.inputs,
+        data.source,
+        evaluation=data.evaluation,
+        labels=data.labels,
+        kind="class" if metric is None else find_metric(metric).labels,
+        preprocess=data.preprocess,
+        most=job.recipe.samples,
+    )
+    job.progress("run the float model")
+    # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
+    golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
+    check_class_labels(golden)
+    targets = [target.name for target in job.targets]
+    recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
+    for bundle in recorded.values():
+        adopt_reference(golden, bundle)
+    is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
+    return BuildInputs(
+        source=source,
+        prepared=prepared,
+        fixes=fixed.fixes,
+        is_quantized=is_quantized,
+        outputs=outputs,
+        samples=samples,
+        golden=golden,
+        # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
+        calibration=None if is_quantized else _calibrate(prepared, samples, outputs, job, "calibration"),
+        preprocess=data.preprocess,
+        recorded=recorded,
+    )
+
+
+def _calibrate(
+    prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob, name: str
+) -> Calibration | ModelError | None:
+    if not job.wants_integers():
+        return None
+    work, cache = job.work / name, None
+    if job.cache is not None:
+        cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
+    try:
+        return calibrate_model(
+            prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress
+        )
+    except ModelError as error:
+        return error
+
+
+def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[str]) -> BuildInputs:
+    """Returns the inputs with the rewrites by which a target takes more, calibrated anew, if there are any.
+
+    `notes` says what was rewritten, and what that gains.
+
+    Raises:
+        EdgekitError: the rewritten model cannot be calibrated.
+    """
+    prepared, folder = inputs.prepared, job.work / f"{target.name}-fixed"
+    if inputs.is_quantized or not job.recipe.fix:
+        return inputs
+    # Asked before gigabytes are written: most models have nothing to gain.
+    if SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
+        return inputs
+    better, gain = fix_for_target(prepared, folder / prepared.path.name, target)
+    known = {fix.id for fix in inputs.fixes}
+    fixes = tuple(fix for fix in better.fixes if fix.id not in known)
+    if not fixes or gain.after == gain.before:
+        return inputs
+    rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
+    notes.append(f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now")
+    calibration = inputs.calibration
+    if choose_precision(target, job.recipe.precision).startswith("int"):
+        name = f"{target.name}-calibration"
+        calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, name)
+    fixes = (*inputs.fixes, *fixes)
+    return msgspec.structs.replace(inputs, prepared=better.model, fixes=fixes, calibration=calibration)
+
+
+def _describe(share: TargetShare) -> str:
+    return f"{share.taken} of {share.nodes} nodes in {share.partitions} partitions"
