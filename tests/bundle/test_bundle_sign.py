@@ -387,3 +387,9 @@ def test_wrong_keys_are_named(signed: Path, public: Path, tmp_path: Path) -> Non
     for key in (private, signed / "manifest.json"):
         with pytest.raises(UsageError, match="no public key"):
             open_bundle(signed, key=key)
+    other = serialization.load_pem_private_key((tmp_path / "rsa").read_bytes(), None).public_key()
+    (tmp_path / "rsa.pub").write_bytes(
+        other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    with pytest.raises(UsageError, match="no Ed25519 public key"):
+        open_bundle(signed, key=tmp_path / "rsa.pub")

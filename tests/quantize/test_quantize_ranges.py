@@ -209,6 +209,7 @@ def test_entropy_clips_a_tail_and_is_not_minmax() -> None:
     span = entropy_range(whole(values), histogram_of(values))
     assert span.high < 0.9 * values.max()
     assert span.low == pytest.approx(-span.high)
+    assert entropy_range(whole(values), histogram_of(np.append(values, np.zeros(90_000)))) == span
     assert entropy_range(whole(np.zeros(9)), histogram_of(np.zeros(9))) == whole(np.zeros(9))
 
 

@@ -146,7 +146,7 @@ def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pa
             return ()
         if not is_numeric(first) or not is_numeric(second):
             return ()
-        flat = (first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1))
+        flat = (first.astype(np.float64).ravel(), second.astype(np.float64).ravel())
         if not (np.isfinite(flat[0]).all() and np.isfinite(flat[1]).all()):
             return ()
         pairs.append(flat)
