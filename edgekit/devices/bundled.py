@@ -7,18 +7,24 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of, kind_of
 from edgekit.model.tensors import TensorSpec
-from edgekit.target import Verification
+from edgekit.target import Form, Verification
 
 # Operators whose results have a shape that follows from the values: it need not be that of the float model.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 
+_NEEDING_ONNX = frozenset({"emulated"})
+
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
-    """Returns what the target's plan says for this device or its kind, else everything an app would load."""
+    """Returns what the target's plan says for this device or its kind, else everything an app would load.
+
+    Imitated arithmetic rounds inside a graph, and needs the ONNX file whatever an app loads.
+    """
     manifest = bundle.manifest
     planned = {verification.device: verification for verification in manifest.verification}
     plan = planned.get(address_of(device)) or planned.get(kind_of(device))
-    plan = plan or Verification(device=device.name, form=manifest.form, samples=samples)
+    form: Form = "onnx" if kind_of(device) in _NEEDING_ONNX and "onnx" in manifest.forms else manifest.form
+    plan = plan or Verification(device=device.name, form=form, samples=samples)
     return msgspec.structs.replace(plan, samples=min(plan.samples, samples))
 
 

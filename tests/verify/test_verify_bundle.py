@@ -13,6 +13,7 @@ from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden.golden import make_golden, read_labels
 from edgekit.data.labels import Boxes
+from edgekit.devices.bundled import plan_run
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.host import Host
 from edgekit.errors import BundleError, DataError
@@ -20,7 +21,7 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
 from edgekit.plain import to_json
-from edgekit.target import TaskLimit, Verification
+from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.attribute import keep_attribution, share_loss
 from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report, require_devices
 from edgekit.verify.run import read_known, read_report, verify_bundle, write_report
@@ -112,6 +113,16 @@ def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:
     fewer = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(plan,)))
     assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
     assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
+
+
+def test_imitated_arithmetic_gets_the_onnx_file_though_no_plan_names_it(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path)
+    names = bundle.manifest.forms["onnx"]
+    forms: dict[Form, tuple[str, ...]] = {"onnx": names, "runtime": names}
+    manifest = msgspec.structs.replace(bundle.manifest, verification=(), form="runtime", forms=forms)
+    unplanned = msgspec.structs.replace(bundle, manifest=manifest)
+    assert plan_run(unplanned, InProcess(name="emulated"), 6).form == "onnx"
+    assert plan_run(unplanned, InProcess(name="host"), 6).form == "runtime"
 
 
 def test_the_report_comes_back_and_is_judged_again(bundle: Bundle) -> None:
