@@ -2,6 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 WORKERS := -n auto --dist worksteal
+SECONDS ?= 1800
+SEED ?= 1
 
 .PHONY: demo test test-fast check lint mypy pyright shape docs bench mutants fuzz lock format clean
 
@@ -42,7 +44,8 @@ bench: .venv/dev.stamp .venv/train.stamp  ## figures of the docs, as ratios agai
 mutants: .venv/dev.stamp  ## does a test notice a slip in a judge, a gate or the numerics?
 	$(BIN)/python tools/bench/mutation.py --budget 3600
 
-fuzz: .venv/dev.stamp  ## hostile files and broken links, for longer than in the tests
+fuzz: .venv/dev.stamp  ## hostile input to every command for SECONDS, then broken links: make fuzz SECONDS=3600 SEED=2
+	$(BIN)/python tools/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 	$(PYTEST) --hypothesis-profile=fuzz -m 'fuzz or faults'
 
 lock: .venv/dev.stamp  ## pin and hash what pyproject.toml asks for

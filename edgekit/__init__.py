@@ -6,7 +6,6 @@ The names of the interface are loaded when they are used, so that `edgekit --hel
 
 import importlib
 import os
-from typing import Any
 
 # ONNX Runtime 1.29 and later upload usage events unless this is set before it is loaded (its PR 27379).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -50,7 +49,7 @@ _HOMES = {
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
     return getattr(importlib.import_module(f"edgekit.{_HOMES[name]}"), name)

@@ -2,17 +2,25 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
+import importlib
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Generator, Iterable
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 from edgekit.errors import BundleError, OutputError
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # Windows has none
+    fcntl = None
+
+STRICT_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""Flags of `os.open` by which no link is followed and no pipe waited for, where the system has them."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -34,7 +42,10 @@ def open_regular(path: Path) -> IO[bytes]:
     Raises:
         OSError: it is no plain file, or cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    # For systems without O_NOFOLLOW, and without harm on the others.
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link")
+    descriptor = os.open(path, os.O_RDONLY | STRICT_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no plain file")
@@ -150,19 +161,34 @@ def one_at_a_time(place: Path) -> Generator[None]:
     """Lets one process at a time into blocks about a `place` in some folder; the others wait.
 
     The lock is the system's, on that folder: nothing is left of it, not even by a process that dies. Blocks about one
-    folder do not nest.
+    folder do not nest. Where there are no such locks (Windows) nobody waits, and the last to end stays.
 
     Raises:
         OutputError: the folder cannot be made.
     """
     with writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    with writing(place):
         folder = os.open(place.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Takes the lock of an open file if nobody has it; the kernel drops it with its owner, however that ends."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,10 +1,9 @@
 """The only door to subprocess: a child with a time limit, whose death is a finding."""
 
 import contextlib
-import fcntl
+import importlib
 import io
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -19,6 +18,11 @@ import msgspec
 
 from edgekit.errors import DeviceError
 from edgekit.machine import peak_bytes
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # Windows has none
+    fcntl = None
 
 _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
@@ -74,14 +78,14 @@ def run_process(
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = _start(argv, (subprocess.DEVNULL, out, err), cwd, env)
-        status, timed_out, usage = _wait(child, timeout_s)
+        status, timed_out, peak = _wait(child, timeout_s)
         return Finished(
             argv=tuple(argv),
             status=status,
             timed_out=timed_out,
             stdout=_tail(out.fileno()),
             stderr=_tail(err.fileno()),
-            peak_rss_bytes=peak_bytes(usage),
+            peak_rss_bytes=peak,
         )
 
 
@@ -122,7 +126,7 @@ def stream_process(
         raise
     if not ended:
         _end_group(child.pid)
-    status, timed_out, usage = _wait(child, max(0.0, deadline - time.monotonic()))
+    status, timed_out, peak = _wait(child, max(0.0, deadline - time.monotonic()))
     for thread in threads:
         thread.join(_JOIN_S)
     if wrong:
@@ -133,7 +137,7 @@ def stream_process(
         timed_out=timed_out or time.monotonic() > deadline,
         stdout="",
         stderr=words.decode(errors="replace"),
-        peak_rss_bytes=peak_bytes(usage),
+        peak_rss_bytes=peak,
     )
 
 
@@ -209,7 +213,9 @@ def _start(
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
-    if child.stdin is not None and hasattr(fcntl, "F_SETPIPE_SZ"):  # Linux: fewer, larger messages
+    if (
+        child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ")
+    ):  # Linux: fewer, larger messages
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child
@@ -221,7 +227,8 @@ def end_children() -> None:
         _end_group(pid)
 
 
-def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, resource.struct_rusage]:
+def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, int]:
+    """Waits for a child, and returns its exit code, whether its time was up, and its peak memory in bytes."""
     expired: list[bool] = []
 
     def expire() -> None:
@@ -232,8 +239,7 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, 
     timer.daemon = True
     timer.start()
     try:
-        # Popen.wait would reap the child without its resource usage.
-        _, raw, usage = os.wait4(child.pid, 0)
+        peak = _reap(child)
     except BaseException:
         _end_group(child.pid)
         child.wait()
@@ -241,13 +247,27 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, 
     finally:
         timer.cancel()
         _RUNNING.discard(child.pid)
+    return child.returncode, bool(expired), peak
+
+
+def _reap(child: subprocess.Popen[bytes]) -> int:
+    """Waits for the end of a child, and returns its peak memory in bytes, 0 where the system does not say."""
+    if not hasattr(os, "wait4"):
+        child.wait()
+        return 0
+    # Popen.wait would reap the child without its resource usage.
+    _, raw, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(raw)
-    return child.returncode, bool(expired), usage
+    return peak_bytes(usage)
 
 
 def _end_group(pid: int) -> None:
     try:
-        os.killpg(pid, signal.SIGKILL)
+        # Windows has no groups of processes; there SIGTERM ends the one at once.
+        if hasattr(os, "killpg"):
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         return
 

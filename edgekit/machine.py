@@ -2,11 +2,17 @@
 
 import ctypes
 import gc
+import importlib
 import os
 import platform
-import resource
 import sys
 from pathlib import Path
+from typing import Any
+
+try:
+    resource: Any = importlib.import_module("resource")
+except ImportError:  # Windows has none
+    resource = None
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -22,15 +28,25 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def peak_bytes(usage: resource.struct_rusage) -> int:
+def peak_bytes(usage: Any) -> int:
     """Returns the peak of resident memory: the system counts bytes on macOS, kibibytes on Linux (getrusage(2))."""
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak: int = usage.ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def own_peak_bytes(*, with_child: bool = False) -> int:
+    """Returns the peak memory of this process, also with that of its largest child; 0 where the system does not say."""
+    if resource is None:
+        return 0
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN) if with_child else (resource.RUSAGE_SELF,)
+    return sum(peak_bytes(resource.getrusage(one)) for one in who)
 
 
 def release_memory() -> None:
     """Gives memory that is free again back to the system, where the C library can (`malloc_trim` of glibc)."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    # Windows opens no library without a name.
+    trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

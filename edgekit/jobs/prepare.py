@@ -1,6 +1,5 @@
 """One stage at a time, for a model as the user has it: it is prepared, then the stage runs."""
 
-import resource
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from edgekit import _ort
 from edgekit._files import move_file, work_folder
 from edgekit.data.images import Preprocess
 from edgekit.jobs.check import TargetGain, fix_for_target
-from edgekit.machine import peak_bytes
+from edgekit.machine import own_peak_bytes
 from edgekit.model.model import Model
 from edgekit.prepare import Fix, fix_model
 from edgekit.prepare.change_interface import InterfaceChanges, change_interface, remaining_preprocess
@@ -92,4 +91,4 @@ def list_versions() -> dict[str, str]:
 
 def peak_rss_bytes() -> int:
     """Returns the peak memory of this process plus that of its largest child."""
-    return sum(peak_bytes(resource.getrusage(who)) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own_peak_bytes(with_child=True)

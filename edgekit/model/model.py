@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 import onnx
+from google.protobuf.message import DecodeError
 
 from edgekit._files import digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
@@ -109,7 +110,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
     """
     try:
         proto = onnx.load(str(model.path), load_external_data=weights)
-    except (onnx.checker.ValidationError, OSError, ValueError) as error:
+    except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
             hint="copy the file to a place of its own",

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import onnx
-
 from edgekit._files import digest_bytes
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.statement import SIGNATURE
+from edgekit.model.skim import skim_model
 from edgekit.package.variant import Identity, Variant
 
 _COMPATIBILITY = "ep_compatibility_info."
@@ -101,5 +100,5 @@ def _read_compatibility(model: Path, provider: str) -> str:
     """Returns what a compiled model says of the devices it is for, "" for any other model."""
     if model.suffix != ".onnx":
         return ""
-    properties = onnx.load(str(model), load_external_data=False).metadata_props
+    properties = skim_model(model).metadata_props
     return next((entry.value for entry in properties if entry.key == f"{_COMPATIBILITY}{provider}"), "")

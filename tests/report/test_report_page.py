@@ -48,6 +48,7 @@ def _write_page(path: Path, *nodes: CheckedNode) -> Path:
     )
     recommended = recommend_target({"t": report}, {})
     page = render_check(CheckSummary(model="m", sha256="0", targets={"t": report}, recommended=recommended))
+    assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
     path.write_text(page)
     return path
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+import edgekit
 from edgekit.evidence import Evidence
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
@@ -119,3 +120,12 @@ def test_the_worst_run_is_shown() -> None:
         "2.5 MB",
         "3000.0 GB",
     ]
+
+
+def test_every_page_says_that_nothing_is_fetched_and_no_other_script_runs() -> None:
+    folder = Path(edgekit.__file__).parent / "report/templates"
+    pages = {path.name: path.read_text() for path in folder.glob("*.html.j2") if "<!DOCTYPE" in path.read_text()}
+    assert {"build", "check", "compare", "quantize", "verify"} <= {name.partition(".")[0] for name in pages}
+    for text in pages.values():
+        # Before anything that a policy is about.
+        assert text.index('{% include "policy.html.j2" %}') < text.index("<style>")

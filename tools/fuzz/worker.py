@@ -50,7 +50,7 @@ class Fence:
         self.broken: list[str] = []
 
     def watch(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Is called by Python for each event of its audit table."""
+        """Is called by Python for each event of its audit table (docs.python.org/3/library/audit_events.html)."""
         if not self.inside:
             return
         if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
@@ -125,7 +125,7 @@ def run_case(case: Case, folder: Path, commands: tuple[str, ...]) -> Outcome:
     words = said.read_bytes().decode(errors="replace")
     said.unlink()
     told = Told(code=code, trace=trace, shown=words.partition(_MARK)[0], words=words.partition(_MARK)[2])
-    wrong = next(_judge(case, told, before, _list_files(case.folder)), None)
+    wrong = next(judge(case, told, before, _list_files(case.folder)), None)
     if _list_files(folder / "outside") != outside:
         wrong = ("outside", "outside changed", "a file outside was written")
     if FENCE.broken and wrong is None:
@@ -203,7 +203,7 @@ def _list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _judge(
+def judge(
     case: Case, told: Told, before: Mapping[str, tuple[int, int, int]], after: Mapping[str, tuple[int, int, int]]
 ) -> Iterator[tuple[str, str, str]]:
     """Yields what is wrong with what a case did: its kind, what findings of one cause share, and the words."""

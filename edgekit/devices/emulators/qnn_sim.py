@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-import onnx
 
 from edgekit._ort import VERSION
 from edgekit.bundle.manifest.trust import PROVIDER_OPTIONS
@@ -17,6 +16,7 @@ from edgekit.devices.process.child import Runner, describe_job, refuse_run, requ
 from edgekit.devices.process.exchange import FarJob
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
+from edgekit.model.skim import skim_model
 
 PROVIDER = "QNNExecutionProvider"
 ARCH_SOCS: Mapping[str, str] = {f"v{arch}": soc for arch, soc in HTP_SOCS.items()}
@@ -121,7 +121,7 @@ def _run_with_cpu(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRu
 
 def _check_context(model: Path, soc: str) -> None:
     """Refuses a context made for another SoC: the simulator runs it without complaint, a device does not."""
-    for entry in onnx.load(str(model), load_external_data=False).metadata_props:
+    for entry in skim_model(model).metadata_props:
         if entry.key == _COMPATIBILITY:
             made_for = _context_socs(entry.value)
             # A context that names no SoC was compiled for an architecture and fits each chip of it.

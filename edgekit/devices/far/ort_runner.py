@@ -5,11 +5,11 @@ the messages that pass through stdin and stdout with `--pipe`, are those of `edg
 It exits with 0 when it could write `run.json` or the last line, even if that holds a refusal.
 """
 
+import importlib
 import itertools
 import json
 import os
 import platform
-import resource
 import sys
 import tempfile
 import time
@@ -21,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
+try:
+    resource: Any = importlib.import_module("resource")
+except ImportError:  # Windows has none
+    resource = None
+
 ort: Any = onnxruntime
+_STATUS = Path("/proc/self/status")
 _CPU = "CPUExecutionProvider"
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -269,13 +275,15 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _peak_rss_bytes() -> int:
     """Reads VmHWM where there is a /proc: ru_maxrss also counts the parent before the exec."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
+    if _STATUS.is_file():
+        for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    if resource is None:
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * unit
 
 
 def _one_line(error: Exception) -> str:

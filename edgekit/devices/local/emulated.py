@@ -1,6 +1,5 @@
 """Our own arithmetic in place of a provider: 8-bit grids through Q and DQ nodes, half precision by rounding."""
 
-import resource
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from edgekit.devices.process.child import describe_stop
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
-from edgekit.machine import peak_bytes
+from edgekit.machine import own_peak_bytes
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, load_model, read_proto
 
 _UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
@@ -60,7 +59,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
             placement_source="predicted",
             load_ms=load_ms,
             latency_ms=tuple(latency_ms[: outputs.count * job.repeat]),
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=own_peak_bytes(),
             versions={"onnxruntime": VERSION},
             notes=describe_stop(outputs.count, job) if stopped else (),
             stopped_early=stopped,
@@ -140,7 +139,3 @@ def _find_types(proto: onnx.ModelProto, work: Path) -> dict[str, int]:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     words = zip(session.output_names, session.output_types, strict=True)
     return types | {name: _ELEMENT_TYPES[word] for name, word in words if word in _ELEMENT_TYPES}
-
-
-def _peak_rss_bytes() -> int:
-    return peak_bytes(resource.getrusage(resource.RUSAGE_SELF))

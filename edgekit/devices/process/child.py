@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import onnx
-from google.protobuf.message import DecodeError
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.process.exchange import FarJob, FarRun, open_outputs, read_run, write_job
-from edgekit.errors import DeviceError
+from edgekit.errors import DeviceError, ModelError
 from edgekit.evidence import Evidence
+from edgekit.model.skim import skim_model
 
 FAR = Path(__file__).parents[1] / "far"
 ORT_RUNNER = FAR / "ort_runner.py"
@@ -164,8 +163,8 @@ def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
     # The program saw only that one provider took everything: the nodes are those of the file.
     if far.placed_whole:
         try:
-            graph = onnx.load(str(model), load_external_data=False).graph
-        except (DecodeError, OSError, ValueError):
+            graph = skim_model(model).graph
+        except ModelError:
             return ()  # a file of another format: the device cannot know that it took its nodes whole
         provider = printable(far.placed_whole)
         return tuple(

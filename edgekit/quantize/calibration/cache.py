@@ -1,7 +1,6 @@
 """The calibration cache: the folder where a calibration is kept while it runs, and afterwards."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgekit._files import STRICT_FLAGS, try_lock
 from edgekit.errors import DataError, OutputError
 from edgekit.model.tensors import Array
 from edgekit.progress import Progress
@@ -91,20 +91,17 @@ def open_cache(settings: CacheSettings | None, key: str, progress: Progress) -> 
         settings.folder.mkdir(parents=True, exist_ok=True)
         # Its owner's alone: the samples held out to judge by are in it.
         folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | STRICT_FLAGS, 0o600)
     except OSError as error:
         raise OutputError(f"cannot write '{folder}': {error.strerror}", hint="give another --cache") from error
     try:
         cache = CalibrationCache(folder, key, progress)
-        try:
-            # The kernel drops the lock with its owner, however that ends: no stale lock is ever in the way.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            cache = CalibrationCache(None, key, progress)
-            cache.note(f"another run has '{folder}' open: this one keeps nothing")
-        else:
+        if try_lock(lock):
             for left in folder.glob(".edgekit-*"):
                 shutil.rmtree(left, ignore_errors=True)
+        else:
+            cache = CalibrationCache(None, key, progress)
+            cache.note(f"another run has '{folder}' open, or this system has no locks: this one keeps nothing")
         yield cache
     finally:
         os.close(lock)

@@ -15,6 +15,7 @@ from edgekit.devices.device import DeviceRun
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
+from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 from edgekit.verify.metrics import tensor_metrics as metrics
@@ -109,7 +110,7 @@ def may_saturate(model: Path) -> bool:
     """
     if model.suffix != ".onnx" or not model.is_file():
         return False
-    graph = onnx.load(str(model), load_external_data=False).graph
+    graph = read_proto(load_model(model), weights=False).graph
     signed = {
         tensor.name: tensor
         for tensor in graph.initializer
