@@ -51,16 +51,20 @@ def write_models(sources: list[str], folder: Path, seeds: range = SEEDS) -> Iter
 
 
 def prepare_proto(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes the graph that a provider sees: dimensions fixed to 1, basic optimisation, a unique name for each node."""
+    """Writes the graph that a provider sees: dimensions fixed to 1, basic optimisation, a unique name for each node.
+
+    What a function becomes is folded when it is optimised again only, as a session does that loads the file.
+    """
     _fix_inputs(proto)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(path)
-    ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    optimized = onnx.load(str(path))
-    _name_nodes(optimized)
-    onnx.save(optimized, str(path))
+    for _ in range(2):
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(path)
+        ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        proto = onnx.load(str(path))
+        _name_nodes(proto)
+    onnx.save(proto, str(path))
 
 
 def _fix_inputs(proto: onnx.ModelProto) -> None:
@@ -215,5 +219,5 @@ _STATE: Any = ort.capi.onnxruntime_pybind11_state
 _REFUSALS = (
     *(cast("type[Exception]", getattr(_STATE, name)) for name in (
         "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented", "RuntimeException", "NoModel")),
-    AssertionError, ValueError, RuntimeError, TypeError, KeyError, onnx.checker.ValidationError,
+    AssertionError, ValueError, RuntimeError, TypeError, LookupError, onnx.checker.ValidationError,
 )  # fmt: skip

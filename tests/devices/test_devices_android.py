@@ -38,8 +38,10 @@ def present(name: str, target: str = "xnnpack") -> Android:
     return device
 
 
-def library_for_android(path: Path, *, version: str = "1.29.0", api: str = "OrtGetApiBase") -> Path:
-    """A library for this machine that says of itself what ONNX Runtime's does."""
+def library_for_android(
+    path: Path, *, version: str = "1.29.0", api: str = "OrtGetApiBase", imports: str = "no_such_function"
+) -> Path:
+    """A library for this machine that says of itself what ONNX Runtime's does, and has an interface of version 0."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("cc is missing: apt-get install gcc")
@@ -47,7 +49,7 @@ def library_for_android(path: Path, *, version: str = "1.29.0", api: str = "OrtG
     script = path.parent / "script"
     script.write_text(f"VERS_{version} {{ global: {api}; local: *; }};")
     source = path.parent / "source.c"
-    source.write_text(f"int no_such_function(void); int {api}(void) {{ return no_such_function(); }}")
+    source.write_text(f"long {imports}(void); void *{api}(void) {{ return (void *)(0 * {imports}()); }}")
     flags = ["-shared", "-fPIC", "-nostdlib", "-Wl,--hash-style=gnu", f"-Wl,--version-script={script}"]
     subprocess.run([compiler, *flags, "-o", str(path), str(source)], check=True)
     return path
@@ -124,6 +126,26 @@ def test_what_an_archive_imports_and_nothing_stands_for_is_named(
     imports = {*read_library(library).imports, "another_one", "strlen"}
     with pytest.raises(DeviceError, match="imports what edgekit has no stand-in for: another_one, no_such_function"):
         link_runner(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
+
+
+def test_the_archive_of_another_version_is_installed_and_used(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    library = library_for_android(tmp_path / "made" / LIBRARY, version="1.33.7", imports="getpid").read_bytes()
+    archive = archive_of(tmp_path / "new.aar", {f"jni/x86_64/{LIBRARY}": library + b"XnnpackExecutionProvider\0"})
+    said: list[str] = []
+    install_device("android:x86_64", said.append, library=archive)
+    assert said[-1] == "ONNX Runtime 1.33.7 of new.aar for x86_64 with XnnpackExecutionProvider"
+    (status,) = (status for status in list_devices() if status.name == "android")
+    assert status.reason == "it was installed without arm64-v8a"
+    device = find_device("android:x86_64", load_target("xnnpack"))
+    run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "xnnpack"), work)
+    assert run.failure is not None
+    assert "\n" not in run.failure
+    nnapi = find_device("android:x86_64", load_target("nnapi"))
+    refused = nnapi.run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), work)
+    assert refused.failure == "'new.aar' was built without NnapiExecutionProvider"
 
 
 def test_another_device_takes_no_archive() -> None:

@@ -103,13 +103,13 @@ def float_model(path: Path) -> Path:
     return declare_shapes(text_model(path, body, opset=13))
 
 
-def declare_shapes(path: Path) -> Path:
+def declare_shapes(path: Path, row: Tensors | None = None) -> Path:
     """Gives each output the shape that it has, which NNAPI's builder wants to know."""
     proto = onnx.load(path)
     for output in proto.graph.output:
         output.type.tensor_type.ClearField("shape")
     onnx.save(proto, path)
-    inputs = {name: np.ones((1, 4, 8, 8), np.float32) for name in ("x", "x2")}
+    inputs = row or {name: np.ones((1, 4, 8, 8), np.float32) for name in ("x", "x2")}
     found = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(inputs)
     for output in proto.graph.output:
         for size in found[output.name].shape:
