@@ -173,6 +173,9 @@ def test_shares_are_of_the_work_and_of_the_bytes() -> None:
     assert (report.taken_macs, report.taken_bytes, report.main_share) == (0.8, 0.3, 0.6)
     assert (report.crossing_share, report.integer_macs, report.is_refused) == (0.4, 0.0, False)
     assert report_of((1, 10, 0), crossing_bytes=40).crossing_share == 1.0
+    fatal = msgspec.structs.replace(report.node_list[2], fatal=True)
+    refused = msgspec.structs.replace(report, node_list=(*report.node_list[:2], fatal))
+    assert (refused.is_refused, refused.verdict) == (True, "no")
     integer = msgspec.structs.replace(report.node_list[1], integers=True)
     assert msgspec.structs.replace(report, node_list=(*report.node_list[:1], integer)).integer_macs == 0.25
 

@@ -288,6 +288,19 @@ def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, many
     assert [any(entry.relieved for entry in plan.judged) for plan in plans] == [False, True]
 
 
+def test_best_goes_on_to_30_db_where_what_leaves_8_bits_is_float(tmp_path: Path) -> None:
+    text = COLLAPSING.replace("e = Mul(d, d) f = MatMul(e, v)", "f = MatMul(d, v)")
+    model = make_model(text, tmp_path / "m.onnx", {"w": (32, 32), "v": (32, 32)})
+    calibration = calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+    auto, best = (
+        plan_quantization(model, calibration, load_target("nnapi"), "int8", method=method)
+        for method in ("auto", "best")
+    )
+    assert 20 < auto.judged[0].sqnr_db < best.judged[0].sqnr_db - 1 < 29
+    assert [node.op for node in auto.float_nodes] == ["Tanh"]
+    assert len(best.float_nodes) > 1
+
+
 @pytest.mark.parametrize("precision", ["int8", "int16"])
 @pytest.mark.parametrize("body", ["y = Relu(x)", "a = Mul(x, x) b = Mul(a, a) c = Mul(b, b) y = Mul(c, c)"])
 def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision, body: str) -> None:
