@@ -273,6 +273,7 @@ def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model,
     factors = choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True)
     assert set(factors) == {"p", "q"}
     assert scales_silu(graph, factors)
+    assert not scales_silu(graph, {"p": (1.0,) * 24})
     equalized = equalize_graph(graph, factors)
     save_proto(equalized.model, tmp_path / "equalized.onnx")
     for sample in random_samples(model, count=4, seed=2):

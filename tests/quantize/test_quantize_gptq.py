@@ -13,6 +13,7 @@ from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, save_moments
 from edgekit.quantize.rounding.gptq import (
     LIMIT,
+    REDUCED_LIMIT,
     Rounded,
     add_spread,
     refit_weights,
@@ -123,6 +124,10 @@ def test_scale_puts_the_largest_on_127_and_survives_a_channel_of_zeros() -> None
     assert weight_scale(matrix, per_channel=False)[0, :, 0] == pytest.approx([0.01] * 3)
     assert weight_scale(matrix, per_channel=True, floor=0.005)[0, :, 0] == pytest.approx([0.01, 0.01, 0.005])
     assert (weight_scale(np.zeros((1, 2, 3), np.float32), per_channel=True) > 0).all()
+
+
+def test_two_products_of_reduced_weights_add_up_within_16_bits() -> None:
+    assert 2 * 255 * REDUCED_LIMIT <= np.iinfo(np.int16).max < 2 * 255 * (REDUCED_LIMIT + 1)
 
 
 FLOAT = "g (float[1,4] x) => (float[1,2] y) { y = Gemm<transB=1>(x, w BIAS) }"
