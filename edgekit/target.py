@@ -167,9 +167,13 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
 
 
 class Variant(_Strict, frozen=True, kw_only=True):
-    """What is different about a target where its parameters have the values in `when`; None is as it is elsewhere."""
+    """What is different about a target where its parameters have the values in `when`; None is as it is elsewhere.
+
+    `provider_options` are added to those of the session.
+    """
 
     when: dict[str, str]
+    provider_options: dict[str, str] = {}
     precisions: tuple[Precision, ...] | None = None
     precision_reason: str | None = None
     quantization: Quantization | None = None
@@ -220,19 +224,12 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
 
     Raises:
         UsageError: there is no such target or parameter, or a parameter's value is not allowed.
-        TargetError: `target.toml` is malformed.
+        TargetError: `target.toml` is malformed, or names a form that its provider cannot use.
     """
     folder = _find_folder(name)
-    file = folder / "target.toml"
-    try:
-        target = read_toml(file, Target)
-    except msgspec.DecodeError as error:
-        raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{_targets_folder()}'") from error
-    except OSError as error:
-        raise TargetError(
-            f"cannot read '{file}': {error.strerror}", hint="a target is a folder with target.toml"
-        ) from error
+    target = _read_target(folder)
     chosen = {key: parameter.default for key, parameter in target.parameters.items()}
+    _refuse_unusable(target, folder)
     given = {key: _check_setting(target, key, value) for key, value in (settings or {}).items()}
     for key, value in given.items():
         for other, its in target.parameters[key].implies.get(value, {}).items():
@@ -242,12 +239,45 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
                 )
             chosen[other] = its
     chosen |= given
+    target = _vary(msgspec.structs.replace(target, settings=chosen, folder=folder))
     session = Session(
         provider_options=_fill(target.session.provider_options, chosen),
         config=_fill(target.session.config, chosen),
         platforms={name: _fill_platform(target, name, chosen) for name in target.session.platforms},
     )
-    return _vary(msgspec.structs.replace(target, settings=chosen, folder=folder, session=session))
+    return msgspec.structs.replace(target, session=session)
+
+
+def _read_target(folder: Path) -> Target:
+    file = folder / "target.toml"
+    try:
+        return read_toml(file, Target)
+    except msgspec.DecodeError as error:
+        raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{_targets_folder()}'") from error
+    except OSError as error:
+        raise TargetError(
+            f"cannot read '{file}': {error.strerror}", hint="a target is a folder with target.toml"
+        ) from error
+
+
+def _refuse_unusable(target: Target, folder: Path) -> None:
+    """Refuses forms that the target says are of no use, or for targets of one's own what those of its provider say."""
+    told = dict(target.conversion.unusable)
+    if folder.parent != _targets_folder():
+        shipped = (_read_target(_targets_folder() / name) for name in target_names())
+        told |= {
+            form: why
+            for one in shipped
+            if one.provider == target.provider
+            for form, why in one.conversion.unusable.items()
+        }
+    variants = (variant.conversion for variant in target.variants if variant.conversion is not None)
+    for form in (form for conversion in (target.conversion, *variants) for form in conversion.forms):
+        if form in told:
+            raise TargetError(
+                f"target '{target.name}' has the form '{form}', which {target.provider} cannot use: {told[form]}",
+                hint=f"leave '{form}' out of its forms",
+            )
 
 
 def _targets_folder() -> Path:
@@ -278,14 +308,17 @@ def _check_setting(target: Target, key: str, value: str) -> str:
     return value
 
 
-_VARIED = tuple(name for name in Variant.__struct_fields__ if name != "when")
+_VARIED = tuple(name for name in Variant.__struct_fields__ if name not in {"when", "provider_options"})
 
 
 def _vary(target: Target) -> Target:
     for variant in target.variants:
         if variant.when.items() <= target.settings.items():
             given = {name: getattr(variant, name) for name in _VARIED}
-            target = msgspec.structs.replace(target, **{name: it for name, it in given.items() if it is not None})
+            options = {**target.session.provider_options, **variant.provider_options}
+            session = msgspec.structs.replace(target.session, provider_options=options)
+            kept = {name: it for name, it in given.items() if it is not None}
+            target = msgspec.structs.replace(target, session=session, **kept)
     return target
 
 

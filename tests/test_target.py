@@ -1,5 +1,6 @@
 """Targets are data: read strictly, with their parameters set."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,44 @@ def test_every_shipped_target_loads(name: str) -> None:
 
 def test_a_parameter_reaches_the_provider_options() -> None:
     assert load_target("qnn", {"soc_model": "43"}).session.provider_options["soc_model"] == "43"
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {}),
+        ({"layout": "NCHW"}, {"NNAPI_FLAG_USE_NCHW": "1"}),
+        ({"cpu": "off"}, {"NNAPI_FLAG_CPU_DISABLED": "1"}),
+        (
+            {"cpu": "off", "layout": "NCHW", "api_level": "28"},
+            {"NNAPI_FLAG_CPU_DISABLED": "1", "NNAPI_FLAG_USE_NCHW": "1"},
+        ),
+    ],
+)
+def test_flags_of_nnapi_reach_the_session_and_its_platforms(settings: dict[str, str], options: dict[str, str]) -> None:
+    session = load_target("nnapi", settings).session
+    assert session.provider_options == options
+    assert session.platforms["android"].provider_options == options
+
+
+@pytest.mark.parametrize("forms", ['["runtime"]', '["onnx", "full"]'])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_form_that_the_provider_cannot_use_is_refused(forms: str, told: bool, tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "targets" / "xnnpack", tmp_path / "mine")
+    text = (folder / "target.toml").read_text()
+    assert 'forms = ["onnx"]' in text
+    # What edgekit's own targets say of a provider holds for a target of somebody's own.
+    text = text if told else re.sub(r"\[conversion\.unusable\]\n(.+\n)+", "", text)
+    (folder / "target.toml").write_text(text)
+    assert load_target(str(folder)).conversion.forms == ("onnx",)
+    (folder / "target.toml").write_text(text.replace('forms = ["onnx"]', f"forms = {forms}"))
+    with pytest.raises(TargetError, match=r"which XnnpackExecutionProvider cannot use: .+") as caught:
+        load_target(str(folder))
+    assert caught.value.hint in {"leave 'runtime' out of its forms", "leave 'full' out of its forms"}
+    other = text.replace('forms = ["onnx"]', f"forms = {forms}").replace("XnnpackExecution", "CPUExecution")
+    if not told:
+        (folder / "target.toml").write_text(other)
+        assert len(load_target(str(folder)).conversion.forms) > 0
 
 
 @pytest.mark.parametrize(

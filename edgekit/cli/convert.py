@@ -16,6 +16,7 @@ from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 from edgekit.recipe import Recipe
+from edgekit.target import Target, load_target
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 
@@ -68,7 +69,7 @@ def command(
       edgekit convert model.onnx --target nnapi --out converted
     """
     if target is not None and (style or level or cpu or with_onnx):
-        raise UsageError(f"target '{target}' settles style, level and CPU", hint="give either --target or the others")
+        raise _explain_conflict(load_target(target), _STYLES[style] if style else ())
     recipe = Recipe(
         targets=() if target is None else (target,),
         settings=options.parse_assignments(settings, "--set"),
@@ -90,3 +91,13 @@ def command(
         report = convert_for(model, out, recipe, wanted, progress)
     show_json(report) if as_json else show_conversion(report)
     return YES
+
+
+def _explain_conflict(target: Target, styles: tuple[Style, ...]) -> UsageError:
+    for style in styles:
+        if style in target.conversion.unusable:
+            return UsageError(
+                f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}",
+                hint=f"'{target.name}' loads {', '.join(target.conversion.forms)}: leave --style out",
+            )
+    return UsageError(f"target '{target.name}' settles style, level and CPU", hint="give either --target or the others")

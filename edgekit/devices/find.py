@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER, VERSION
+from edgekit.devices.android.android import NNAPI, X86_64, Android, find_android_versions
 from edgekit.devices.android.android import PROVIDERS as ANDROID
-from edgekit.devices.android.android import X86_64, Android, find_android_versions
 from edgekit.devices.android.installed import find_installed, install_android
 from edgekit.devices.android.phone import read_phones
 from edgekit.devices.android.settings import vary_android
@@ -169,6 +169,8 @@ def _install_android(device: Android, progress: Progress, library: Path | None) 
 
 def _rate(device: Device, target: Target) -> Device:
     """Returns a device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself."""
+    if isinstance(device, Android):
+        return msgspec.structs.replace(device, computes=target.provider == NNAPI)
     if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, OlderHost, Arm64, Arm64Native)):
         return device
     return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)

@@ -101,7 +101,7 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     """
     if target.provider == CPU_PROVIDER:
         return _observe_kernels(model, target)
-    devices = [find_device(name, target) for name in _ORACLES.get(target.provider, ())]
+    devices = [_only_placing(find_device(name, target)) for name in _ORACLES.get(target.provider, ())]
     if not devices:
         return NotObserved(reason=f"nothing outside a device runs {target.provider}; edgekit verify imitates it")
     lacking = {device.name: device.find_missing() for device in devices}
@@ -115,6 +115,11 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
     except (DeviceError, MissingExtraError, ModelError) as error:
         return NotObserved(reason=f"'{device.name}': {error.message}; {error.hint}")
     return compare_placement(check_model(model, target), placement, device)
+
+
+def _only_placing(device: Device) -> Device:
+    """Returns a device that need not compute what NNAPI is given."""
+    return msgspec.structs.replace(device, computes=False) if isinstance(device, android.Android) else device
 
 
 def _observe_kernels(model: Model, target: Target) -> Observed:

@@ -49,6 +49,12 @@ def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["--target", "nnapi", "--cpu", "arm"], "settles style, level and CPU"),
+        (
+            ["--target", "xnnpack", "--style", "runtime"],
+            "XnnpackExecutionProvider cannot use a file of runtime style: ",
+        ),
+        (["--target", "nnapi", "--style", "both"], "NnapiExecutionProvider cannot use a file of full style: "),
+        (["--target", "nnapi", "--style", "runtime"], "settles style, level and CPU"),
         (["--soc", "43"], "add --target qnn"),
         (["--model-type", "gpt2"], "add --fuse transformer"),
         (["--keep", "conv"], "add --weights"),

@@ -63,7 +63,9 @@ PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "RequireStaticInputShapes": _FLAG,
         "SpecializationStrategy": _WORD,
     },
-    "NnapiExecutionProvider": {},
+    "NnapiExecutionProvider": dict.fromkeys(
+        ("NNAPI_FLAG_CPU_DISABLED", "NNAPI_FLAG_CPU_ONLY", "NNAPI_FLAG_USE_FP16", "NNAPI_FLAG_USE_NCHW"), _FLAG
+    ),
     "OpenVINOExecutionProvider": {
         "device_type": _WORD,
         "disable_dynamic_shapes": "true|false",

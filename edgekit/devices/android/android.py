@@ -13,7 +13,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.archive import MACHINES
 from edgekit.devices.android.installed import Installed, explain_compiler, find_installed
 from edgekit.devices.android.nnapi.driver import Driver
-from edgekit.devices.android.nnapi.service import Service, computing, find_feature_level
+from edgekit.devices.android.nnapi.service import Service, can_compute, computing, find_feature_level
 from edgekit.devices.android.phone import CORES, DEFAULT_CORE, find_core, write_phone
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
@@ -31,6 +31,7 @@ X86_64 = "x86_64"
 
 _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
+_LITERT = "pip install ai-edge-litert==2.3.0"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
@@ -38,13 +39,15 @@ _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 class Android(msgspec.Struct, frozen=True, kw_only=True):
     """The library of an archive for Android with its own providers; `cpu` is a core of Arm or `x86_64`.
 
-    `phone` names the phone whose core it is, "" where none was named; `driver` is what stands behind NNAPI.
+    `phone` names the phone whose core it is, "" where none was named; `driver` is what stands behind NNAPI. With
+    `computes` NNAPI's networks are to be computed, for which LiteRT must be here.
     """
 
     cpu: str = DEFAULT_CORE
     phone: str = ""
     driver: Driver | None = None
     evidence: Evidence = Evidence.SAME_BINARY
+    computes: bool = False
 
     @property
     def name(self) -> str:
@@ -66,6 +69,8 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         if self.abi not in installed.abis:
             command = f"{explain_compiler(self.abi)}; {_INSTALL}"
             return Missing(reason=f"it was installed without {self.abi}", command=command)
+        if self.computes and not can_compute():
+            return Missing(reason="ai-edge-litert, which computes NNAPI's networks, is not installed", command=_LITERT)
         if find_emulator(self.abi) is not None:
             return None
         if self.abi == X86_64:

@@ -145,7 +145,9 @@ public final class Loader {
       case "NnapiExecutionProvider":
         EnumSet<NNAPIFlags> flags = EnumSet.noneOf(NNAPIFlags.class);
         for (Map.Entry<String, String> entry : bundle.providerOptions.entrySet()) {
-          if (!entry.getValue().equals("0")) flags.add(NNAPIFlags.valueOf(entry.getKey()));
+          // The manifest has the names of nnapi_provider_factory.h, which Java leaves the beginning of.
+          String name = entry.getKey().replaceFirst("^NNAPI_FLAG_", "");
+          if (!entry.getValue().equals("0")) flags.add(NNAPIFlags.valueOf(name));
         }
         options.addNnapi(flags);
         return;
