@@ -43,12 +43,29 @@ def call_itself_twice(proto: onnx.ModelProto) -> None:
     proto.functions.append(proto.functions[0])
 
 
+def point_out(proto: onnx.ModelProto, **where: str) -> None:
+    add_tensor(proto)
+    proto.graph.initializer[0].data_location = TensorProto.EXTERNAL
+    for key, value in where.items():
+        proto.graph.initializer[0].external_data.add(key=key, value=value)
+
+
+def wait_in_a_body(proto: onnx.ModelProto) -> None:
+    """The body of a node reads what is made of that node's output."""
+    proto.graph.node[0].attribute[0].g.node[1].input[1] = "late"
+    proto.graph.node.append(helper.make_node("Relu", ["y"], ["late"]))
+
+
 FLAWS: dict[str, tuple[str, Change]] = {
     "calls itself": (TWO, call_itself),
     "two local functions": (TWO, call_itself_twice),
     "'t' is made twice": (TWO, lambda p: set_name(p, 1, "output", "t")),
     "reads 'nowhere'": (TWO, lambda p: set_name(p, 1, "input", "nowhere")),
     "its own output": (TWO, lambda p: set_name(p, 0, "input", "y")),
+    "made of its own output": (LOOP, wait_in_a_body),
+    "which has no name": (TWO, lambda p: point_out(p, offset="0")),
+    "unknown word 'x'": (TWO, lambda p: point_out(p, location="w.data", x="1")),
+    "in no part of it": (TWO, lambda p: point_out(p, location="w.data", offset="-2")),
     "output 'gone'": (TWO, lambda p: setattr(p.graph.output[0], "name", "gone")),
     "has 2 inputs, the operator takes 1 to 1": (TWO, lambda p: p.graph.node[0].input.append("x")),
     "has 0 outputs": (TWO, lambda p: p.graph.node.add(op_type="Neg", input=["x"])),
@@ -81,7 +98,7 @@ def test_a_flaw_is_named_in_a_line(tmp_path: Path, message: str) -> None:
 
 # ONNX Runtime takes these until somebody uses what is wrong.
 UNUSED = {"the shape", "of another type", "of no type", r"shape \[-2\]", "two local functions"}
-UNUSED.add("opset 9223372036854775807")
+UNUSED |= {"opset 9223372036854775807", "which has no name", "unknown word 'x'", "in no part of it"}
 
 
 @pytest.mark.parametrize("message", [name for name in FLAWS if name not in UNUSED])
@@ -118,4 +135,12 @@ def test_bodies_read_the_graphs_around_them_and_contributed_operators_are_not_ju
     g (float[1,4] x, bool c) => (float[1,4] y) { t = com.microsoft.Gelu(x)
       y = If (c) <then_branch = a () => (float[1,4] p) { p = Relu(t) },
         else_branch = b () => (float[1,4] q) { q = Neg(t) }> }"""
+    assert load_model(parse_model(text, tmp_path / "m.onnx")).node_count == 2
+
+
+def test_a_body_may_name_its_tensors_as_the_node_around_it(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 17]> g (float[1,4] x, bool c) => (float[1,4] z) {
+      z = Relu(y)
+      y = If (c) <then_branch = a () => (float[1,4] y) { q = Neg(x) y = Neg(q) },
+        else_branch = b () => (float[1,4] y) { y = Neg(x) }> }"""
     assert load_model(parse_model(text, tmp_path / "m.onnx")).node_count == 2

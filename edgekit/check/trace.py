@@ -5,6 +5,7 @@ became of the others follows from which nodes now make and read the values aroun
 """
 
 from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from typing import Literal
 
 import msgspec
@@ -52,9 +53,15 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
         idle=_idle_nodes(source),
     )
     found: dict[int, Trace] = {}
-    # From the end, because what became of a node is told by what became of its readers.
-    for node in reversed(source.nodes):
-        found[node.index] = _trace(view, node, found)
+    makers = {name: node.index for name, node in source.producers.items()}
+    nodes = {node.index: node for node in source.nodes}
+    order = TopologicalSorter(
+        {index: [makers[name] for name in node.reads if name in makers] for index, node in nodes.items()}
+    )
+    # From the end, because what became of a node is told by what became of its readers; a file may hold nodes in any
+    # order.
+    for index in reversed(tuple(order.static_order())):
+        found[index] = _trace(view, nodes[index], found)
     for node in source.nodes:
         trace = found[node.index]
         yield source, node, trace

@@ -17,6 +17,7 @@ FOLDERS = Path("folders")
 """Given as the file of labels: the class of an image is the folder that it lies in."""
 
 _MAX_BYTES = 1 << 30
+_MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, msgspec.DecodeError)
 
 
 class Boxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +74,7 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
         labels: Sequence[Label] = _READERS[kind](path)
     except OSError as error:
         raise DataError(f"cannot read labels '{path}': {error.strerror}", hint=_HINTS[kind]) from error
-    except (ValueError, EOFError, msgspec.DecodeError) as error:
+    except _MALFORMED as error:
         raise DataError(f"'{path}' is malformed: {error}", hint=_HINTS[kind]) from error
     if len(labels) != samples.count:
         raise DataError(

@@ -84,7 +84,7 @@ def measure_sizes(path: Path) -> SizeReport:
     if path.suffix in MODEL_SUFFIXES:
         return _report(str(path), _model_files(path), path)
     with opened_any(path) as found:
-        files = [FileSize(name=name, size_bytes=file.stat().st_size) for name, file in iterate_files(found.folder)]
+        files = [FileSize(name=name, size_bytes=file.lstat().st_size) for name, file in iterate_files(found.folder)]
         return _report(str(path), files, _find_model(found))
 
 

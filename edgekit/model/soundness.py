@@ -18,6 +18,9 @@ import onnx
 # The largest file of weights is far below; a product beyond it is a size that nothing can hold.
 _MOST_ELEMENTS = 1 << 40
 _MAIN = ("", "ai.onnx")
+# What onnx.proto names, and what ONNX Runtime adds for weights that it has packed.
+_PLACES = frozenset({"basepath", "checksum", "length", "location", "offset"})
+_PREPACKED = "prepacked"
 _TYPES = frozenset(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
 
 
@@ -161,20 +164,27 @@ def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields a flaw where nodes wait for each other; nodes may stand in any order, as a quantizer appends its own."""
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    waits = {
-        index: [makers[name] for name in node.input if name in makers and makers[name] >= index]
-        for index, node in enumerate(graph.node)
+    needs = {
+        index: [makers[name] for name in _list_reads(node) if name in makers] for index, node in enumerate(graph.node)
     }
     # What only reads what stands before it cannot be part of a cycle: mostly nothing is left to sort.
-    if not any(waits.values()):
+    if not any(maker >= index for index, found in needs.items() for maker in found):
         return
-    order = TopologicalSorter(
-        {index: [makers[name] for name in node.input if name in makers] for index, node in enumerate(graph.node)}
-    )
+    order = TopologicalSorter(needs)
     try:
         order.prepare()
     except CycleError as error:
         yield f"node '{graph.node[error.args[1][0]].name}' needs what is made of its own output"
+
+
+def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields what a node reads, and what its bodies read of the graphs around them."""
+    yield from node.input
+    for body in _bodies(node):
+        # A body may name its own tensors as the node around it names its outputs.
+        own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+        own.update(name for inner in body.node for name in inner.output)
+        yield from (name for inner in body.node for name in _list_reads(inner) if name not in own)
 
 
 def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> Iterator[str]:
@@ -208,8 +218,23 @@ def _check_loop(node: onnx.NodeProto, where: str, body: onnx.AttributeProto | No
 def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:
     if tensor.data_type not in _TYPES:
         yield f"tensor '{tensor.name}' has the type {tensor.data_type}, which is none"
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        yield from _check_place(tensor)
     if any(dim < 0 for dim in tensor.dims) or math.prod(tensor.dims) > _MOST_ELEMENTS:
         yield f"tensor '{tensor.name}' has the shape {list(tensor.dims)[:8]}"
+
+
+def _check_place(tensor: onnx.TensorProto) -> Iterator[str]:
+    """Yields a flaw where the words do not say which part of which file holds the data."""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    odd = next((key for key in where if key not in _PLACES and not key.startswith(_PREPACKED)), None)
+    if odd is not None:
+        yield f"tensor '{tensor.name}' lies in another file with the unknown word '{odd[:80]}'"
+    if not where.get("location"):
+        yield f"tensor '{tensor.name}' lies in another file, which has no name"
+    numbers = [where[key] for key in ("offset", "length") if key in where]
+    if not all(number.isascii() and number.isdigit() and len(number) < 19 for number in numbers):
+        yield f"tensor '{tensor.name}' lies in another file, in no part of it"
 
 
 def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:

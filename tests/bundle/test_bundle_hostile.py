@@ -7,6 +7,9 @@ from pathlib import Path
 from bundle_models import make_bundle
 
 from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.cli.main import run_command
+from edgekit.report.pages.html import render_verify
+from edgekit.verify.report import VerifyReport
 
 
 def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -38,3 +41,15 @@ def test_links_that_lead_in_a_circle(refused: Callable[..., str], tmp_path: Path
     (folder / "README.md").symlink_to("README.md")
     refused("inspect", str(folder), "--sizes")
     refused("verify", str(folder), "--files-only")
+
+
+def test_a_report_that_links_to_itself_is_counted_as_a_link(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path).folder
+    (folder / "verify.json").unlink(missing_ok=True)
+    (folder / "verify.json").symlink_to("verify.json")
+    assert run_command(["inspect", str(folder), "--sizes"]) == 0
+
+
+def test_a_report_that_says_little_of_its_machine_still_has_a_page() -> None:
+    report = VerifyReport(bundle="b", target="nnapi", runs=(), skipped=(), machine={"x": "y"})
+    assert "edgekit ran on ?" in render_verify(report)

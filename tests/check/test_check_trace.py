@@ -9,6 +9,7 @@ from tiny_models import parse_model
 from edgekit.check.check import check_model
 from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.report import ModelNode
+from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import load_target
@@ -108,3 +109,13 @@ def test_bodies_are_told_of(tmp_path: Path, fate: str) -> None:
     told = _tell_text(tmp_path, body)
     assert set(told) == {"if", "n", "m"}
     assert told["if"].fate == fate
+
+
+def test_nodes_may_stand_before_those_that_they_read(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 17, "local" : 1]> f (float[1,4] x) => (float[1,4] y) {
+      m = ReduceMax<axes = [1]>(h) h = local.Twice(x) y = Relu(h) }
+    <domain: "local", opset_import: ["" : 17]> Twice (a) => (b) { h = Add(a, a) b = Identity(h) }"""
+    assert run_command(["check", str(parse_model(text, tmp_path / "m.onnx")), "--target", "xnnpack", "--json"]) in {
+        0,
+        1,
+    }

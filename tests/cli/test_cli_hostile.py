@@ -105,6 +105,7 @@ def test_headers_of_arrays(refused: Callable[..., str], tmp_path: Path, header: 
     refused("compare", model, model, "--data", "s.npz")
     refused("compare", model, model, "--data", "folder")
     refused("compare", model, model, "--data", "good.npz", "--labels", "l.npy", "--metric", "top1")
+    refused("compare", model, model, "--data", "good.npz", "--labels", "l.npy", "--metric", "miou")
 
 
 def test_flipped_bits_in_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
