@@ -8,8 +8,6 @@ from bundle_models import make_bundle
 
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.cli.main import run_command
-from edgekit.report.pages.html import render_verify
-from edgekit.verify.report import VerifyReport
 
 
 def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -48,8 +46,3 @@ def test_a_report_that_links_to_itself_is_counted_as_a_link(tmp_path: Path) -> N
     (folder / "verify.json").unlink(missing_ok=True)
     (folder / "verify.json").symlink_to("verify.json")
     assert run_command(["inspect", str(folder), "--sizes"]) == 0
-
-
-def test_a_report_that_says_little_of_its_machine_still_has_a_page() -> None:
-    report = VerifyReport(bundle="b", target="nnapi", runs=(), skipped=(), machine={"x": "y"})
-    assert "edgekit ran on ?" in render_verify(report)

@@ -217,3 +217,8 @@ def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
     assert "nothing ran" in render_verify(_report())
     assert "http:" not in page
     assert "https:" not in page
+
+
+def test_a_report_that_says_little_of_its_machine_still_has_a_page() -> None:
+    page = render_verify(msgspec.structs.replace(_report(GOOD), machine={"x": "y"}))
+    assert "edgekit ran on ?, ? cores" in page

@@ -39,7 +39,7 @@ class Case:
             at = self.rng.randrange(1, len(self.arguments))
             # No shell can hand over a zero byte; and a user may well name a place outside.
             word = draw_text(self.rng).replace("\0", "0")
-            self.arguments[at] = "elsewhere" if "loot" in word or OUTSIDE in word else word
+            self.arguments[at] = "elsewhere" if "loot" in word or OUTSIDE in word or word == ".." else word
             # It may have been the place to write to.
             self.writes.add(self.arguments[at])
         self.arguments = [word.replace(OUTSIDE, outside) for word in self.arguments]
