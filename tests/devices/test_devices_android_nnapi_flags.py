@@ -139,6 +139,24 @@ def test_on_nnapi_s_cpu_alone_no_driver_is_asked(tmp_path: Path, work: Path) -> 
     assert not [note for note in found.notes if "refuses" in note]
 
 
+def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) -> None:
+    """In NCHW nothing is turned for NNAPI; without its CPU a driver that refuses ends the session."""
+    require_device()
+    path = text_model(tmp_path / "p.onnx", "(float[1,4,8,8] x) => (float[1,4,1,1] y) { y = GlobalAveragePool(x) }")
+    found: dict[str, DeviceRun] = {}
+    for layout in ("NHWC", "NCHW"):
+        for cpu in ("on", "off"):
+            job = make_job(path, "nnapi")
+            target = load_target("nnapi", {"api_level": "31", "layout": layout, "cpu": cpu})
+            folder = work / f"{layout}{cpu}"
+            folder.mkdir()
+            device = Android(cpu=X86_64, driver=Driver(refused=("TRANSPOSE",)))
+            found[layout + cpu] = device.run_job(msgspec.structs.replace(job, target=target), folder)
+    assert [key for key, run in found.items() if run.failure] == ["NHWCoff"]
+    assert any("2 TRANSPOSE" in note for note in found["NHWCon"].notes)
+    assert not any("TRANSPOSE" in note for note in found["NCHWon"].notes)
+
+
 @pytest.mark.parametrize(("flags", "provider"), [((), NNAPI), (("NNAPI_FLAG_CPU_DISABLED",), CPU_PROVIDER)])
 def test_a_driver_of_an_old_level_takes_less(flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path) -> None:
     """Weights per channel need level 29. With NNAPI's CPU its level counts, which is Android's; else the driver's."""
