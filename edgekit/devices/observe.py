@@ -251,8 +251,8 @@ def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:
 def _add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of the model: a session does not name what XNNPACK took alone, without fusing.
 
-    What is on neither side is left out: a Transpose that was cancelled when the layout changed, with the Q and DQ
-    around it, and the DQ of a constant, which was folded.
+    A Transpose that is on neither side was cancelled when the layout changed; it is left out with the Q and DQ around
+    it.
     """
     graph = read_graph(model)
     gone = {node.index for node in graph.nodes if node.op_type == "Transpose" and node.name not in providers}
@@ -261,7 +261,7 @@ def _add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
         if node.index in gone or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
             return node.index in gone
         beside = [graph.producers.get(node.input[0]), *graph.consumers.get(node.output[0], ())]
-        return node.input[0] in graph.constants or any(other and other.index in gone for other in beside)
+        return any(other and other.index in gone for other in beside)
 
     return {
         node.name: providers.get(node.name, android.XNNPACK)

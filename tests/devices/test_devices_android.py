@@ -20,9 +20,11 @@ from edgekit.devices.android.installed import Installed, device_folder, find_ins
 from edgekit.devices.android.nnapi.service import find_feature_level
 from edgekit.devices.android.stand_in import link_runner
 from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.observe import observe_placement
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.model.model import load_model
 from edgekit.model.tensors import Array
 from edgekit.target import load_target
 
@@ -251,3 +253,16 @@ def test_xnnpack_computes_the_same_with_any_threads(tmp_path: Path, work: Path) 
         assert any("XNNPACK had 1 of 4 threads" in note for note in run.notes) == (threads == 0)
         rows.append([row["y"] for row in run.outputs])
     assert all(np.array_equal(one, four) for one, four in zip(*rows, strict=True))
+
+
+def test_a_transpose_that_the_layout_cancels_is_nobody_s(tmp_path: Path) -> None:
+    """XNNPACK's convolution gives NHWC, which this model asks for: the Transpose goes, with the DQ and Q around it."""
+    body = (
+        "(float[1,4,8,8] x) => (float[1,8,8,4] y) <float s = {0.5}, int8 z = {0}, float[4,4,1,1] k = {"
+        + ", ".join(["0.5"] * 16)
+        + "}> { c = Conv(x, k) p = QuantizeLinear(c, s, z) d = DequantizeLinear(p, s, z)"
+        " t = Transpose<perm=[0,2,3,1]>(d) q = QuantizeLinear(t, s, z) y = DequantizeLinear(q, s, z) }"
+    )
+    model, target = load_model(text_model(tmp_path / "m.onnx", body)), load_target("xnnpack")
+    seen = observe_placement(model, target, present("android:x86_64"), samples=0).providers
+    assert seen == {"n0": XNNPACK, "n1": CPU_PROVIDER, "n5": CPU_PROVIDER}
