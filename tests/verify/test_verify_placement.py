@@ -279,6 +279,27 @@ def test_what_a_device_reports_must_be_the_placement_of_this_model(placed: str, 
     assert describe_unmatched(*observe(placed, (*NODES, checked("loop", "Loop", 0)))) is None
 
 
+@pytest.mark.parametrize(
+    ("placed", "words"),
+    [
+        ("b Relu npu, d Conv cpu", None),
+        ("one FusedConv npu", None),
+        ("a Conv npu, c Gemm npu, d Conv cpu, e Conv npu", "it reports 1 Conv more than the 2 there are"),
+    ],
+)
+def test_xnnpack_does_not_name_floats_that_it_takes_alone(placed: str, words: str | None) -> None:
+    run, job = observe(placed, source="session")
+    on_xnnpack = msgspec.structs.replace(job, target=load_target("xnnpack"))
+    told = describe_unmatched(run, on_xnnpack)
+    assert told is None if words is None else words in str(told)
+    # A QDQ group has a name, and so has what runs on the CPU.
+    for change in ({"integers": True}, {"taken": False}):
+        nodes = tuple(msgspec.structs.replace(node, **change) for node in NODES)
+        check = msgspec.structs.replace(job.check, node_list=nodes)
+        hidden = describe_unmatched(run, msgspec.structs.replace(on_xnnpack, check=check))
+        assert ("ran nowhere" in str(hidden)) == (words is None)
+
+
 def test_a_compiled_node_of_a_profile_may_hold_the_work_and_one_of_a_session_says_what_it_holds() -> None:
     assert describe_unmatched(*observe("fused NNAPI_1 npu", source="profile")) is None
     assert describe_unmatched(*observe("fused NNAPI_1 cpu", source="profile")) is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from edgekit._ort import CPU_PROVIDER
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.devices.android.android import XNNPACK
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.devices.emulators.xnnpack_wasm import WEB_VERSION, XnnpackWasm
 from edgekit.devices.observe import name_as_model
@@ -87,7 +88,7 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
             f"its placement is not this model's: it reports {count} {family} more than the {expected[family]} there are"
         )
     seen = name_as_model({node.name: node.provider for node in run.placement}, {node.name for node in nodes})
-    unseen = [node for node in nodes if node.op in _FAMILIES and node.name not in seen]
+    unseen = [node for node in nodes if node.op in _FAMILIES and node.name not in seen and not _goes_unnamed(node, job)]
     hidden: list[CheckedNode] = []
     for family, count in sorted((expected - reported).items()):
         hidden += sorted((node for node in unseen if _FAMILIES[node.op] == family), key=lambda node: node.macs)[:count]
@@ -96,6 +97,15 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
         return None
     names = ", ".join(f"'{node.name}'" for node in hidden[:5]) + (", ..." if len(hidden) > 5 else "")
     return f"its placement is not whole: {len(hidden)} nodes that do the model's work ran nowhere, as {names}"
+
+
+def _goes_unnamed(node: CheckedNode, job: Job) -> bool:
+    """Returns True for a float node that XNNPACK takes alone, which a session does not name.
+
+    What runs on the CPU has a name there, and so have QDQ groups and what an activation is fused into (ONNX Runtime
+    1.29 for Android, run).
+    """
+    return job.target.provider == XNNPACK and node.taken and not node.integers
 
 
 def _holds_compiled(run: DeviceRun, job: Job) -> bool:
