@@ -1,5 +1,6 @@
 """Images as model inputs: the preprocessing that an app must repeat, as data."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -7,6 +8,7 @@ import msgspec
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from edgekit.data.npz import MALFORMED
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array
 from edgekit.plain import read_toml
@@ -15,6 +17,8 @@ SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
 # Pillow's own guard warns at a third of this and raises at two thirds (Image.MAX_IMAGE_PIXELS, 89 million); both are
 # for files that unpack to far more than they hold.
 _MAX_PIXELS = 1 << 28
+_MOST_SIDE = 1 << 14
+_NO_IMAGE: tuple[type[Exception], ...] = (*MALFORMED, UnidentifiedImageError, Image.DecompressionBombError)
 # What the Orientation of EXIF 2.32 (tag 0x0112) asks for, to see the image upright; 1 is upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -59,6 +63,13 @@ def load_preprocess(path: Path) -> Preprocess:
     except msgspec.DecodeError as error:
         keys = ", ".join(Preprocess.__struct_fields__)
         raise DataError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+    sizes = (*preprocess.size, *(() if preprocess.resize is None else (preprocess.resize,)))
+    numbers = (preprocess.scale, *preprocess.mean, *preprocess.std)
+    if not all(0 < size <= _MOST_SIDE for size in sizes) or not all(map(math.isfinite, numbers)):
+        raise DataError(
+            f"'{path}' is no preprocessing: sizes {list(sizes)}, numbers {list(numbers)[:7]}",
+            hint=f"sizes are 1 to {_MOST_SIDE}, numbers finite",
+        )
     channels = 1 if preprocess.color == "L" else 3
     if any(len(values) not in {1, channels} for values in (preprocess.mean, preprocess.std)) or 0.0 in preprocess.std:
         raise DataError(
@@ -81,7 +92,8 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
             # First the colour, then the size: palettes cannot be interpolated.
             image = _turn_upright(opened.convert("L" if preprocess.color == "L" else "RGB"), opened)
             image = _resize(image, preprocess)
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+    # Pillow's readers raise what they stumble over, each another.
+    except _NO_IMAGE as error:
         raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     if preprocess.color == "BGR":
@@ -112,7 +124,9 @@ def _normalise(pixels: Array, preprocess: Preprocess) -> Array:
     if preprocess.dtype in {"float32", "float16"}:
         mean, std = np.asarray(preprocess.mean, np.float32), np.asarray(preprocess.std, np.float32)
         # All in float32, as an app does it: in float64 the last bit would differ from what the phone feeds.
-        pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
+        # What leaves the range of float32 is told of the samples, by name.
+        with np.errstate(all="ignore"):
+            pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
     elif preprocess.dtype == "int8":
         # In 16 bits, because 0 to 255 less 128 does not fit before the subtraction.
         pixels = pixels.astype(np.int16) - 128

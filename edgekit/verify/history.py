@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.errors import DataError, OutputError, UsageError
+from edgekit.errors import DataError, OutputError, UsageError, quote_error
 from edgekit.evidence import Evidence
 from edgekit.plain import to_json
 from edgekit.verify.metrics.outputs import OutputReport
@@ -271,5 +271,8 @@ def _open(path: Path) -> Generator[sqlite3.Connection]:
             yield connection
     except sqlite3.OperationalError as error:
         raise OutputError(f"cannot use the history '{path}': {error}", hint="choose a place you may write") from error
-    except sqlite3.DatabaseError as error:
-        raise DataError(f"'{path}' is no history: {error}", hint="give a file that --history made") from error
+    # What SQLite says of a damaged file quotes it, and need not be text.
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"'{path}' is no history: {quote_error(error)}", hint="give a file that --history made"
+        ) from error

@@ -1,7 +1,9 @@
 """Findings of the fuzzer in models and data, each as a command: one line, exit code 2, nothing left."""
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import time
 import zipfile
 from collections.abc import Callable
@@ -162,3 +164,21 @@ def test_what_is_whole_is_taken(tmp_path: Path) -> None:
     np.savez(tmp_path / "s.npz", x=np.ones((2, 1, 8), np.float32))
     model = str(tmp_path / "m.onnx")
     assert run_command(["compare", model, model, "--data", str(tmp_path / "s.npz")]) == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["scale = nan", "mean = [inf]", "size = [0, 8]", "size = [999999, 999999]", "resize = -1"]
+)
+def test_preprocessing_that_makes_no_image(refused: Callable[..., str], tmp_path: Path, line: str) -> None:
+    size = "" if line.startswith("size") else "size = [8, 8]\n"
+    (tmp_path / "p.toml").write_text(f"{size}{line}\n")
+    model = str(save_classifier(tmp_path / "m.onnx"))
+    assert "is no preprocessing" in refused("compare", model, model, "--data", "x", "--preprocess", "p.toml")
+
+
+def test_a_history_whose_words_are_no_text(refused: Callable[..., str], tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "h.sqlite")) as database, database:
+        database.execute("CREATE TABLE runs (id INTEGER PRIMARY KEY, time, bundle, target, passed, report)")
+        database.execute("INSERT INTO runs VALUES (1, 't', 'b', 'cpu', 1, CAST(x'ff7b' AS TEXT))")
+    assert "h.sqlite" in refused("runs", "list", "--history", "h.sqlite")
+    assert "h.sqlite" in refused("runs", "show", "1", "--history", "h.sqlite")

@@ -41,7 +41,7 @@ class Case:
             word = draw_text(self.rng).replace("\0", "0")
             self.arguments[at] = "elsewhere" if "loot" in word or OUTSIDE in word or word == ".." else word
             # It may have been the place to write to.
-            self.writes.add(self.arguments[at])
+            self.writes.add(self.arguments[at].partition("/")[0])
         self.arguments = [word.replace(OUTSIDE, outside) for word in self.arguments]
         for path in self.rng.sample(self.taken, min(len(self.taken), self.rng.choice((0, 1, 1, 1, 1, 1, 2)))):
             mutate_path(self.rng, path)
