@@ -67,7 +67,7 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @options.ON
 @options.ON_FILE
 @options.DEVICE_SET
-@click.option("--require", multiple=True, metavar="DEVICE", help="Like --on, and a failure where it cannot run.")
+@click.option("--require", multiple=True, metavar="DEVICE", help="Like --on, and a failure where it does not run.")
 @click.option("--data", metavar="DATA", help="Verify with these samples, not the golden ones; needs --reference.")
 @options.PREPROCESS
 @click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
@@ -75,7 +75,7 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @options.SAMPLES
 @click.option("--layers", is_flag=True, help="Hold each layer on the device against this machine, right or wrong.")
 @click.option("--recheck", type=_FILE, metavar="FILE", help="Judge this verify.json again; nothing runs.")
-@click.option("--key", type=_FILE, metavar="FILE", help="Refuse what this public key's owner did not sign.")
+@click.option("--key", type=_FILE, metavar="FILE", help="Refuse what the owner of this public key (PEM) did not sign.")
 @click.option("--target", metavar="NAME", help="Which variant of a bundle of several targets.")
 @click.option("--files-only", is_flag=True, help="Check the files and the signature; nothing runs.")
 @taking_limits
@@ -96,6 +96,9 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     an archive. Without --on and --on-file it runs on the devices that the target names; several run at once and
     are compared. A device that is not there is skipped, unless it is named by --require; with CI=true in the
     environment, as continuous integration sets it, every device named by --on or --on-file is.
+
+    With --key, BUNDLE is refused before anything runs unless that key signed every file in it, in an archive too;
+    without it no signature is looked at. A signature says what its maker verified; this command verifies again.
 
     \b
     Example:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from bundle_models import save_graph
@@ -14,6 +15,7 @@ from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.recipe import Data, Recipe
+from edgekit.target import Form
 from edgekit.verify.causes.own_model import find_own_half_values, run_own_model
 from edgekit.verify.run import verify_bundle
 
@@ -64,6 +66,10 @@ def test_what_the_own_model_clips_is_told_and_no_accusation(bundle: Bundle, beyo
     assert "output 'y' is the same for every sample; so it is from the bundle's own model on this machine" in notes
 
 
+def test_nothing_is_told_of_an_honest_device(bundle: Bundle) -> None:
+    assert ask(bundle, None, lambda rows: rows) == ("", "")
+
+
 def test_what_the_own_model_does_not_do_stays_an_accusation(bundle: Bundle) -> None:
     failures, notes = ask(bundle, None, lambda rows: [rows[0]] * len(rows))
     assert "output 'y' is the same for every sample" in failures
@@ -108,3 +114,15 @@ def test_half_precision_of_the_own_model_is_not_the_device_s(bundle: Bundle, tmp
 def test_a_bundle_of_which_nothing_runs_here_excuses_nobody(bundle: Bundle) -> None:
     assert run_own_model(bundle, from_list([{"x": np.zeros((1, 2), np.float32)}])) is not None
     assert run_own_model(bundle, from_list([{"x": np.zeros((1, 3), np.float32)}])) is None
+
+
+def test_the_first_file_that_runs_here_is_the_own_model(bundle: Bundle) -> None:
+    samples = from_list([{"x": np.ones((1, 2), np.float32)}])
+    (name,) = bundle.manifest.forms["onnx"]
+    forms: dict[Form, tuple[str, ...]] = {"onnx": ("manifest.json",), "full": (name,)}
+    other = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, forms=forms))
+    first, second = run_own_model(bundle, samples), run_own_model(other, samples)
+    assert first is not None
+    assert second is not None
+    assert np.array_equal(next(iter(first))["y"], next(iter(second))["y"])
+    assert (first.count, second.count) == (1, 1)

@@ -246,6 +246,9 @@ def test_nodes_of_the_cpu_that_nobody_reports_are_counted(placed: str, hidden: i
     looping = gap_of(placed, (*SMALL, checked("loop", "Loop", 0)))
     assert looping is not None
     assert looping.hidden == 0
+    compiled = gap_of(f"{placed}, fused NNAPI_1 npu", SMALL, source="profile")
+    assert compiled is not None
+    assert compiled.hidden == 0
 
 
 def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(tmp_path: Path) -> None:
@@ -298,6 +301,12 @@ def test_xnnpack_does_not_name_floats_that_it_takes_alone(placed: str, words: st
         check = msgspec.structs.replace(job.check, node_list=nodes)
         hidden = describe_unmatched(run, msgspec.structs.replace(on_xnnpack, check=check))
         assert ("ran nowhere" in str(hidden)) == (words is None)
+
+
+@pytest.mark.parametrize(("macs", "told"), [(5, False), (6, True)])
+def test_a_twentieth_of_the_work_may_be_gone_unseen(macs: int, told: bool) -> None:
+    run, job = observe("a Conv npu, c Gemm npu, d Conv cpu", (*NODES, checked("g", "Conv", macs)), source="session")
+    assert (describe_unmatched(run, job) is not None) is told
 
 
 def test_a_compiled_node_of_a_profile_may_hold_the_work_and_one_of_a_session_says_what_it_holds() -> None:

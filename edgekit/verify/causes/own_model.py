@@ -25,14 +25,14 @@ def run_own_model(bundle: Bundle, samples: Samples) -> Samples | None:
         path = bundle.find_model(form)
         try:
             session = CpuSession(path, choose_settings(bundle, form, path))
-            return _hold([session.run(sample) for sample in samples], path.name)
+            return _hold([session.run(sample) for sample in samples])
         except EdgekitError:
             continue
     return None
 
 
-def _hold(rows: Sequence[Tensors], source: str) -> Samples:
-    return Samples(source=source, count=len(rows), read=lambda: iter(rows))
+def _hold(rows: Sequence[Tensors]) -> Samples:
+    return Samples(source="the bundle's own model", count=len(rows), read=lambda: iter(rows))
 
 
 def excuse_outputs(
