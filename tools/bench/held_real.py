@@ -98,15 +98,20 @@ def _planes(images: list[Image.Image], side: int, scale: float) -> Array:
     return np.asarray(np.stack(rows).transpose(0, 3, 1, 2), order="C")
 
 
-def _captchas(half: int) -> dict[str, Array]:
-    rng, rows = np.random.default_rng(half), []
+def captchas(half: int) -> tuple[dict[str, Array], list[Boxes]]:
+    """Returns photographs with letters drawn on them, and where these are in pixels."""
+    rng, rows, labels = np.random.default_rng(half), [], []
     for image in photographs(half)[:40]:
-        small = image.resize((416, 416))
+        small, found = image.resize((416, 416)), []
         for place in rng.integers(0, 370, (rng.integers(3, 7), 2)):
             colour = tuple(int(value) for value in rng.integers(0, 256, 3))
-            ImageDraw.Draw(small).text(tuple(place), chr(rng.integers(65, 91)), colour, font_size=45)
+            letter, pen = chr(rng.integers(65, 91)), ImageDraw.Draw(small)
+            pen.text(tuple(place), letter, colour, font_size=45)
+            left, top, right, bottom = pen.textbbox(tuple(place), letter, font_size=45)
+            found.append((float(left), float(top), float(right), float(bottom)))
         rows.append(small)
-    return {"images": _planes(rows, 416, 1)[:, ::-1]}
+        labels.append(Boxes(boxes=tuple(found), classes=(0,) * len(found)))
+    return {"images": _planes(rows, 416, 1)[:, ::-1]}, labels
 
 
 def _decode_yolox(outputs: Tensors) -> Tensors:
@@ -130,7 +135,7 @@ def _best_boxes(boxes: Array, chances: Array) -> Tensors:
 
 SOURCES: Mapping[str, Source] = {
     "ddddocr": Source(
-        package="ddddocr==1.6.1", member="ddddocr/common_det.onnx", inputs=_captchas, metric="map",
+        package="ddddocr==1.6.1", member="ddddocr/common_det.onnx", inputs=lambda half: captchas(half)[0], metric="map",
         decode=_decode_yolox,
     ),
     "nudenet": Source(

@@ -24,6 +24,7 @@ BENCHES = (
     Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
+    Bench("accuracy", "detector_drop.py", "the AP that detectors are expected to lose against what labels show"),
     Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),
     Bench("speed", "graph_speed.py", "the one view of a graph: seconds and memory; beside onnx-ir with --ir"),
     Bench("speed", "build_zoo.py", "seconds and memory of a build for four targets"),

@@ -1,7 +1,7 @@
 """What quantizing will cost in accuracy, estimated without labels."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,6 +11,8 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
+from edgekit.quantize.accuracy.heads import Head, find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.sqnr import ratio_db
@@ -22,6 +24,10 @@ FAITHFUL_DB = 30.0
 """From this ratio on outputs of no kind that is known are taken to meet any goal: an error of 3 %, a choice."""
 # So many samples tell of which kind an output is: a choice, for the time.
 _GUESSED_FROM = 4
+# How a head is decoded is told by what is shown, and not every image shows something: a choice, for the time.
+_DECODED_FROM = 16
+AP = "mean AP of detections"
+"""What a detector loses whose raw head can be decoded."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,16 +95,28 @@ def run_pairs(model: Model, quantized: Model, samples: Samples, most: int) -> It
         yield Pair(expected=floating.run(sample), found=integer.run(sample))
 
 
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What is judged as one: an output, or those of a detector's head. What is kept of a sample, and what all says."""
+
+    outputs: tuple[str, ...]
+    measure: str
+    source: str
+    record: Callable[[Tensors, Tensors], Array]
+    judge: Callable[[Sequence[Array]], Loss]
+
+
 class Likeness:
     """Adds up how like two models are, output by output, in a memory that hardly grows with the samples."""
 
     def __init__(self, model: Model, samples: Samples, outputs: Mapping[str, StatedOutput]) -> None:
         session = CpuSession(model.path, SessionSettings())
         few = [session.run(sample) for sample in select_samples(samples, spread_indices(samples.count, _GUESSED_FROM))]
-        self._readings = _choose_outputs(read_output_kinds(read_float_graph(model), few, outputs))
-        self._shapes = {name: few[0][name].shape for name in self._readings}
-        self._broken: set[str] = set()
-        self._records: dict[str, list[Array]] = {name: [] for name in self._readings}
+        readings = read_output_kinds(read_float_graph(model), few, outputs)
+        head = _find_head(session, samples, few[0], outputs)
+        self._parts = _choose_parts(readings, head)
+        self._shapes = {name: few[0][name].shape for part in self._parts for name in part.outputs}
+        self._broken: set[int] = set()
+        self._records: list[list[Array]] = [[] for _ in self._parts]
         self._powers: dict[str, Array] = {}
         self._count = 0
 
@@ -106,14 +124,15 @@ class Likeness:
         """Adds one sample."""
         self._count += 1
         _add_powers(self._powers, pair.expected, pair.found)
-        for name, reading in self._readings.items():
-            expected, found = pair.expected[name], pair.found.get(name)
-            if found is None or not found.shape == expected.shape == self._shapes[name]:
+        for index, part in enumerate(self._parts):
+            shapes = [self._shapes[name] for name in part.outputs]
+            found = [pair.found[name] for name in part.outputs if name in pair.found]
+            if not [value.shape for value in found] == [pair.expected[name].shape for name in part.outputs] == shapes:
                 continue
-            if found.dtype.kind == "f" and not np.isfinite(found).all():
-                self._broken.add(name)
+            if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in found):
+                self._broken.add(index)
                 continue
-            self._records[name].append(MEASURES[reading.kind].record(expected, found, reading))
+            self._records[index].append(part.record(pair.expected, pair.found))
 
     def predict(self) -> Prediction:
         """Returns the worst loss of all outputs whose kind is known."""
@@ -129,31 +148,73 @@ class Likeness:
         # An output that is not finite has lost all, whatever its finite samples would say.
         if self._broken:
             lost = Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0)
-            return _with_loss(prediction, lost, self._readings[min(self._broken)])
-        whole = [name for name, records in self._records.items() if 0 < self._count == len(records)]
-        if not whole or len(whole) < len(self._readings):
+            return _with_loss(prediction, lost, self._parts[min(self._broken)])
+        if not self._parts or not self._count or any(len(records) < self._count for records in self._records):
             return prediction
-        losses = {name: MEASURES[self._readings[name].kind].judge(self._records[name]) for name in whole}
-        worst = max(losses, key=lambda name: losses[name].estimate)
-        return _with_loss(prediction, losses[worst], self._readings[worst])
+        losses = [part.judge(records) for part, records in zip(self._parts, self._records, strict=True)]
+        worst = max(range(len(losses)), key=lambda index: losses[index].estimate)
+        return _with_loss(prediction, losses[worst], self._parts[worst])
 
 
-def _with_loss(prediction: Prediction, loss: Loss, reading: Reading) -> Prediction:
+def _with_loss(prediction: Prediction, loss: Loss, part: _Part) -> Prediction:
     low, high = loss.interval
     return msgspec.structs.replace(
         prediction,
-        measure=MEASURES[reading.kind].name,
+        measure=part.measure,
         top1_agreement=loss.agreement,
         drop_estimate=round(loss.estimate, 6),
         drop_interval=(round(low, 6), round(high, 6)),
-        source="the float model's confidence" if loss.agreement is not None else "the differences",
+        source=part.source or ("the float model's confidence" if loss.agreement is not None else "the differences"),
     )
 
 
-def _choose_outputs(readings: dict[str, Reading]) -> dict[str, Reading]:
-    """Returns the outputs that count: the first that makes one decision, else all."""
-    first = next((name for name, reading in readings.items() if reading.kind == "classes"), None)
-    return readings if first is None else {first: readings[first]}
+def _find_head(
+    session: CpuSession, samples: Samples, first: Tensors, stated: Mapping[str, StatedOutput]
+) -> Head | None:
+    """Returns how the outputs of a detector are decoded, as far as they are not stated to be something else."""
+
+    def keep(outputs: Tensors) -> dict[str, Array]:
+        return {name: value for name, value in outputs.items() if name not in stated or stated[name].kind == "scores"}
+
+    image = find_image(next(iter(samples)))
+    if image is None or not may_be_head(keep(first)):
+        return None
+    chosen = select_samples(samples, spread_indices(samples.count, _DECODED_FROM))
+    return find_head([keep(session.run(sample)) for sample in chosen], image)
+
+
+def _choose_parts(readings: Mapping[str, Reading], head: Head | None) -> tuple[_Part, ...]:
+    """Returns what counts: a detector's head, and of the other outputs the first that makes one decision, else all."""
+    heads = () if head is None else (_as_part(head),)
+    others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
+    first = next((name for name, reading in others.items() if reading.kind == "classes"), None)
+    chosen = others if first is None else {first: others[first]}
+    return (*heads, *(_read_part(name, reading) for name, reading in chosen.items()))
+
+
+def _as_part(head: Head) -> _Part:
+    def judge(records: Sequence[Array]) -> Loss:
+        found = estimate_drop(records)
+        return Loss(estimate=found.drop, interval=found.interval)
+
+    return _Part(
+        outputs=tuple(sorted(head.outputs)),
+        measure=AP,
+        source="the float model's detections",
+        record=lambda expected, found: record_detections(head, expected, found),
+        judge=judge,
+    )
+
+
+def _read_part(name: str, reading: Reading) -> _Part:
+    measure = MEASURES[reading.kind]
+    return _Part(
+        outputs=(name,),
+        measure=measure.name,
+        source="",
+        record=lambda expected, found: measure.record(expected[name], found[name], reading),
+        judge=measure.judge,
+    )
 
 
 def _add_powers(powers: dict[str, Array], expected: Tensors, found: Tensors) -> None:

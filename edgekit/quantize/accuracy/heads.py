@@ -1,0 +1,321 @@
+"""Raw heads of detectors: which outputs hold boxes and scores, told by layout and by values, and how to decode them.
+
+No model is known by name. Every way to read the outputs that their shapes allow is tried on a few samples, and one
+counts only if its boxes make sense: places that are sure of a class show the same objects as their neighbours do.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.accuracy.box_codes import BINS, Grid, decode_boxes, lay_grids
+from edgekit.quantize.ranges.nonlinearities import sigmoid
+
+# Fewer rows are no places where something may be; a small net for images of 64 pixels has 80.
+_LEAST_ROWS = 40
+# More rows are pixels, and so are maps whose cells are smaller.
+_MOST_ROWS, _LEAST_CELL = 1 << 17, 4
+_BOX = 4
+# What is less sure than this tells nothing about where something is; detectors for COCO reach 0.3 and more.
+_LEAST_SCORE = 0.1
+# Of the rows at most so many may be sure: most of an image is background.
+_MOST_SURE = 0.3
+# How much more sure neighbours must overlap than with boxes mixed up, and in how many places that is seen. Readings
+# that are right come to 0.23 to 0.49, wrong ones to 0.19 at most, on the detectors of tools/bench/detector_drop.py.
+# Boxes that the graph decodes have more to show: corners in order, within the image.
+_LEAST_AGREEMENT, _LEAST_EXPLICIT = 0.2, 0.1
+_LEAST_SEEN = 8
+# A softmax with a background has that on top in at least so many places.
+_BACKGROUND = 0.6
+# What is left, once multiplied by the surest class, of a column that says whether there is anything: 0.85 and more. Of
+# a class it is less than 0.5, even where a detector hardly tells its classes apart.
+_SURE_CLASS = 0.65
+_MOST_COMPARED = 60
+# Boxes that are right as they stand need no grid, and what are corners would do for middle and size as well.
+_PREFERRED = {"corners": 2, "middle and size": 1}
+# What tells boxes from other numbers: so many are in order, they lie in more than one corner, and half of them are
+# larger than 2 of 640 pixels either way. Shares of an image may reach past it.
+_MOSTLY, _LEAST_SPREAD, _SPECK, _MOST_SHARE = 0.95, 0.2, 1e-5, 2.0
+
+
+class Columns(msgspec.Struct, frozen=True, kw_only=True):
+    """Columns of a table of rows, which is one output or several levels one after the other.
+
+    `axis` is that of the columns, counted from the end; `anchors` tables lie within that axis, one after the other.
+    """
+
+    outputs: tuple[str, ...]
+    axis: int
+    start: int
+    stop: int
+    anchors: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many columns."""
+        return self.stop - self.start
+
+    def read(self, outputs: Tensors) -> Array:
+        """Returns the columns of all rows, float64 [rows, columns]."""
+        parts = [self._read_level(outputs[name]) for name in self.outputs]
+        return np.concatenate(parts)[:, self.start : self.stop].astype(np.float64)
+
+    def _read_level(self, value: Array) -> Array:
+        rows = np.moveaxis(value[0], self.axis, -1) if value.ndim > 2 else value
+        if self.anchors > 1:
+            rows = np.moveaxis(rows.reshape(*rows.shape[:-1], self.anchors, -1), -2, 0)
+        return rows.reshape(-1, rows.shape[-1])
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """Where boxes, scores and, if there is one, the score of there being anything lie, and how they are coded.
+
+    `squash` is what makes probabilities of scores: "", "sigmoid" or "softmax", and `there` of the score of there being
+    anything. `background` is the column of scores that stands for nothing.
+    """
+
+    boxes: Columns
+    scores: Columns
+    code: str
+    grid: Grid | None = None
+    objectness: Columns | None = None
+    squash: str = ""
+    there: str = ""
+    background: int | None = None
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """The outputs that are read."""
+        return frozenset((*self.boxes.outputs, *self.scores.outputs))
+
+    def decode(self, outputs: Tensors) -> tuple[Array, Array]:
+        """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
+        return decode_boxes(self.code, self.boxes.read(outputs), self.grid), self.read_scores(outputs)
+
+    def read_scores(self, outputs: Tensors) -> Array:
+        """Returns the probability of each class, float64 [rows, classes]."""
+        scores = _squash(self.scores.read(outputs), self.squash)
+        if self.background is not None:
+            scores = np.delete(scores, self.background, axis=1)
+        if self.objectness is None:
+            return scores
+        return scores * _squash(self.objectness.read(outputs), self.there)
+
+
+class _Sure(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of a sample that are sure of a class, the surest first, and that class."""
+
+    rows: Array
+    classes: Array
+
+
+def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None:
+    """Returns how to read the raw head of a detector, None where nothing makes sense as one.
+
+    `outputs` are what a float model gave for a few samples, `image` height and width of what it saw.
+    """
+    best, reached = None, (0, 0.0)
+    for boxes, scores in _pair_columns(outputs[0]):
+        sides, rows = _sides(outputs[0], boxes), sum(_count_rows(outputs[0], boxes))
+        if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
+            continue
+        for head in _read_scores(outputs, boxes, scores):
+            sure = _find_sure(head, outputs)
+            for code, grid in lay_grids(boxes.count, rows, sides, image) if sure else ():
+                coded = msgspec.structs.replace(head, code=code, grid=grid)
+                near, mixed = _agreement(coded, outputs, sure, image)
+                rank = (_PREFERRED.get(code, 0), round(near, 2))
+                if near - mixed >= (_LEAST_AGREEMENT if grid else _LEAST_EXPLICIT) and rank > reached:
+                    best, reached = coded, rank
+    return best
+
+
+def may_be_head(outputs: Tensors) -> bool:
+    """Returns True where the shapes of outputs allow them to be the raw head of a detector."""
+    return next(_pair_columns(outputs), None) is not None
+
+
+def find_image(inputs: Tensors) -> tuple[int, int] | None:
+    """Returns height and width of the image among the inputs, None where there is none."""
+    for value in inputs.values():
+        if value.ndim == 4 and min(value.shape[1], value.shape[3]) in {1, 3, 4}:
+            sides = value.shape[2:] if value.shape[1] in {1, 3, 4} else value.shape[1:3]
+            return int(sides[0]), int(sides[1])
+    return None
+
+
+def _pair_columns(outputs: Tensors) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+    """Yields where boxes may lie, and the scores with the objectness, if there is one, in front of them."""
+    for table in _find_tables(outputs):
+        yield from _split_table(table)
+    named = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim >= 2}
+    for name, shape in named.items():
+        for other, beside in named.items():
+            pair = name != other and len(shape) == len(beside) == 3 and shape[:2] == beside[:2]
+            if pair and shape[1] >= _LEAST_ROWS and shape[2] >= _BOX and (shape[2] == _BOX or beside[2] == 1):
+                boxes = Columns(outputs=(name,), axis=-1, start=0, stop=_BOX)
+                yield boxes, (Columns(outputs=(other,), axis=-1, start=0, stop=beside[2]),)
+
+
+def _find_tables(outputs: Tensors) -> Iterator[Columns]:
+    """Yields what may be a table of boxes and scores: one output, or maps of several levels with as many channels."""
+    shapes = {
+        name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.shape[:1] == (1,)
+    }
+    for name, shape in shapes.items():
+        if len(shape) == 3:
+            for axis in (-1, -2):
+                if shape[axis] > _BOX and math.prod(shape) // shape[axis] >= _LEAST_ROWS:
+                    yield Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis])
+    for rank, axis in ((4, -3), (4, -1), (5, -1)):
+        levels = tuple(name for name, shape in shapes.items() if len(shape) == rank)
+        channels = {shapes[name][axis] for name in levels}
+        if len(channels) != 1:
+            continue
+        (count,) = channels
+        for anchors in (1, 3) if rank == 4 else (1,):
+            if count % anchors == 0 and count // anchors > _BOX:
+                ordered = tuple(sorted(levels, key=lambda name: -math.prod(shapes[name])))
+                yield Columns(outputs=ordered, axis=axis, start=0, stop=count // anchors, anchors=anchors)
+
+
+def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+    """Yields the usual orders of columns: boxes first or last, with or without a score of there being anything."""
+    count = table.count
+
+    def part(start: int, stop: int) -> Columns:
+        return msgspec.structs.replace(table, start=start, stop=stop)
+
+    for width in (_BOX, *(_BOX * bins for bins in BINS)):
+        if width + 1 > count:
+            continue
+        yield part(0, width), (part(width, count),)
+        yield part(count - width, count), (part(0, count - width),)
+        if width + 2 <= count:
+            yield part(0, width), (part(width, width + 1), part(width + 1, count))
+            yield part(1, width + 1), (part(0, 1), part(width + 1, count))
+
+
+def _count_rows(outputs: Tensors, columns: Columns) -> list[int]:
+    return [
+        math.prod(outputs[name].shape) // outputs[name].shape[columns.axis] * columns.anchors
+        for name in columns.outputs
+    ]
+
+
+def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
+    """Returns anchors, height and width of each level, nothing where rows are not laid out as maps."""
+    found: list[tuple[int, int, int]] = []
+    for name in columns.outputs:
+        shape = outputs[name].shape
+        if len(shape) < 4:
+            return ()
+        height, width = shape[2:4] if columns.axis == -3 or len(shape) == 5 else shape[1:3]
+        found.append((shape[1] if len(shape) == 5 else columns.anchors, height, width))
+    return tuple(found)
+
+
+def _read_scores(outputs: Sequence[Tensors], boxes: Columns, parts: tuple[Columns, ...]) -> Iterator[Head]:
+    """Yields how scores may be read, as their values allow: probabilities, or logits with or without background."""
+    scores = np.stack([parts[-1].read(row) for row in outputs])
+    if not np.isfinite(scores).all():
+        return
+    if len(parts) == 2:
+        there = np.stack([parts[0].read(row) for row in outputs])
+        squash, whether = ("" if _are_shares(values) else "sigmoid" for values in (scores, there))
+        there = _squash(there, whether)
+        both = there * _squash(scores, squash).max(axis=-1, keepdims=True)
+        # Where something is, some class is sure too: a class in that place would stand alone.
+        if both.max(axis=1).mean() >= _SURE_CLASS * max(float(there.max(axis=1).mean()), 1e-12):
+            yield Head(boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, there=whether, code="")
+        return
+    if scores.shape[-1] > 1:
+        ends, tops = (0, scores.shape[-1] - 1), scores.argmax(axis=-1)
+        shares = [float((tops == end).mean()) for end in ends]
+        sums_to_one = _are_shares(scores) and np.abs(scores.sum(axis=-1) - 1).max() < 1e-2
+        if max(shares) >= _BACKGROUND and (sums_to_one or not _are_shares(scores)):
+            squash = "" if sums_to_one else "softmax"
+            yield Head(boxes=boxes, scores=parts[0], squash=squash, background=ends[int(np.argmax(shares))], code="")
+    yield Head(boxes=boxes, scores=parts[0], squash="" if _are_shares(scores) else "sigmoid", code="")
+
+
+def _are_shares(values: Array) -> bool:
+    return bool(values.min() >= -1e-3 and values.max() <= 1 + 1e-3)
+
+
+def _squash(scores: Array, squash: str) -> Array:
+    if squash == "sigmoid":
+        return sigmoid(scores)
+    if squash == "softmax":
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+    return np.clip(scores, 0, 1)
+
+
+def _find_sure(head: Head, outputs: Sequence[Tensors]) -> tuple[_Sure, ...]:
+    """Returns the rows of each sample that are sure of a class, nothing where they are too many, or sure of nothing."""
+    scored = [head.read_scores(row) for row in outputs]
+    best = np.stack([scores.max(axis=1) for scores in scored])
+    least = float(best.max()) / 2
+    if 2 * least < _LEAST_SCORE or np.mean(best >= least) > _MOST_SURE or np.sum(best >= least) < _LEAST_SEEN:
+        return ()
+    found: list[_Sure] = []
+    for scores, tops in zip(scored, best, strict=True):
+        rows = np.argsort(-tops, kind="stable")[: min(_MOST_COMPARED, int((tops >= least).sum()))]
+        found.append(_Sure(rows=rows, classes=scores[rows].argmax(axis=1)))
+    return tuple(found)
+
+
+def _agreement(
+    head: Head, outputs: Sequence[Tensors], sure: Sequence[_Sure], image: tuple[int, int]
+) -> tuple[float, float]:
+    """Returns how much sure neighbours overlap, and how much they would with the box of another; 0 for what is no head.
+
+    Places alone make neighbours overlap, so for the comparison each gets the numbers of another one.
+    """
+    values = [head.boxes.read(row) for row in outputs]
+    mixed = np.concatenate([each[one.rows] for each, one in zip(values, sure, strict=True)])
+    mixed = np.random.default_rng(0).permutation(mixed)
+    swapped = np.split(mixed, np.cumsum([len(one.rows) for one in sure])[:-1])
+    boxes = [decode_boxes(head.code, each, head.grid)[one.rows] for each, one in zip(values, sure, strict=True)]
+    if not _are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
+        return 0.0, 0.0
+    near: list[float] = []
+    others: list[float] = []
+    for each, one, swap, right in zip(values, sure, swapped, boxes, strict=True):
+        near += _overlap_neighbours(right, one.classes)
+        each[one.rows] = swap
+        others += _overlap_neighbours(decode_boxes(head.code, each, head.grid)[one.rows], one.classes)
+    return (float(np.mean(near)), float(np.mean(others))) if len(near) >= _LEAST_SEEN else (0.0, 0.0)
+
+
+def _overlap_neighbours(boxes: Array, classes: Array) -> list[float]:
+    """Returns how much each box overlaps the one of its class that it overlaps most."""
+    overlaps = overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
+    np.fill_diagonal(overlaps, 0)
+    return [float(value) for value in overlaps.max(axis=1)] if len(boxes) > 1 else []
+
+
+def _are_boxes(boxes: Array, image: tuple[int, int], *, explicit: bool) -> bool:
+    """Returns True if corners are those of boxes here and there in the image, neither specks nor all of it."""
+    if not np.isfinite(boxes).all():
+        return False
+    # Corners that the graph decodes may be shares of the image.
+    sides = np.array([1, 1] if explicit and np.abs(boxes).max() <= _MOST_SHARE else image[::-1], np.float64)
+    low, high = boxes[:, :2] / sides, boxes[:, 2:] / sides
+    middle, area = (low + high) / 2, (high - low).prod(axis=1)
+    good = (high > low).all(axis=1) & (middle > -0.2).all(axis=1) & (middle < 1.2).all(axis=1)
+    is_spread = np.ptp(middle, axis=0).max() >= _LEAST_SPREAD
+    return bool(good.mean() >= _MOSTLY and is_spread and _SPECK <= np.median(area) < 1.0)
+
+
+def overlap_boxes(one: Array, two: Array) -> Array:
+    """Returns intersection over union of all pairs of boxes, given by their corners, float64 [first, second]."""
+    low = np.maximum(one[:, None, :2], two[None, :, :2])
+    high = np.minimum(one[:, None, 2:], two[None, :, 2:])
+    both = np.clip(high - low, 0, None).prod(axis=-1)
+    sizes = [np.clip(boxes[:, 2:] - boxes[:, :2], 0, None).prod(axis=1) for boxes in (one, two)]
+    return np.asarray(both / np.maximum(sizes[0][:, None] + sizes[1][None] - both, 1e-12))

@@ -1,0 +1,217 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_models import make_model, make_samples
+
+from edgekit.model.outputs import StatedOutput
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
+from edgekit.quantize.accuracy.heads import Head, find_head, find_image
+from edgekit.quantize.accuracy.predict import AP, predict_drop
+
+SIDE, KINDS = 64, 3
+
+
+def draw_places(seed: int) -> tuple[Array, Array]:
+    """Returns for each of 80 cells of 8 and 16 pixels the box that it shows [80,4] and its classes' chances [80,3]."""
+    rng = np.random.default_rng(seed)
+    grids = [(np.mgrid[: SIDE // cell, : SIDE // cell] + 0.5) * cell for cell in (8, 16)]
+    middles = np.concatenate([np.stack([grid[1].ravel(), grid[0].ravel()], 1) for grid in grids])
+    middle, size = middles + rng.normal(0, 3, (80, 2)), rng.uniform(6, 30, (80, 2))
+    chances = rng.uniform(0, 0.05, (80, KINDS))
+    for _ in range(2):
+        at, extent, kind = rng.uniform(16, 48, 2), rng.uniform(12, 24, 2), rng.integers(KINDS)
+        near = np.abs(middles - at).max(axis=1) < 7
+        middle[near] = at + rng.normal(0, 0.4, (near.sum(), 2))
+        size[near], chances[near, kind] = (
+            extent + rng.normal(0, 0.4, (near.sum(), 2)),
+            rng.uniform(0.6, 0.95, near.sum()),
+        )
+    return np.concatenate([middle, size], 1), chances
+
+
+def cells() -> tuple[Array, Array]:
+    sides = [(SIDE // cell, cell) for cell in (8, 16)]
+    corners = [np.argwhere(np.ones((side, side)))[:, ::-1] for side, _ in sides]
+    return np.concatenate(corners), np.concatenate([np.full((side**2, 1), cell) for side, cell in sides])
+
+
+def as_corners(boxes: Array) -> Array:
+    return np.concatenate([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1)
+
+
+def code_joined(boxes: Array, chances: Array) -> Tensors:
+    return {"y": np.concatenate([boxes, chances], 1).T[None]}
+
+
+def code_objects(boxes: Array, chances: Array) -> Tensors:
+    there = chances.max(axis=1, keepdims=True)
+    return {"y": np.concatenate([boxes, there, chances / chances.max(axis=1, keepdims=True) * 0.9], 1)[None]}
+
+
+def code_ssd(boxes: Array, chances: Array) -> Tensors:
+    left = np.maximum(1 - chances.sum(axis=1, keepdims=True), 0.01)
+    scores = np.concatenate([left, chances], 1)
+    return {"s": (scores / scores.sum(axis=1, keepdims=True))[None], "b": as_corners(boxes)[None] / SIDE}
+
+
+def code_yolox(boxes: Array, chances: Array) -> Tensors:
+    corner, cell = cells()
+    there = chances.max(axis=1, keepdims=True)
+    values = [boxes[:, :2] / cell - corner, np.log(boxes[:, 2:] / cell), there, chances / there * 0.9]
+    return {"y": np.concatenate(values, 1)[None]}
+
+
+def code_offsets(boxes: Array, chances: Array) -> Tensors:
+    corner, cell = cells()
+    raw = np.concatenate([boxes[:, :2] - (corner + 0.5) * cell, boxes[:, 2:], np.zeros((80, 6))], 1)
+    return {"b": raw[None], "s": np.log(chances / (1 - chances)).max(axis=1).reshape(1, 80, 1)}
+
+
+CODES = {
+    "middle and size": code_joined,
+    "with objectness": code_objects,
+    "corners": code_ssd,
+    "yolox": code_yolox,
+    "offsets": code_offsets,
+}
+
+
+def make_outputs(code: str, seed: int = 0, count: int = 24) -> list[Tensors]:
+    return [
+        {name: value.astype(np.float32) for name, value in CODES[code](*draw_places(seed + index)).items()}
+        for index in range(count)
+    ]
+
+
+def read(head: Head | None) -> Head:
+    assert head is not None
+    return head
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_head_is_decoded_to_the_boxes_that_it_codes(code: str) -> None:
+    outputs = make_outputs(code)
+    head = read(find_head(outputs, (SIDE, SIDE)))
+    assert head.code == ("middle and size" if code == "with objectness" else code)
+    assert (head.objectness is not None) == (code in {"with objectness", "yolox"})
+    boxes, chances = head.decode(outputs[0])
+    wanted, shown = draw_places(0)
+    scale = SIDE if code == "corners" else 1
+    np.testing.assert_allclose(boxes * scale, as_corners(wanted), atol=1e-3)
+    assert (chances.max(axis=1) > 0.4).tolist() == (shown.max(axis=1) > 0.4).tolist()
+
+
+def test_a_background_is_no_class() -> None:
+    head = read(find_head(make_outputs("corners"), (SIDE, SIDE)))
+    assert (head.background, head.scores.count) == (0, KINDS + 1)
+    assert head.decode(make_outputs("corners")[0])[1].shape == (80, KINDS)
+
+
+def noise(shape: tuple[int, ...], *, positive: bool) -> list[Tensors]:
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=shape).astype(np.float32) for _ in range(16)]
+    return [{"y": np.abs(row) if positive else row} for row in rows]
+
+
+def heatmaps() -> list[Tensors]:
+    rng, grid = np.random.default_rng(0), np.mgrid[:16, :16]
+    found: list[Tensors] = []
+    for _ in range(16):
+        places = rng.uniform(2, 14, (9, 2, 1, 1))
+        found.append({"y": np.exp(-((grid - places) ** 2).sum(axis=1) / 3).astype(np.float32)[None]})
+    return found
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        noise((1, 80, 9), positive=False),
+        noise((1, 80, 9), positive=True),
+        noise((1, 85, 8, 8), positive=False),
+        heatmaps(),
+        [{"y": np.zeros((1, 80, 9), np.float32)}] * 16,
+        [{"y": np.full((1, 80, 9), np.nan, np.float32)}] * 16,
+        [{"y": np.ones((1, 10), np.float32)}] * 16,
+    ],
+)
+def test_what_shows_no_objects_is_no_head(outputs: list[Tensors]) -> None:
+    assert find_head(outputs, (SIDE, SIDE)) is None
+
+
+def test_boxes_that_belong_to_others_are_no_boxes() -> None:
+    rng = np.random.default_rng(0)
+    outputs = [{"y": row["y"].copy()} for row in make_outputs("middle and size")]
+    for row in outputs:
+        row["y"][0, :4] = row["y"][0, :4, rng.permutation(80)].T
+    assert find_head(outputs, (SIDE, SIDE)) is None
+
+
+@pytest.mark.parametrize(("shape", "image"), [((1, 3, 8, 9), (8, 9)), ((1, 8, 9, 3), (8, 9)), ((1, 40), None)])
+def test_the_image_is_the_input_with_channels(shape: tuple[int, ...], image: tuple[int, int] | None) -> None:
+    assert find_image({"x": np.zeros(shape, np.float32)}) == image
+
+
+def drop_of(change: float, chance: float = 1.0) -> tuple[float, tuple[float, float]]:
+    """Returns the drop where boxes move by a share of the pixels, and chances are multiplied."""
+    rows = make_outputs("middle and size", count=40)
+    head, rng = read(find_head(rows, (SIDE, SIDE))), np.random.default_rng(1)
+    others = [{"y": row["y"].copy()} for row in rows]
+    for row in others:
+        row["y"][0, :4] += rng.normal(0, change, (4, 80)).astype(np.float32)
+        row["y"][0, 4:] *= chance
+    found = estimate_drop([record_detections(head, one, two) for one, two in zip(rows, others, strict=True)])
+    assert found.reference > 0
+    return found.drop, found.interval
+
+
+def test_the_same_detections_lose_nothing() -> None:
+    assert drop_of(0) == (0, (0, 0))
+
+
+def test_boxes_that_move_a_little_lose_little_and_more_the_farther_they_move() -> None:
+    drops = [drop_of(pixels)[0] for pixels in (0.3, 1.5, 6)]
+    assert 0 <= drops[0] < 0.008
+    assert drops[0] < drops[1] < drops[2]
+    assert drops[2] > 0.05
+
+
+def test_detections_that_are_gone_are_lost_and_scores_that_all_shrink_are_not() -> None:
+    assert drop_of(0, chance=0.001)[0] > 0.2
+    drop, (low, high) = drop_of(0, chance=0.8)
+    assert abs(drop) < 0.01
+    assert low <= drop <= high
+
+
+def test_a_class_that_is_taken_for_another_is_lost() -> None:
+    rows = make_outputs("middle and size", count=40)
+    others = [{"y": row["y"][:, [0, 1, 2, 3, 5, 6, 4]]} for row in rows]
+    head = read(find_head(rows, (SIDE, SIDE)))
+    assert estimate_drop([record_detections(head, *pair) for pair in zip(rows, others, strict=True)]).drop > 0.2
+
+
+TEXT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,64,64] image, float[1,7,80] x) => (float[1,7,80] y)
+  <float[1,7,1] off = {OFF}, float[1,7,1] scale = {SCALE}>
+  { s = Mul(x, scale)  y = Add(s, off) }"""
+
+
+def test_a_detector_is_judged_by_its_detections_unless_it_is_stated_otherwise(tmp_path: Path) -> None:
+    def model(name: str, off: str, scale: str = "1, 1, 1, 1, 1, 1, 1") -> object:
+        return make_model(TEXT.replace("OFF", off).replace("SCALE", scale), tmp_path / f"{name}.onnx")
+
+    image = np.zeros((1, 3, SIDE, SIDE), np.float32)
+    rows = [{"image": image, "x": row["y"]} for row in make_outputs("middle and size", count=40)]
+    samples = make_samples(rows)
+    same, near, far = (model(name, off) for name, off in (
+        ("same", "0, 0, 0, 0, 0, 0, 0"), ("near", "0.2, 0, 0, 0.2, 0, 0, 0"), ("far", "9, 9, 0, 0, 0, 0, 0"),
+    ))  # fmt: skip
+    lost = model("lost", "0, 0, 0, 0, 0, 0, 0", "1, 1, 1, 1, 0, 0, 0")
+    little, much, all_ = (predict_drop(same, other, samples) for other in (near, far, lost))  # type: ignore[arg-type]
+    assert {little.measure, much.measure, all_.measure} == {AP}
+    assert little.source == "the float model's detections"
+    assert little.meets(0.005)
+    assert not much.meets(0.005)
+    assert (all_.drop_estimate or 0) > (much.drop_estimate or 0) > 0.1
+    stated = {"y": StatedOutput(kind="values")}
+    assert predict_drop(same, near, samples, stated).measure == "spread of the values (R2)"  # type: ignore[arg-type]
