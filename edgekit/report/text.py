@@ -72,6 +72,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     # The CPU provider takes every node: there is no placement to observe.
     if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
         yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
+    yield from report.differences
     yield from report.notes
     for skip in report.skipped:
         yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")

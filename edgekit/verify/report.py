@@ -177,7 +177,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
     one that edgekit ran on, where emulators and simulators ran too. `alterations` say what in the bundle's model is not
-    as it was built, `notes` what was left out, and why. `required` names the devices that had to run.
+    as it was built, `notes` what was left out, and why. `required` names the devices that had to run. `differences` say
+    how far apart devices of one kind lie, which differ in their CPU.
     """
 
     bundle: str
@@ -202,6 +203,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     alterations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:

@@ -129,7 +129,8 @@ def verify_bundle(
         alterations=broken,
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
-        notes=(*filter(None, (evidence.note, describe_untested(bundle))), *describe_apart(held)),
+        notes=tuple(filter(None, (evidence.note, describe_untested(bundle)))),
+        differences=tuple(describe_apart(held)),
     )
 
 
