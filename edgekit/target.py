@@ -184,6 +184,9 @@ class Variant(_Strict, frozen=True, kw_only=True):
 class Target(_Strict, frozen=True, kw_only=True):
     """Everything edgekit knows about a target, with `settings` holding the value of each parameter.
 
+    `minimum_ort` is the oldest ONNX Runtime with which its provider was seen to do what is said here; in `target.toml`
+    it may stand as a parameter, `{name}`.
+
     `fallback` are the targets that an app tries next where this one cannot run; the last, "cpu", is ONNX Runtime's own
     provider, which also runs the files of the others where no bundle was built for it. `socs` gives the values of the
     parameter `soc_model` their names.
@@ -212,6 +215,11 @@ class Target(_Strict, frozen=True, kw_only=True):
     def precision(self) -> Precision:
         """The precision that `auto` means for this target."""
         return self.precisions[0]
+
+
+def read_version(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version such as "1.31.1", 0 for a part that is none, so that two can be compared."""
+    return tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in version.split("."))
 
 
 def target_names() -> tuple[str, ...]:
@@ -245,7 +253,8 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
         config=_fill(target.session.config, chosen),
         platforms={name: _fill_platform(target, name, chosen) for name in target.session.platforms},
     )
-    return msgspec.structs.replace(target, session=session)
+    minimum_ort = target.minimum_ort.format_map(chosen)
+    return msgspec.structs.replace(target, session=session, minimum_ort=minimum_ort)
 
 
 def _read_target(folder: Path) -> Target:

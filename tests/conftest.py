@@ -105,10 +105,9 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def demo_build(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """A build of the digits from few samples: `bundles` for each target that edgekit ships, and two beside it.
+    """A build of the digits from few samples: `bundles` for each target that edgekit ships, and one beside it.
 
-    `digits_mobilenet-older` is for XNNPACK and an ONNX Runtime of which there is a Java package for desktops,
-    `digits_mobilenet-plain` for the CPU.
+    `digits_mobilenet-plain` is that for XNNPACK with the CPU's provider.
     """
     return make_once("demo-build", _build_demo)
 
@@ -120,16 +119,17 @@ def demo_bundles(demo_build: Path) -> Path:
 
 
 def _build_demo(folder: Path) -> None:
-    source = TARGETS / "xnnpack"
-    text = (source / "target.toml").read_text()
-    older = text.replace('"1.31.0"', '"1.29.0"').replace('"xnnpack"', '"older"', 1)
-    plain = text.replace('"xnnpack"', '"plain"', 1).replace("XnnpackExecutionProvider", "CPUExecutionProvider")
-    plain = plain.replace('intra_op_num_threads = "4"\n', "")
-    for name, changed in (("older", older), ("plain", plain)):
-        shutil.copytree(source, folder / name)
-        (folder / name / "target.toml").write_text(changed)
-    recipe = edgekit.Recipe(samples=16, targets=(*edgekit.target_names(), str(folder / "older"), str(folder / "plain")))
+    plain = folder / "plain"
+    shutil.copytree(TARGETS / "xnnpack", plain)
+    text = (plain / "target.toml").read_text()
+    for old, new in (
+        ('"xnnpack"', '"plain"'),
+        ("XnnpackExecutionProvider", "CPUExecutionProvider"),
+        ('intra_op_num_threads = "4"\n', ""),
+    ):
+        text = text.replace(old, new, 1)
+    (plain / "target.toml").write_text(text)
+    recipe = edgekit.Recipe(samples=16, targets=(*edgekit.target_names(), str(plain)))
     data = edgekit.Data(source=str(CALIBRATION))
     edgekit.build(MODEL, data, folder / "bundles", recipe, verify=False)
-    for name in ("older", "plain"):
-        (folder / "bundles" / f"digits_mobilenet-{name}").rename(folder / f"digits_mobilenet-{name}")
+    (folder / "bundles" / "digits_mobilenet-plain").rename(folder / "digits_mobilenet-plain")

@@ -8,7 +8,7 @@ import pytest
 
 import edgekit.target
 from edgekit.errors import TargetError, UsageError
-from edgekit.target import load_target, target_names
+from edgekit.target import load_target, read_version, target_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,3 +91,12 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
     (folder / "target.toml").write_text('colour = "red"\n' + (folder / "target.toml").read_text())
     with pytest.raises(TargetError, match="colour"):
         load_target(str(folder))
+
+
+def test_the_oldest_onnxruntime_may_be_a_parameter() -> None:
+    assert load_target("xnnpack").minimum_ort == "1.29.0"
+    assert load_target("xnnpack", {"ort": "1.17.3"}).minimum_ort == "1.17.3"
+
+
+def test_versions_compare_by_number() -> None:
+    assert sorted(["1.31.0", "1.9", "", "1.29.1"], key=read_version) == ["", "1.9", "1.29.1", "1.31.0"]

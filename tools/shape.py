@@ -23,7 +23,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("_ort", "data"),
         ("graph",),
         ("model",),
-        ("_files", "_proc", "target"),
+        ("_files", "_proc", "app_runtime", "target"),
         ("errors", "evidence", "machine", "plain", "progress"),
     ),
     "bundle": (
@@ -45,7 +45,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("convert",),
         ("forms",),
         ("equality",),
-        ("cpu_kernels", "fusions", "host_traits", "ort_form"),
+        ("cpu_kernels", "fusions", "host_traits", "needs", "ort_form"),
         ("context", "onnx_form", "ort_format"),
     ),
     "devices": (

@@ -28,13 +28,15 @@ from edgekit.bundle.sign import check_signature
 from edgekit.bundle.snippets import NOTES, render_snippets
 from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
 from edgekit.check.report import CheckReport
+from edgekit.convert.needs import find_needed_ort
 from edgekit.errors import BundleError, OutputError
-from edgekit.target import Form, Target
+from edgekit.target import Form, Target, read_version
 
 MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
     "manifest.json", "check.json", "target.json", "layers.json", "verify.json", "golden", "app",
 )  # fmt: skip
 
+_MODELS = frozenset({".onnx", ".ort"})
 UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
 """What the manifest cannot list: itself, its signature, and the evidence, which differs from run to run."""
 
@@ -93,6 +95,7 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         OutputError: the folder cannot be written, a name is not safe everywhere, or two files want the same one.
     """
     _copy_models(contents.files, out)
+    contents = msgspec.structs.replace(contents, target=_raise_minimum(contents))
     for file in contents.golden.files:
         _copy_file(file, out / GOLDEN / file.name)
     write_file(out / CHECK, encode_json(contents.check))
@@ -170,6 +173,13 @@ def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
 
 def _describe_target(target: Target) -> dict[str, object]:
     return {key: value for key, value in msgspec.structs.asdict(target).items() if key != "folder"}
+
+
+def _raise_minimum(contents: Contents) -> Target:
+    """Returns the target with an ONNX Runtime that reads every file: those of a newer opset need a newer one."""
+    target = contents.target
+    needed = find_needed_ort(path for paths in contents.files.values() for path in paths if path.suffix in _MODELS)
+    return msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed, key=read_version))
 
 
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:

@@ -25,6 +25,7 @@ from edgekit.bundle.manifest.names import find_fault
 from edgekit.bundle.sign import check_signature
 from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
 from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
+from edgekit.target import read_version
 
 INDEX = "index.json"
 PREFERENCE = (
@@ -218,11 +219,6 @@ def _runs_on(variant: Variant, system: str, version: str, soc: str) -> bool:
         return False
     least = variant.systems[system]
     return not least or read_version(version) >= read_version(least)
-
-
-def read_version(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version such as "1.31.1", 0 for a part that is none, so that two can be compared."""
-    return tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in version.split("."))
 
 
 def _check_joinable(bundles: Sequence[Bundle]) -> None:

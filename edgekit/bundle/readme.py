@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE, list_android_dependencies
+from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE, choose_android_release, list_android_dependencies
 from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.bundle.snippets import describe_interface, make_environment
 from edgekit.evidence import Evidence
@@ -31,7 +31,8 @@ def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapp
     It holds nothing that differs from run to run: figures stand in `verify.json`.
     """
     template = make_environment(_TEMPLATES).get_template("README.md.j2")
-    dependencies = list_android_dependencies(manifest.provider, manifest.versions, manifest.minimum_ort)
+    release = choose_android_release(manifest.minimum_ort)
+    dependencies = list_android_dependencies(manifest.provider, manifest.versions, release)
     return template.render(
         manifest=manifest,
         title=target.title,

@@ -6,9 +6,10 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_doubts, show_json, show_line
+from edgekit.cli.terminal import show_doubts, show_json, show_line, show_lines
 from edgekit.jobs.release import package_verified
 from edgekit.package.package import FORMS, Kind
+from edgekit.package.variant import Names
 from edgekit.plain import to_plain
 
 
@@ -45,8 +46,8 @@ def command(
     Exit code 0: written. 2: a bundle is damaged, did not pass its verification or does not fit, and nothing was
     written.
     """
-    identity = {"name": name, "group": group, "version": package_version}
-    report, doubts = package_verified(bundles, kind, out, allow_failed=allow_failed, key=key, **identity)
+    names = Names(name=name, group=group, version=package_version)
+    report, doubts = package_verified(bundles, kind, out, allow_failed=allow_failed, key=key, names=names)
     show_doubts(doubts)
     if as_json:
         show_json({**to_plain(report), "allowed": doubts})
@@ -55,5 +56,7 @@ def command(
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
     for left in report.left_out:
         show_line(f"left out: {left.path}: {left.reason}")
+    if report.store is not None:
+        show_lines(report.store.remarks)
     show_line(f"{report.out} (sha256 {report.sha256})")
     return YES

@@ -10,6 +10,7 @@ from edgekit.bundle.folder import LAYERS, MANIFEST, VERIFY, Bundle
 from edgekit.bundle.multi import MultiBundle, find_bundles, find_file, join_bundles
 from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
 from edgekit.bundle.statement import AttestedOutput, AttestedRun, TestResult, list_subjects
+from edgekit.devices.android.installed import find_app_runtime
 from edgekit.errors import BundleError, DataError
 from edgekit.package.package import Kind, PackageReport, package_bundles
 from edgekit.verify.layers.evidence import read_evidence_file
@@ -59,7 +60,8 @@ def package_verified(
 ) -> tuple[PackageReport, tuple[Doubt, ...]]:
     """Packs bundles, or all that fit of a build's folder, as `package_bundles`, which says what the options are.
 
-    Returns also what `allow_failed` let through.
+    An AAR is made for the archive of ONNX Runtime that the device `android` runs. Returns also what `allow_failed` let
+    through.
 
     Raises:
         BundleError: one is damaged, or did not pass a verification, and that was not allowed.
@@ -70,7 +72,8 @@ def package_verified(
     def accept(bundles: Sequence[Bundle]) -> None:
         doubts.extend(_refuse_doubtful([_place(bundle) for bundle in bundles], allow_failed=allow_failed))
 
-    return package_bundles(paths, kind, out, accept=accept, **options), tuple(doubts)
+    report = package_bundles(paths, kind, out, accept=accept, runtime=find_app_runtime(), **options)
+    return report, tuple(doubts)
 
 
 class _Released(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,14 +9,14 @@ from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, list_entries
+from edgekit.package.variant import Identity, Variant, Workplace, list_entries
 
 BUNDLES = "bundles"
 _FAR = Path(__file__).parent / "far"
 
 
 def collect_board(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Path
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Workplace
 ) -> Mapping[str, Path | bytes]:
     """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
     entries: dict[str, Path | bytes] = {}

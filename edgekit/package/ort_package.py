@@ -14,14 +14,14 @@ from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.statement import SIGNATURE
 from edgekit.model.skim import skim_model
-from edgekit.package.variant import Identity, Variant
+from edgekit.package.variant import Identity, Variant, Workplace
 
 _COMPATIBILITY = "ep_compatibility_info."
 _SHAREABLE = ("golden/",)
 
 
 def collect_ort_package(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Path
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Workplace
 ) -> Mapping[str, Path | bytes]:
     """Returns the files of a model package: `manifest.json`, `<name>/component.json`, and a folder for each variant.
 

@@ -8,7 +8,8 @@ from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, list_entries, sortable
+from edgekit.package.variant import Identity, Variant, Workplace, list_entries
+from edgekit.target import read_version
 
 _SWIFT = Path(__file__).parent / "far" / "swift"
 # iOS 15 has Core ML 5; newer ones are asked for by the target's settings.
@@ -16,7 +17,7 @@ _OLDEST_IOS = "15"
 
 
 def collect_swiftpm(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Path
+    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Workplace
 ) -> Mapping[str, Path | bytes]:
     """Returns the files of a Swift package: `Package.swift`, sources, and the bundles under `Resources/`."""
     module = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", identity.name))
@@ -26,7 +27,7 @@ def collect_swiftpm(
         "module": module,
         # One package has one deployment target: the highest that a bundle in it asks for.
         "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
-        "minimum_ort": max((variant.minimum_ort for variant in variants), key=sortable),
+        "minimum_ort": max((variant.minimum_ort for variant in variants), key=read_version),
         "swift_package": SWIFT_PACKAGE,
     }
     sources = f"Sources/{module}"

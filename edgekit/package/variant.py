@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file
+from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import BundledFile
@@ -50,6 +51,18 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
+class Names(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user wants a package to be called; what is "" is chosen."""
+
+    group: str = ""
+    name: str = ""
+    version: str = ""
+
+
+UNNAMED = Names()
+"""All of it is chosen."""
+
+
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """What a package is called: `group` is a Java package, `name` an artifact, `version` what a resolver compares."""
 
@@ -58,7 +71,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-def identify(bundles: Sequence[Bundle], *, name: str = "", group: str = "", version: str = "") -> Identity:
+class Workplace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a package is made with: a folder for intermediate files, and the app's ONNX Runtime, where it matters."""
+
+    folder: Path
+    runtime: AppRuntime | None = None
+
+
+def identify(bundles: Sequence[Bundle], names: Names) -> Identity:
     """Returns what a package of these bundles is called; a version that is not given follows from their content.
 
     Raises:
@@ -67,9 +87,9 @@ def identify(bundles: Sequence[Bundle], *, name: str = "", group: str = "", vers
     # Other content, other version: Gradle and SwiftPM cache by version, and would keep serving the old one.
     made = digest_bytes("".join(bundle.sha256 for bundle in bundles).encode())[:12]
     identity = Identity(
-        group=group or "edgekit.models",
-        name=name or clean_name(bundles[0].manifest.name).lower(),
-        version=version or f"1.0.0-{made}",
+        group=names.group or "edgekit.models",
+        name=names.name or clean_name(bundles[0].manifest.name).lower(),
+        version=names.version or f"1.0.0-{made}",
     )
     for option, value, pattern, example in (
         ("--group", identity.group, r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", "com.example.models"),
@@ -118,11 +138,6 @@ def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
     """Returns bundles in the order in which an app should try them: the NPU first, the CPU last."""
     known = {provider: place for place, provider in enumerate(PREFERENCE)}
     return tuple(sorted(bundles, key=lambda bundle: (known.get(bundle.manifest.provider, -1), bundle.manifest.target)))
-
-
-def sortable(version: str) -> tuple[int, ...]:
-    """Returns a version as numbers, which compare as versions do: 1.9 before 1.31."""
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def clean_name(text: str) -> str:

@@ -26,7 +26,7 @@ from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
-from edgekit.verify.causes.honesty import describe_version, find_replay, find_sameness
+from edgekit.verify.causes.honesty import describe_older, find_replay, find_sameness, find_version
 from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, find_own_half_values
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
@@ -315,6 +315,8 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
 
 def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
     """Yields what fails a run whatever its figures: it did not do what it seems to have done."""
+    older = describe_older(trial.run, trial.bundle.manifest.minimum_ort)
+    yield from () if older is None else (older,)
     unmatched = describe_unmatched(trial.run, trial.job)
     yield from () if unmatched is None else (unmatched,)
     if trial.plan.form == "runtime":
@@ -336,8 +338,8 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
         yield describe_drift(latency.drift)
     if trial.run.failure is not None:
         return
-    version = describe_version(trial.run, trial.bundle.manifest.minimum_ort)
-    yield from () if version is None else (version,)
+    if not find_version(trial.run):
+        yield "it does not say which ONNX Runtime ran"
     yield from find_sameness(trial.reference)
     done, asked = len(trial.rows), trial.job.samples.count
     if done < asked:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import onnx
 import pytest
 from bundle_models import make_bundle, make_contents
 
@@ -26,6 +27,17 @@ def test_it_carries_the_target_and_the_placement(tmp_path: Path) -> None:
     bundle = write_bundle(contents, tmp_path / "out")
     assert read_check(bundle) == contents.check
     assert read_target(bundle) == msgspec.structs.replace(load_target("qnn"), folder=Path())
+
+
+def test_a_newer_opset_asks_for_a_newer_onnxruntime(tmp_path: Path) -> None:
+    contents = make_contents(tmp_path, target="qnn")
+    model = onnx.load(contents.files["onnx"][0])
+    model.opset_import[0].version = 26
+    onnx.save(model, tmp_path / "newer.onnx")
+    newer = msgspec.structs.replace(contents, files={"onnx": (tmp_path / "newer.onnx",)})
+    bundle = write_bundle(newer, tmp_path / "out")
+    assert bundle.manifest.minimum_ort == read_target(open_bundle(bundle.folder)).minimum_ort == "1.26.0"
+    assert write_bundle(contents, tmp_path / "older").manifest.minimum_ort == contents.target.minimum_ort == "1.24.2"
 
 
 def test_the_same_contents_give_the_same_bytes(tmp_path: Path) -> None:

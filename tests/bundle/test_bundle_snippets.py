@@ -39,7 +39,7 @@ def test_the_readme_says_what_an_app_needs(tmp_path: Path, target: str) -> None:
         assert f"### {name}" in text
         assert all(f"| `{key}` | `{value}` |" in text for key, value in platform.provider_options.items())
     if "android" in manifest.platforms:
-        assert 'implementation("com.microsoft.onnxruntime:onnxruntime-android:1.31.1")' in text
+        assert 'implementation("com.microsoft.onnxruntime:onnxruntime-android:1.29.0")' in text
     assert all(f"| {entry.device} |" in text for entry in manifest.verification)
     assert "by device" not in text
 

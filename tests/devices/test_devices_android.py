@@ -20,6 +20,7 @@ from edgekit.devices.android.installed import Installed, device_folder, find_ins
 from edgekit.devices.android.nnapi.service import find_feature_level
 from edgekit.devices.android.stand_in import link_runner
 from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.local.runner import runner_sources
 from edgekit.devices.observe import observe_placement
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
@@ -29,6 +30,8 @@ from edgekit.model.tensors import Array
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
+
+INTERFACE = Path(__file__).parent / "android_abi" / "check_interface.cc"
 
 
 def present(name: str, target: str = "xnnpack") -> Android:
@@ -67,12 +70,17 @@ def archive_of(path: Path, entries: dict[str, bytes]) -> Path:
 def test_what_an_archive_holds_is_taken_out(tmp_path: Path) -> None:
     library = library_for_android(tmp_path / "made" / LIBRARY).read_bytes() + b"XnnpackExecutionProvider\0"
     entries = {"classes.jar": b"jar", "headers/onnxruntime_c_api.h": b"h", f"jni/x86_64/{LIBRARY}": library}
-    entries["other.txt"] = b"left where it is"
+    entries |= {"other.txt": b"left where it is", "jni/x86_64/libonnxruntime4j_jni.so": b"binding"}
     (found,) = unpack_libraries(archive_of(tmp_path / "a.aar", entries), tmp_path / "out")
     assert (found.abi, found.version, found.providers) == ("x86_64", "1.29.0", (XNNPACK,))
     assert found.elf.imports == ("no_such_function",)
     names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
-    assert names == ["classes.jar", "headers/onnxruntime_c_api.h", f"x86_64/{LIBRARY}"]
+    assert names == [
+        "classes.jar",
+        "headers/onnxruntime_c_api.h",
+        f"x86_64/{LIBRARY}",
+        "x86_64/libonnxruntime4j_jni.so",
+    ]
 
 
 def bad_archives(folder: Path) -> dict[str, tuple[Path, str]]:
@@ -175,7 +183,9 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = Installed(archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), sources="other")
+    facts = Installed(
+        archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other"
+    )
     device_folder().mkdir(parents=True)
     (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
     assert find_installed() is None
@@ -266,3 +276,28 @@ def test_a_transpose_that_the_layout_cancels_is_nobody_s(tmp_path: Path) -> None
     model, target = load_model(text_model(tmp_path / "m.onnx", body)), load_target("xnnpack")
     seen = observe_placement(model, target, present("android:x86_64"), samples=0).providers
     assert seen == {"n0": XNNPACK, "n1": CPU_PROVIDER, "n5": CPU_PROVIDER}
+
+
+SPOILT = {
+    "Run stands elsewhere": ("X(Run, 9,", "X(Run, 8,"),
+    "SetIntraOpNumThreads differs": ("int threads", "long threads"),
+    "GetDimensionsCount differs": (
+        "const OrtTensorTypeAndShapeInfo*, std::size_t* out",
+        "const OrtValue*, std::size_t* out",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ["", *SPOILT])
+def test_the_runner_declares_onnxruntimes_interface_as_its_own_header_does(tmp_path: Path, fault: str) -> None:
+    present("android:x86_64")
+    text = (runner_sources() / "src" / "ort.h").read_text()
+    (tmp_path / "ort.h").write_text(text.replace(*SPOILT[fault], 1) if fault else text)
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is missing: apt-get install g++")
+    include = ["-isystem", str(device_folder() / "headers"), "-I", str(tmp_path)]
+    argv = [compiler, "-std=c++17", "-fsyntax-only", *include, str(INTERFACE)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is not bool(fault), done.stderr
+    assert fault in done.stderr

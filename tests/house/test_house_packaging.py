@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "edgekit/bundle/templates/README.md.j2",
         "edgekit/package/far/cpp/CMakeLists.txt",
         "edgekit/package/far/java/loader/Loader.java",
-        "edgekit/package/far/java/stubs/android/content/Context.java",
+        "edgekit/package/far/java/platform/android/content/Context.java",
         "edgekit/package/far/python/edgekit_loader.py",
         "edgekit/package/far/swift/Loader.swift",
         "edgekit/package/templates/pom.xml.j2",

@@ -11,8 +11,9 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
-QNN, XNNPACK = "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
-OLDER, PLAIN = "digits_mobilenet-older", "digits_mobilenet-plain"
+NNAPI, QNN, XNNPACK = "digits_mobilenet-nnapi", "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
+PACKAGE = "edgekit.models.digits_mobilenet"
+CPU, PLAIN = "digits_mobilenet-cpu", "digits_mobilenet-plain"
 
 
 def find_library() -> Path:
@@ -48,6 +49,11 @@ def run_program(argv: Sequence[str | Path], cwd: Path | None = None) -> tuple[in
         env={**os.environ, "ORT_DISABLE_TELEMETRY": "1", "MAVEN_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},
     )
     return done.returncode, done.stdout
+
+
+def join_jars(*places: str | Path) -> str:
+    """A class path."""
+    return os.pathsep.join(map(str, places))
 
 
 def flip_byte(path: Path) -> None:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from package_loaders import run_program
+from package_loaders import join_jars, run_program
 
 from edgekit._files import digest_file, one_at_a_time
 from edgekit.devices.process.cache import cache_folder
@@ -15,6 +15,8 @@ ORT = (
 )
 """The newest Java package for desktops; ONNX Runtime 1.31 has none."""
 ANDROID = ("com.google.android:android:4.1.1.4", "84072541cbb711eff89f7277100ff854929a446dba7ceb1b195c340e0b4fd3cb")
+KOTLIN = "2.0.21"
+KOTLIN_MAIN = "org.jetbrains.kotlin.cli.jvm.K2JVMCompiler"
 GET = "org.apache.maven.plugins:maven-dependency-plugin:3.6.1:get"
 
 
@@ -28,6 +30,17 @@ def fetch_jar(artifact: tuple[str, str]) -> Path:
         assert code == 0, shown[-2000:]
     assert digest_file(jar) == sha256
     return jar
+
+
+def fetch_kotlin() -> tuple[str, Path]:
+    """The class path of Kotlin's compiler, which Maven resolves, and Kotlin's own library."""
+    folder = maven_repository() / "org" / "jetbrains"
+    library = folder / "kotlin" / "kotlin-stdlib" / KOTLIN / f"kotlin-stdlib-{KOTLIN}.jar"
+    compiler = folder / "kotlin" / "kotlin-compiler-embeddable" / KOTLIN / f"kotlin-compiler-embeddable-{KOTLIN}.jar"
+    if not library.exists() or not compiler.exists():
+        code, shown = run_maven(GET, f"-Dartifact=org.jetbrains.kotlin:kotlin-compiler-embeddable:{KOTLIN}")
+        assert code == 0, shown[-2000:]
+    return join_jars(*sorted(folder.rglob("*.jar"))), library
 
 
 def run_maven(*arguments: str) -> tuple[int, str]:

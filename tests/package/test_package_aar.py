@@ -1,6 +1,9 @@
-"""The Android archive: its structure, and its Java loader with the real ONNX Runtime for Java and QNN's simulator."""
+"""The Android archive: its structure, what a store says of it, and its Java loader on a desktop with QNN's simulator.
 
-import os
+`test_package_android.py` runs the loader with Android's own library.
+"""
+
+import re
 import shutil
 import subprocess
 import sys
@@ -9,47 +12,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import msgspec
 import pytest
-from package_loaders import OLDER, QNN, XNNPACK, find_qnn, flip_byte, require_program, run_program
+from android_parts import find_runtime
+from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, find_qnn, flip_byte, join_jars, require_program, run_program
 from package_maven import ANDROID, GET, ORT, fetch_jar, maven_repository, run_maven
 
 from edgekit._files import digest_file
+from edgekit.app_runtime import NativeLibrary
 from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
+from edgekit.devices.process.cache import cache_folder
+from edgekit.errors import UsageError
 from edgekit.package.package import package_bundles
+from edgekit.package.store import StoreReport
+from edgekit.package.variant import Names
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = "edgekit.models.digits_mobilenet"
 POM = "{http://maven.apache.org/POM/4.0.0}"
 
 
 @pytest.fixture(scope="module")
-def repository(bundles: Path, older: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    require_program("javac", "openjdk-17-jdk-headless")
-    out = tmp_path_factory.mktemp("aar") / "maven"
-    package_bundles((bundles / QNN, bundles / XNNPACK, older), "aar", out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def unpacked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("unpacked") / "aar"
-    unpack_archive(_only(repository, "*.aar"), out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def java(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command that runs `far/Check.java` on the archive's own classes."""
-    work = tmp_path_factory.mktemp("java")
-    source = (ROOT / "tests" / "package" / "far" / "Check.java").read_text()
-    (work / "Check.java").write_text(source.replace("package edgekit.loader;", f"package {PACKAGE};"))
-    path = os.pathsep.join((str(unpacked / "classes.jar"), str(fetch_jar(ORT))))
-    code, shown = run_program(["javac", "-cp", path, "-d", work, work / "Check.java"])
-    assert code == 0, shown
-    return ["java", "-cp", f"{work}{os.pathsep}{path}", f"{PACKAGE}.Check"]
+def java(checker: str) -> list[str]:
+    """The command that runs `far/Check.java` with ONNX Runtime for desktops, which takes QNN's simulator."""
+    return ["java", "-cp", join_jars(checker, fetch_jar(ORT)), f"{PACKAGE}.Check"]
 
 
 def _check(java: Sequence[str], unpacked: Path, work: Path, *arguments: str) -> tuple[int, str]:
@@ -60,7 +47,7 @@ def test_the_archive_has_what_android_asks_for(unpacked: Path, repository: Path)
     manifest = ET.parse(unpacked / "AndroidManifest.xml").getroot()  # noqa: S314 - our own file
     level = "{http://schemas.android.com/apk/res/android}minSdkVersion"
     assert manifest.get("package") == PACKAGE
-    assert [entry.get(level) for entry in manifest.iter("uses-sdk")] == ["24"]
+    assert [entry.get(level) for entry in manifest.iter("uses-sdk")] == ["29"]
     assert {"AndroidManifest.xml", "R.txt", "classes.jar", "proguard.txt"} <= list_files(unpacked).keys()
     with zipfile.ZipFile(unpacked / "classes.jar") as classes:
         assert all(name.startswith(f"{PACKAGE.replace('.', '/')}/") for name in classes.namelist())
@@ -70,34 +57,101 @@ def test_the_archive_has_what_android_asks_for(unpacked: Path, repository: Path)
         for entry in pom.iter(f"{POM}dependency")
     ]
     assert needs == [
-        "com.microsoft.onnxruntime:onnxruntime-android:1.31.1:compile",
+        "com.microsoft.onnxruntime:onnxruntime-android:1.29.0:compile",
         "com.qualcomm.qti:onnxruntime-android-qnn:2.7.0:runtime",
         "com.qualcomm.qti:qnn-runtime:2.51.0:runtime",
     ]
-    for name in (QNN, XNNPACK):
+    for name in (QNN, XNNPACK, NNAPI):
         assert open_bundle(unpacked / "assets" / PACKAGE / name).manifest.name == "digits_mobilenet"
 
 
-def test_an_nnapi_bundle_asks_for_its_api_level(bundles: Path, tmp_path: Path) -> None:
+def test_a_build_without_nnapi_asks_for_what_onnxruntime_asks_for(bundles: Path, tmp_path: Path) -> None:
     require_program("javac", "openjdk-17-jdk-headless")
-    package_bundles((bundles,), "aar", tmp_path / "maven", name="digits", group="com.example", version="2.0.0")
+    names = Names(name="digits", group="com.example", version="2.0.0")
+    package_bundles((bundles / XNNPACK,), "aar", tmp_path / "maven", names=names, runtime=find_runtime())
     archive = tmp_path / "maven" / "com" / "example" / "digits" / "2.0.0" / "digits-2.0.0.aar"
     with zipfile.ZipFile(archive) as opened:
-        assert b'minSdkVersion="29"' in opened.read("AndroidManifest.xml")
-        assert "assets/com.example.digits/digits_mobilenet-nnapi/manifest.json" in opened.namelist()
+        assert b'minSdkVersion="24"' in opened.read("AndroidManifest.xml")
+        assert "assets/com.example.digits/digits_mobilenet-xnnpack/manifest.json" in opened.namelist()
 
 
-def test_the_archive_is_the_same_to_the_byte(repository: Path, bundles: Path, older: Path, tmp_path: Path) -> None:
-    package_bundles((bundles / QNN, bundles / XNNPACK, older), "aar", tmp_path / "again")
+def test_the_archive_is_the_same_to_the_byte(repository: Path, bundles: Path, tmp_path: Path) -> None:
+    again = (bundles / QNN, bundles / NNAPI, bundles / XNNPACK)
+    package_bundles(again, "aar", tmp_path / "again", runtime=find_runtime())
     assert digest_file(_only(repository, "*.aar")) == digest_file(_only(tmp_path / "again", "*.aar"))
 
 
-def test_the_declarations_compile_to_the_classes_that_the_real_libraries_give(
+def test_the_report_says_what_a_store_checks(bundles: Path, tmp_path: Path) -> None:
+    require_program("javac", "openjdk-17-jdk-headless")
+    runtime = find_runtime()
+    report = package_bundles((bundles / QNN, bundles / XNNPACK), "aar", tmp_path / "maven", runtime=runtime)
+    assert report.store is not None
+    assert report.store.passed
+    assert report.store.abis == ("arm64-v8a", "armeabi-v7a", "x86", "x86_64")
+    assert {library.alignment for library in report.store.libraries} == {16384}
+    assert (report.store.version, report.store.minimum_ort) == ("1.29.0", "1.29.0")
+    assert report.store.unseen == (
+        "com.qualcomm.qti:onnxruntime-android-qnn:2.7.0",
+        "com.qualcomm.qti:qnn-runtime:2.51.0",
+    )
+    readme = (tmp_path / "maven" / "README.md").read_text()
+    assert all(f"- {remark}" in readme for remark in report.store.remarks)
+
+
+def test_a_store_refuses_narrow_pages_and_32_bits_alone() -> None:
+    def judge(*libraries: tuple[str, int]) -> tuple[str, ...]:
+        given = tuple(NativeLibrary(abi=abi, name="lib.so", alignment=alignment) for abi, alignment in libraries)
+        return StoreReport(
+            archive="a.aar", archive_sha256="", version="1.29.0", minimum_ort="1.29.0", libraries=given, unseen=()
+        ).complaints
+
+    assert judge(("arm64-v8a", 1 << 14), ("armeabi-v7a", 1 << 12), ("x86_64", 1 << 16)) == ()
+    narrow = judge(("arm64-v8a", 1 << 12))
+    assert narrow == ("'jni/arm64-v8a/lib.so' of 'a.aar' is aligned to 4096 bytes and not to 16 KB",)
+    alone = judge(("armeabi-v7a", 1 << 14))
+    assert alone == ("'a.aar' has libraries for armeabi-v7a and none for arm64-v8a",)
+
+
+def test_a_bundle_that_needs_a_newer_runtime_is_refused_or_left_out(bundles: Path, tmp_path: Path) -> None:
+    older = msgspec.structs.replace(find_runtime(), version="1.26.0")
+    reason = "it needs ONNX Runtime 1.29.0, and 'onnxruntime.aar' holds 1.26.0"
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        package_bundles((bundles / XNNPACK,), "aar", tmp_path / "no", runtime=older)
+    assert not (tmp_path / "no").exists()
+    require_program("javac", "openjdk-17-jdk-headless")
+    report = package_bundles((bundles,), "aar", tmp_path / "maven", runtime=older)
+    assert [variant.name for variant in report.bundles] == [QNN]
+    assert sorted(left.reason for left in report.left_out if "CoreML" not in left.reason) == [reason] * 3
+
+
+def test_without_an_archive_of_onnxruntime_there_is_no_aar(bundles: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="compiled against ONNX Runtime's own classes") as raised:
+        package_bundles((bundles / XNNPACK,), "aar", tmp_path / "no")
+    assert raised.value.hint == "edgekit devices install android"
+    lacking = msgspec.structs.replace(find_runtime(), classes=tmp_path / "classes.jar")
+    with pytest.raises(UsageError, match=r"'onnxruntime\.aar' holds no classes\.jar"):
+        package_bundles((bundles / XNNPACK,), "aar", tmp_path / "no", runtime=lacking)
+    assert not (tmp_path / "no").exists()
+
+
+def test_classes_that_the_loader_does_not_fit_are_named(bundles: Path, tmp_path: Path) -> None:
+    require_program("javac", "openjdk-17-jdk-headless")
+    with zipfile.ZipFile(find_runtime().classes) as whole, zipfile.ZipFile(tmp_path / "classes.jar", "w") as lacking:
+        for name in whole.namelist():
+            if not name.endswith("NNAPIFlags.class"):
+                lacking.writestr(name, whole.read(name))
+    runtime = msgspec.structs.replace(find_runtime(), classes=tmp_path / "classes.jar")
+    with pytest.raises(UsageError, match=r"the loader does not fit the classes of 'onnxruntime\.aar'"):
+        package_bundles((bundles / XNNPACK,), "aar", tmp_path / "no", runtime=runtime)
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_declarations_of_android_compile_to_the_classes_that_android_gives(
     repository: Path, unpacked: Path, tmp_path: Path
 ) -> None:
     unpack_archive(_only(repository, "*-sources.jar"), tmp_path / "source")
     unpack_archive(unpacked / "classes.jar", tmp_path / "ours")
-    path = os.pathsep.join((str(fetch_jar(ORT)), str(fetch_jar(ANDROID))))
+    path = join_jars(find_runtime().classes, fetch_jar(ANDROID))
     sources = sorted((tmp_path / "source").rglob("*.java"))
     options = ["--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
     code, shown = run_program(["javac", *options, "-cp", path, "-d", tmp_path / "real", *sources])
@@ -130,48 +184,44 @@ def test_java_says_why_a_bundle_cannot_be_opened(java: list[str], unpacked: Path
     code, shown = _check(java, unpacked, tmp_path, "open", "-")
     assert code == 1
     assert "give the library of QNNExecutionProvider" in shown
-    assert f"'{XNNPACK}' needs ONNX Runtime 1.31.0, this is 1.29.0" in shown
-    assert f"'{OLDER}' cannot be opened here" in shown
+    assert f"'{XNNPACK}' cannot be opened here" in shown
     assert "XNNPACK" in shown
 
 
-def test_java_passes_every_key_on_and_its_self_test_can_say_no(
-    java: list[str], unpacked: Path, older: Path, tmp_path: Path
-) -> None:
-    code, shown = _check(java, unpacked, tmp_path, "keys", OLDER, "--cpu")
-    assert code == 0, shown
-    manifest = open_bundle(older).manifest
-    lines = shown.splitlines()
-    refused = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
-    assert refused == sorted(manifest.session_config)
-    options = [line.removeprefix("option: ") for line in lines if line.startswith("option: ")]
-    assert options == [f"{key}={value}" for key, value in sorted(manifest.provider_options.items())]
-    assert "SQNR in dB" in shown
-    assert shown.count("is off by") == len(manifest.golden.chosen) > 0
+def test_java_refuses_an_older_onnxruntime(java: list[str], unpacked: Path, tmp_path: Path) -> None:
+    code, shown = _check(java, unpacked, tmp_path, "older", XNNPACK)
+    assert code == 1
+    assert f"'{XNNPACK}' needs ONNX Runtime 1.1000.0, this is 1.29.0" in shown
 
 
-@pytest.mark.parametrize("name", ["golden/inputs.npz", "model.runtime.ort"])
+@pytest.mark.parametrize("name", ["golden/inputs.npz", "model.onnx"])
 def test_java_names_an_altered_file(name: str, java: list[str], unpacked: Path, tmp_path: Path) -> None:
     shutil.copytree(unpacked / "assets", tmp_path / "aar" / "assets")
-    flip_byte(tmp_path / "aar" / "assets" / PACKAGE / OLDER / name)
-    code, shown = _check(java, tmp_path / "aar", tmp_path / "work", "open", OLDER, "--cpu")
+    flip_byte(tmp_path / "aar" / "assets" / PACKAGE / XNNPACK / name)
+    code, shown = _check(java, tmp_path / "aar", tmp_path / "work", "open", XNNPACK, "--cpu")
     assert code == 1
-    assert f"'{name}' of bundle '{OLDER}' was altered" in shown
+    assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
 
 
 def test_java_unpacks_again_what_was_altered_on_the_device(java: list[str], unpacked: Path, tmp_path: Path) -> None:
-    assert _check(java, unpacked, tmp_path, "open", OLDER, "--cpu")[0] == 0
-    (model,) = tmp_path.rglob("model.runtime.ort")
+    assert _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")[0] == 0
+    (model,) = tmp_path.rglob("model.onnx")
     whole = model.read_bytes()
     flip_byte(model)
-    assert _check(java, unpacked, tmp_path, "open", OLDER, "--cpu")[0] == 0
+    assert _check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")[0] == 0
     assert model.read_bytes() == whole
 
 
 def test_without_a_java_compiler_the_error_names_the_package(bundles: Path, tmp_path: Path) -> None:
     package = ["package", str(bundles / QNN), "--allow-failed", "--as", "aar", "--out", str(tmp_path / "no")]
     argv = [sys.executable, "-m", "edgekit", *package]
-    done = subprocess.run(argv, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv,
+        env={"PATH": str(tmp_path), "EDGEKIT_CACHE": str(cache_folder())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert "there is no javac here (apt-get install openjdk-17-jdk-headless)" in done.stderr
     assert not (tmp_path / "no").exists()

@@ -1,9 +1,11 @@
-"""Packages for boards: their loaders are compiled and run with the real ONNX Runtime and QNN's simulator."""
+"""Packages for boards: their loaders are compiled and run with the real ONNX Runtime and QNN's simulator.
+
+`test_package_android.py` runs the one in C++ on 64-bit Arm, with XNNPACK, and its snippet.
+"""
 
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,8 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.opening import sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.bundle.statement import TestResult
-from edgekit.devices.emulators.arm64 import enter_arm64
-from edgekit.devices.find import find_device
-from edgekit.devices.process.cache import cache_folder
 from edgekit.errors import BundleError, UsageError
 from edgekit.package.package import package_bundles
-from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -107,25 +105,6 @@ def test_the_cpp_loader_opens_the_first_bundle_that_the_machine_can_run(program:
     assert f"{QNN}: self-test passed with" in shown
 
 
-def test_the_cpp_loader_runs_on_64_bit_arm(board: Path) -> None:
-    require_program("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
-    missing = find_device("arm64", load_target("xnnpack")).find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
-    root = cache_folder() / "arm64" / "root"
-    with tempfile.TemporaryDirectory(dir=root) as folder:
-        out, inside = Path(folder) / "edgekit_run", f"/{Path(folder).name}"
-        source = board / "cpp" / "main.cc"
-        code, shown = run_program(["aarch64-linux-gnu-g++", *WARNINGS, source, "-o", out, "-ldl"])
-        assert code == 0, shown
-        shutil.copytree(board / "bundles" / XNNPACK, Path(folder) / "bundles" / XNNPACK)
-        library = f"/site/onnxruntime/capi/{find_library().name}"
-        run = [f"{inside}/edgekit_run", library, f"{inside}/bundles", "--cpu", "--only", XNNPACK]
-        code, shown = run_program([*enter_arm64(root, "cortex-a76"), *run])
-    assert code == 0, shown
-    assert f"{XNNPACK}: self-test passed with" in shown
-
-
 def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) -> None:
     code, shown = run_program([program, find_library(), board / "bundles", "--only", XNNPACK])
     assert code == 1
@@ -139,7 +118,7 @@ def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) 
     assert code == 0, shown
 
 
-@pytest.mark.parametrize("name", ["model.runtime.ort", "golden/outputs.npz", "manifest.json", "README.md"])
+@pytest.mark.parametrize("name", ["model.onnx", "golden/outputs.npz", "manifest.json", "README.md"])
 def test_the_loaders_name_an_altered_file(name: str, program: Path, damaged: Path) -> None:
     flip_byte(damaged / "bundles" / XNNPACK / name)
     options = ["--cpu", "--only", XNNPACK]
@@ -163,16 +142,6 @@ def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no
     assert "SQNR in dB" in lines[-1 - len(manifest.session_config)]
     refused = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
     assert refused == sorted(manifest.session_config)
-
-
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_the_cpp_snippet_is_spelt_right(compiler: str, bundles: Path) -> None:
-    require_program(compiler, "g++ clang")
-    snippet = bundles / XNNPACK / "app" / "model_session.h"
-    code, shown = run_program(
-        [compiler, *WARNINGS, "-x", "c++", "-I", HERE / "far", "-fsyntax-only", "-include", snippet, "/dev/null"]
-    )
-    assert code == 0, shown
 
 
 def test_the_python_loader_runs_the_bundle_on_the_simulator(board: Path) -> None:

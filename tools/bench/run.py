@@ -40,7 +40,6 @@ BENCHES = (
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),
     Bench("bytes", "convert_onnx_suite.py", "every node model of onnx is converted or refused in one line"),
-    Bench("packages", "compile_snippets.py", "the Kotlin of a bundle compiles against ONNX Runtime's Java classes"),
 )
 
 

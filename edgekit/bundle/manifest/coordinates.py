@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from edgekit.target import read_version
+
 
 class Dependency(msgspec.Struct, frozen=True, kw_only=True):
     """A Maven artifact; `runtime` is True for one that only the running app needs."""
@@ -19,6 +21,9 @@ class Dependency(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.group}:{self.artifact}:{self.version}"
 
 
+ANDROID_RELEASE = "1.29.0"
+"""The ONNX Runtime in the archive for Android that edgekit fetches, and so the one that has verified bundles."""
+
 SWIFT_PACKAGE = "https://github.com/microsoft/onnxruntime-swift-package-manager"
 """ONNX Runtime for SwiftPM, by Microsoft; its product is `onnxruntime`."""
 
@@ -31,12 +36,22 @@ _PLUGINS = {
 }
 
 
-def list_android_dependencies(provider: str, versions: Mapping[str, str], minimum_ort: str) -> tuple[Dependency, ...]:
-    """Returns what an Android app needs for a provider, in the versions that a bundle was made with."""
-    version = versions.get("onnxruntime", minimum_ort)
-    ort = Dependency(group="com.microsoft.onnxruntime", artifact="onnxruntime-android", version=version)
+def choose_android_release(minimum_ort: str) -> str:
+    """Returns the version of `onnxruntime-android` for a bundle: the one that edgekit runs, or the newer one it needs.
+
+    What made the bundle is a wheel for desktops, and not each of those versions has an archive for Android.
+    """
+    return max(ANDROID_RELEASE, minimum_ort, key=read_version)
+
+
+def list_android_dependencies(provider: str, versions: Mapping[str, str], ort: str) -> tuple[Dependency, ...]:
+    """Returns what an Android app needs for a provider: ONNX Runtime of version `ort`, and what goes with it.
+
+    `versions` are those that the bundle was made with.
+    """
+    own = Dependency(group="com.microsoft.onnxruntime", artifact="onnxruntime-android", version=ort)
     return (
-        ort,
+        own,
         *(
             Dependency(group=group, artifact=artifact, version=versions.get(key, known), runtime=True)
             for group, artifact, key, known in _PLUGINS.get(provider, ())

@@ -13,7 +13,8 @@ import msgspec
 
 from edgekit._files import digest_file, write_new
 from edgekit._proc import run_process
-from edgekit.devices.android.elf import Library, read_library
+from edgekit.app_runtime import NativeLibrary
+from edgekit.devices.android.elf import Library, read_alignment, read_library
 from edgekit.devices.process.node import find_npm
 from edgekit.errors import DeviceError, UsageError
 
@@ -28,7 +29,10 @@ OLDEST = (1, 17)
 """The oldest ONNX Runtime whose interface edgekit's runner knows."""
 
 _MEMBER = "package/Plugins/Android/onnxruntime.aar"
-_KEPT = re.compile(r"classes\.jar|headers/[\w.]+\.(?:h|inc)")
+_KEPT = re.compile(rf"classes\.jar|headers/[\w.]+\.(?:h|inc)|jni/(?:{'|'.join(MACHINES)})/libonnxruntime4j_jni\.so")
+_NATIVE = re.compile(r"jni/([\w-]+)/([\w.+-]+\.so)")
+# Headers of an ELF file and of its segments stand at its beginning.
+_ELF_HEADERS_BYTES = 1 << 13
 _MOST_BYTES = 1 << 30
 _FETCH_TIMEOUT_S = 900.0
 _VERSION = re.compile(r"VERS_(\d+)\.(\d+)\.(\d+)$")
@@ -81,10 +85,32 @@ def fetch_archive(folder: Path) -> Path:
     return archive
 
 
+def list_native_libraries(archive: Path) -> tuple[NativeLibrary, ...]:
+    """Returns every shared library of an archive, for each ABI, with the alignment of its segments.
+
+    Raises:
+        DeviceError: one is damaged.
+    """
+    with zipfile.ZipFile(archive) as file:
+        return tuple(
+            NativeLibrary(abi=match[1], name=match[2], alignment=_read_alignment(file, match[0], archive))
+            for name in sorted(file.namelist())
+            if (match := _NATIVE.fullmatch(name))
+        )
+
+
+def _read_alignment(file: zipfile.ZipFile, name: str, archive: Path) -> int:
+    with file.open(name) as member:
+        try:
+            return read_alignment(member.read(_ELF_HEADERS_BYTES))
+        except ValueError as error:
+            raise DeviceError(f"'{name}' of '{archive}' is damaged: {error}", hint="fetch it again") from error
+
+
 def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
     """Returns the libraries of an archive for the ABIs that can run here, each in its folder `folder/ABI`.
 
-    The classes and headers of the archive are put into `folder` too.
+    The archive's classes, what binds them to the library, and its headers are put into `folder` too.
 
     Raises:
         DeviceError: it is no whole archive, or its libraries are not those of an ONNX Runtime that can run here.
@@ -113,7 +139,7 @@ def _unpack(file: zipfile.ZipFile, archive: Path, folder: Path) -> list[OrtLibra
             hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar",
         )
     for name in filter(_KEPT.fullmatch, sizes):
-        _take(file, name, folder / name)
+        _take(file, name, folder / name.removeprefix("jni/"))
     for abi in found:
         _take(file, f"jni/{abi}/{LIBRARY}", folder / abi / LIBRARY)
     return [read_ort_library(folder / abi / LIBRARY, abi, archive.name) for abi in found]

@@ -26,13 +26,12 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     """A shared library: its machine as `uname -m` names it, what it must find elsewhere, and the words of its tables.
 
     `imports` are the names without which it does not load, sorted. `words` are the names that its symbol and version
-    tables hold. `alignment` is the least of its segments, in bytes.
+    tables hold.
     """
 
     machine: str
     imports: tuple[str, ...]
     words: frozenset[str]
-    alignment: int
 
 
 def read_library(path: Path) -> Library:
@@ -71,8 +70,26 @@ def _read(data: bytes) -> Library:
         machine=MACHINES.get(machine, f"machine {machine}"),
         imports=tuple(sorted(_imports(data, loads, tags, names))),
         words=frozenset(word.decode(errors="replace") for word in names.split(b"\0")),
-        alignment=min(header[7] for header in loads),
     )
+
+
+def read_alignment(data: bytes) -> int:
+    """Returns the least alignment of the segments that a library of 32 or 64 bits maps, in bytes.
+
+    Raises:
+        ValueError: it is no ELF file of a little-endian machine, or is cut off.
+    """
+    if data[:4] != b"\x7fELF" or data[4:6] not in {b"\x01\x01", b"\x02\x01"}:
+        raise ValueError("no ELF file")
+    wide = data[4] == 2
+    # e_phoff, and e_phentsize with e_phnum, of Elf32_Ehdr and Elf64_Ehdr; p_align is last in both program headers.
+    try:
+        (start,) = struct.unpack_from("<Q" if wide else "<I", data, 32 if wide else 28)
+        size, count = struct.unpack_from("<HH", data, 54 if wide else 42)
+        headers = [struct.unpack_from("<IIQQQQQQ" if wide else "<8I", data, start + size * at) for at in range(count)]
+    except struct.error as error:
+        raise ValueError("cut off") from error
+    return min((header[7] for header in headers if header[0] == _LOAD), default=0)
 
 
 def _imports(data: bytes, loads: list[tuple[int, ...]], tags: dict[int, int], names: bytes) -> Iterator[str]:

@@ -5,12 +5,14 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_folder, work_folder, write_file
+from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.devices.android.archive import (
     ARCHIVE_SHA256,
     LIBRARY,
     MACHINES,
     OrtLibrary,
     fetch_archive,
+    list_native_libraries,
     unpack_libraries,
 )
 from edgekit.devices.android.compilers import Compiler, find_compiler
@@ -30,7 +32,8 @@ _COMPILERS = {
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
     """What is installed: of which archive, with which version and providers, for which ABIs.
 
-    `sources` is the digest of the sources that its programs were built from.
+    `abis` are those that run here, `libraries` all that the archive holds. `sources` is the digest of the sources that
+    its programs were built from.
     """
 
     archive: str
@@ -38,6 +41,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     providers: tuple[str, ...]
     abis: tuple[str, ...]
+    libraries: tuple[NativeLibrary, ...]
     sources: str
 
     @property
@@ -68,6 +72,20 @@ def find_installed() -> Installed | None:
     return facts if facts.sources == _digest_sources() else None
 
 
+def find_app_runtime() -> AppRuntime | None:
+    """Returns the archive that is installed, as an app ships it, or None."""
+    installed = find_installed()
+    if installed is None:
+        return None
+    return AppRuntime(
+        archive=installed.archive,
+        sha256=installed.sha256,
+        version=installed.version,
+        libraries=installed.libraries,
+        classes=device_folder() / "classes.jar",
+    )
+
+
 def install_android(progress: Progress, library: Path | None = None) -> Installed:
     """Installs the pinned archive, or that of `library`, and builds a program for each of its ABIs that can be built.
 
@@ -91,6 +109,7 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
             version=built[0].version,
             providers=built[0].providers,
             abis=tuple(ort.abi for ort in built),
+            libraries=list_native_libraries(archive),
             sources=_digest_sources(),
         )
         write_file(staging / _FACTS, msgspec.json.encode(facts))

@@ -7,12 +7,12 @@ import numpy as np
 
 from edgekit.bundle.folder import GOLDEN, Bundle
 from edgekit.bundle.golden.expected import EXPECTED
-from edgekit.bundle.multi import read_version
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array
+from edgekit.target import read_version
 from edgekit.verify.metrics.dependence import CHANCE, measure_chance
 from edgekit.verify.metrics.tensor_metrics import decibels, distance_energy
 
@@ -61,17 +61,20 @@ def find_sameness(reference: Samples) -> tuple[str, ...]:
     return (f"the float model gives the same outputs for all {reference.count} samples: they test no more than one",)
 
 
-def describe_version(run: DeviceRun, minimum_ort: str) -> str | None:
-    """Returns in words that a device says of no ONNX Runtime, or of one that is older than a bundle asks for.
+def find_version(run: DeviceRun) -> str:
+    """Returns which ONNX Runtime a device says that it ran, "" where it says of none."""
+    return next((run.versions[name] for name in _RUNTIMES if run.versions.get(name)), "")
+
+
+def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:
+    """Returns in words that a device ran an older ONNX Runtime than a bundle asks for: the loaders of apps refuse that.
 
     None where it names one that is new enough: whether that is true cannot be told from here.
     """
-    version = next((run.versions[name] for name in _RUNTIMES if run.versions.get(name)), "")
-    if not version:
-        return "it does not say which ONNX Runtime ran"
-    if read_version(version) < read_version(minimum_ort):
-        return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer"
-    return None
+    version = find_version(run)
+    if not version or read_version(version) >= read_version(minimum_ort):
+        return None
+    return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: loaders refuse older ones"
 
 
 def _is_on_grid(values: Array) -> bool:

@@ -1,5 +1,6 @@
 package edgekit.loader;
 
+import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtSession;
 import java.io.File;
 import java.io.FileInputStream;
@@ -10,8 +11,8 @@ import java.util.Map;
 /**
  * Runs the loader on a desktop: {@code Check BUNDLES WORK open|keys NAME [--cpu] [--plugin LIBRARY]}.
  *
- * <p>{@code open} opens a bundle ("-": the first that opens) and tests it; {@code keys} asks if each session key is
- * passed on, and if the self-test can say no.
+ * <p>{@code open} opens a bundle ("-": the first that opens) and tests it; {@code keys} asks besides if each session
+ * key is passed on, and if the self-test can say no; {@code older} opens it as if it needed a newer ONNX Runtime.
  */
 public final class Check {
   private Check() {}
@@ -23,7 +24,8 @@ public final class Check {
     if (options.contains("--cpu")) loader = loader.onCpu();
     if (options.contains("--plugin")) loader = loader.withPlugin(options.get(options.indexOf("--plugin") + 1));
     try {
-      if (arguments[2].equals("keys")) checkKeys(loader, find(arguments[3]));
+      if (arguments[2].equals("older")) loader.open(change(find(arguments[3]), "1.1000.0"));
+      else if (arguments[2].equals("keys")) checkKeys(loader, find(arguments[3]));
       else System.exit(open(loader, arguments[3]) ? 0 : 1);
     } catch (LoaderException error) {
       System.out.println("not opened: " + error.getMessage());
@@ -44,6 +46,11 @@ public final class Check {
     }
   }
 
+  /** Threads of the process, of which the Java machine knows only its own. */
+  private static int countThreads() {
+    return new File("/proc/self/task").list().length;
+  }
+
   private static boolean report(Bundle bundle, List<String> failures) {
     for (String failure : failures) System.out.println(bundle.name + ": " + failure);
     if (failures.isEmpty()) System.out.println(bundle.name + ": self-test passed with " + bundle.samples + " samples");
@@ -60,7 +67,11 @@ public final class Check {
         System.out.println("refused: " + key);
       }
     }
+    OrtEnvironment.getEnvironment(); // has a thread of its own
+    int before = countThreads();
     try (OrtSession session = loader.open(bundle)) {
+      System.out.println("threads: " + (countThreads() - before));
+      report(bundle, loader.runSelfTest(session, bundle));
       System.out.println(loader.runSelfTest(session, change(bundle, flat(bundle.sessionConfig), 199)));
     }
     for (Map.Entry<String, String> entry : bundle.providerOptions.entrySet()) {
@@ -68,8 +79,16 @@ public final class Check {
     }
   }
 
+  private static Bundle change(Bundle bundle, String minimumOrt) {
+    return change(bundle, minimumOrt, flat(bundle.sessionConfig), bundle.minSqnrDb);
+  }
+
   private static Bundle change(Bundle bundle, String[] sessionConfig, double minSqnrDb) {
-    String[] names = {bundle.name, bundle.provider, bundle.minimumOrt, bundle.model};
+    return change(bundle, bundle.minimumOrt, sessionConfig, minSqnrDb);
+  }
+
+  private static Bundle change(Bundle bundle, String minimumOrt, String[] sessionConfig, double minSqnrDb) {
+    String[] names = {bundle.name, bundle.provider, minimumOrt, bundle.model};
     double[] limits = {bundle.minCosine, minSqnrDb, bundle.minTop1Agreement, bundle.grantedSamples};
     String[] options = flat(bundle.providerOptions), files = flat(bundle.files);
     Object[] tolerance = {bundle.outputs[0].name, -1.0};

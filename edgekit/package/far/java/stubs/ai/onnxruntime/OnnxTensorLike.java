@@ -1,5 +1,0 @@
-package ai.onnxruntime;
-
-public abstract class OnnxTensorLike implements OnnxValue {
-  public native TensorInfo getInfo();
-}

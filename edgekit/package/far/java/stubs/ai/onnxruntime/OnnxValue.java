@@ -1,6 +1,0 @@
-package ai.onnxruntime;
-
-public interface OnnxValue extends AutoCloseable {
-  @Override
-  void close();
-}

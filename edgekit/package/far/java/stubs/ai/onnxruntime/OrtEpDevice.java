@@ -1,5 +1,0 @@
-package ai.onnxruntime;
-
-public final class OrtEpDevice {
-  public native String getEpName();
-}

@@ -1,3 +1,0 @@
-package ai.onnxruntime;
-
-public class OrtException extends Exception {}

@@ -1,8 +1,0 @@
-package ai.onnxruntime.providers;
-
-public enum NNAPIFlags {
-  USE_FP16,
-  USE_NCHW,
-  CPU_DISABLED,
-  CPU_ONLY
-}

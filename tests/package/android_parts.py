@@ -1,0 +1,119 @@
+"""Android's own ONNX Runtime where loaders can run with it on this machine: its headers, its classes, its libraries.
+
+C++ is linked with the loader of `tools/android` in place of Android's linker, as the device `android` is. Java runs on
+this machine's JVM with the archive's classes, whose native methods are handed on to the archive's own binding.
+"""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from package_loaders import run_program
+
+from edgekit.app_runtime import AppRuntime
+from edgekit.devices.android.android import find_emulator
+from edgekit.devices.android.compilers import Compiler, find_compiler
+from edgekit.devices.android.elf import read_library
+from edgekit.devices.android.installed import device_folder, find_app_runtime, find_installed
+from edgekit.devices.android.phone import DEFAULT_CORE, find_core, write_phone
+from edgekit.devices.android.stand_in import android_sources, write_imports
+
+HERE = Path(__file__).parent
+LIBRARY, BINDING = "libonnxruntime.so", "libonnxruntime4j_jni.so"
+MACHINES = {"arm64-v8a": "aarch64", "x86_64": "x86_64"}
+
+
+def find_runtime() -> AppRuntime:
+    """The archive that packages are made for here."""
+    runtime = find_app_runtime()
+    if runtime is None:
+        pytest.skip("android is not installed: edgekit devices install android")
+    return runtime
+
+
+def android_headers() -> Path:
+    return find_runtime().classes.parent / "headers"
+
+
+def android_libraries(abi: str) -> Path:
+    """The folder of the archive's libraries for an ABI that runs here."""
+    installed = find_installed()
+    if installed is None or abi not in installed.abis:
+        pytest.skip(f"android is not installed for {abi}: edgekit devices install android")
+    return device_folder() / abi
+
+
+def enter_phone(abi: str, work: Path) -> tuple[str, ...]:
+    """The beginning of a command that runs a program of an ABI, on Arm with the CPU of a phone."""
+    emulator = find_emulator(abi)
+    if emulator is None:
+        pytest.skip("qemu-aarch64-static not found: apt-get install qemu-user-static")
+    if not emulator:
+        return ()
+    core = find_core(DEFAULT_CORE)
+    write_phone(core, work / "phone")
+    hwcap, hwcap2 = core.hwcaps
+    facts = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={hwcap:#x},{hwcap2:#x}")
+    return ("env", *facts, *emulator, "-cpu", core.qemu)
+
+
+def link_for_android(abi: str, source: Path, program: Path, *flags: str | Path) -> Path:
+    """A C++ program that opens Android's library as a process of Android does."""
+    compiler, work = _require_compiler(abi), program.parent
+    table = work / "imports.c"
+    write_imports(read_library(android_libraries(abi) / LIBRARY).imports, table)
+    objects: list[Path] = []
+    for part in (*sorted(android_sources().glob("*.c")), table):
+        objects.append(work / f"{part.stem}.o")
+        _run([*compiler.c, "-std=gnu11", "-O1", "-fno-builtin", "-I", android_sources(), "-c", part, "-o", objects[-1]])
+    _run([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
+    return program
+
+
+def build_natives(folder: Path) -> Path:
+    """A folder with the library that Java loads in place of the archive's binding, which it loads in its turn."""
+    abi = platform.machine()
+    own, compiler = android_libraries(abi), _require_compiler(abi)
+    library, binding = read_library(own / LIBRARY), read_library(own / BINDING)
+    # What the binding wants of the library is found in it.
+    system = {name for name in (*library.imports, *binding.imports) if not name.startswith("Ort")}
+    write_imports(system, folder / "imports.c")
+    names = sorted(word for word in binding.words if word.startswith("Java_"))
+    (folder / "names.c").write_text(
+        "const char *const native_names[] = {" + "".join(f'"{name}", ' for name in names) + "0};\n"
+    )
+    # Each native method is one jump, because a C function would have to know how many arguments to hand on.
+    jumps = (
+        f".globl {name}\n.type {name}, @function\n{name}: jmp *native_places+{8 * at}(%rip)"
+        for at, name in enumerate(names)
+    )
+    table = f".data\n.hidden native_places\n.globl native_places\nnative_places: .zero {8 * len(names)}\n"
+    (folder / "natives.S").write_text("\n".join(('.section .note.GNU-stack,"",@progbits', ".text", *jumps, table)))
+    sources = [HERE / "far" / "android_natives.c", *(folder / name for name in ("names.c", "natives.S", "imports.c"))]
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-std=gnu11",
+        "-fno-builtin",
+        "-fvisibility=hidden",
+        "-I",
+        str(android_sources()),
+    ]
+    (folder / "natives").mkdir()
+    out = folder / "natives" / BINDING
+    _run([*compiler.c, *flags, *sources, *android_sources().glob("*.c"), "-lm", "-pthread", "-o", out])
+    return out.parent
+
+
+def _require_compiler(abi: str) -> Compiler:
+    compiler = find_compiler(MACHINES[abi])
+    if compiler is None:
+        pytest.skip(f"needs a compiler for {abi}: apt-get install g++ g++-aarch64-linux-gnu")
+    return compiler
+
+
+def _run(argv: Sequence[str | Path]) -> None:
+    code, shown = run_program(argv)
+    assert code == 0, shown

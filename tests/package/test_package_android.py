@@ -1,0 +1,183 @@
+"""What an Android developer pastes or links, run with Android's own ONNX Runtime: bundles opened as an app opens them.
+
+The Java machine runs the archive's own classes and binding (`far/android_natives.c`); C++ is linked with the loader of
+the device `android`. So the provider is real, and its options and session keys go all the way.
+"""
+
+import platform
+import re
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import pytest
+from android_parts import (
+    LIBRARY,
+    android_headers,
+    android_libraries,
+    build_natives,
+    enter_phone,
+    find_runtime,
+    link_for_android,
+)
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, join_jars, run_program
+from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
+
+from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.folder import open_bundle
+from edgekit.devices.android.nnapi.service import computing
+from edgekit.package import aar
+from edgekit.package.package import package_bundles
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+LOADER = Path(aar.__file__).parent / "far" / "cpp"
+RENAMED = {
+    "SessionOptionsAppendExecutionProviderV2": "SessionOptionsAppendExecutionProvider_V2",
+    "EpDeviceEpName": "EpDevice_EpName",
+}
+WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
+TAKEN = re.compile(r"number of nodes supported by NNAPI: (\d+)")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
+    """The beginning of a command that runs Java with Android's binding and library, and NNAPI of Android 12."""
+    natives = build_natives(tmp_path_factory.mktemp("natives"))
+    return (
+        *("env", f"EDGEKIT_ANDROID_LIBRARIES={android_libraries(platform.machine())}", "EDGEKIT_NNAPI_LEVEL=31"),
+        *("java", "-XX:TieredStopAtLevel=1", "-Donnxruntime.native.onnxruntime.skip=true"),
+        *(f"-Donnxruntime.native.path={natives}", "-cp"),
+    )
+
+
+@pytest.fixture(scope="module")
+def java(machine: Sequence[str], checker: str) -> Sequence[str]:
+    """The command that runs `far/Check.java`."""
+    return (*machine, join_jars(checker, find_runtime().classes), f"{PACKAGE}.Check")
+
+
+@pytest.fixture(scope="module")
+def kotlin(repository: Path, unpacked: Path, bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A class path with all Kotlin that bundles and the archive's README have, compiled without a warning."""
+    work = tmp_path_factory.mktemp("kotlin")
+    sources = [HERE / "far" / "Snippets.kt", work / "usage.kt"]
+    sources[1].write_text(wrap_usage((repository / "README.md").read_text()))
+    for name in (CPU, NNAPI, QNN, XNNPACK):
+        target = name.rpartition("-")[2]
+        sources.append(work / f"{target}.kt")
+        sources[-1].write_text(f"package {target}\n\n{(bundles / name / 'app' / 'ModelSession.kt').read_text()}")
+    compiler, library = fetch_kotlin()
+    path = join_jars(library, find_runtime().classes, fetch_jar(ANDROID), unpacked / "classes.jar")
+    options = ("-no-stdlib", "-no-reflect", "-Werror", "-classpath", path, "-d", str(work / "out"))
+    code, shown = run_program(["java", "-XX:TieredStopAtLevel=1", "-cp", compiler, KOTLIN_MAIN, *options, *sources])
+    assert code == 0, shown
+    return join_jars(work / "out", library, find_runtime().classes)
+
+
+@pytest.fixture
+def neural(tmp_path: Path) -> Generator[Sequence[str]]:
+    """What the driver of NNAPI finds in its environment, while networks are computed."""
+    with computing(tmp_path / "nnapi", 120) as service:
+        if service.pipes is None:
+            pytest.skip("needs ai-edge-litert: pip install ai-edge-litert==2.3.0")
+        yield ("env", f"EDGEKIT_NNAPI_PIPES={service.pipes}")
+
+
+def wrap_usage(readme: str) -> str:
+    """The lines of the README of an archive, which stand inside a function of an app."""
+    block = readme.partition("Kotlin:\n\n")[2].partition("\n\n`openFirst`")[0]
+    lines = [line.removeprefix("    ") for line in block.splitlines()]
+    imports = [line for line in lines if line.startswith("import ")]
+    used = ["import ai.onnxruntime.OnnxTensor", "import android.content.Context", "import android.util.Log", *imports]
+    body = [f"    {line}" for line in lines if line not in imports]
+    return "\n".join(
+        ("package usage", "", *used, "", "fun use(context: Context, inputs: Map<String, OnnxTensor>) {", *body, "}", "")
+    )
+
+
+def test_java_opens_the_first_bundle_that_the_phone_can(
+    java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
+) -> None:
+    code, shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "open", "-"])
+    assert code == 0, shown
+    assert f"not opened: {QNN}: give the library of QNNExecutionProvider" in shown
+    assert f"{NNAPI}: self-test passed with" in shown
+    assert int(TAKEN.findall(shown)[-1]) > 0
+
+
+@pytest.mark.parametrize("name", [XNNPACK, NNAPI])
+def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_say_no(
+    name: str, java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
+) -> None:
+    code, shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "keys", name])
+    assert code == 0, shown
+    manifest = open_bundle(unpacked / "assets" / PACKAGE / name).manifest
+    assert f"{name}: self-test passed with" in shown
+    # XNNPACK's own pool, one of whose threads is the caller; ONNX Runtime was told to have none.
+    if name == XNNPACK:
+        assert f"threads: {int(manifest.provider_options['intra_op_num_threads']) - 1}\n" in shown
+    lines = shown.splitlines()
+    refused = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
+    assert refused == sorted(manifest.session_config)
+    options = [line.removeprefix("option: ") for line in lines if line.startswith("option: ")]
+    assert options == [f"{key}={value}" for key, value in sorted(manifest.provider_options.items())]
+    assert "SQNR in dB" in shown
+    assert shown.count("is off by") == len(manifest.golden.chosen) > 0
+
+
+@pytest.mark.parametrize("name", [CPU, NNAPI, XNNPACK])
+def test_the_kotlin_snippet_opens_the_bundle(name: str, machine: Sequence[str], kotlin: str, bundles: Path) -> None:
+    manifest = open_bundle(bundles / name).manifest
+    code, shown = run_program([*machine, kotlin, "use.SnippetsKt", manifest.target, bundles / name])
+    assert code == 0, shown
+    assert f"inputs: [{', '.join(tensor.name for tensor in manifest.inputs)}]" in shown
+    assert (len(TAKEN.findall(shown)) > 0) == (name == NNAPI)
+    if name == XNNPACK:
+        assert f"threads: {int(manifest.provider_options['intra_op_num_threads']) - 1}\n" in shown
+
+
+def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_path: Path) -> None:
+    abi = "arm64-v8a"
+    package_bundles((bundles / XNNPACK, bundles / QNN), "tar", tmp_path / "board.tar")
+    unpack_archive(tmp_path / "board.tar", tmp_path / "board")
+    program = link_for_android(abi, tmp_path / "board" / "cpp" / "main.cc", tmp_path / "edgekit_run")
+    enter = enter_phone(abi, tmp_path)
+    run: list[str | Path] = [*enter, program, android_libraries(abi) / LIBRARY, tmp_path / "board" / "bundles"]
+    code, shown = run_program([*run, "--only", XNNPACK])
+    assert code == 0, shown
+    assert f"{XNNPACK}: self-test passed with" in shown
+    code, shown = run_program([*run, "--only", QNN])
+    assert code == 1
+    assert "give the library of QNNExecutionProvider" in shown
+
+
+@pytest.mark.parametrize("name", [CPU, XNNPACK])
+def test_the_cpp_snippet_opens_the_bundle(name: str, bundles: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(bundles / name)
+    # The header is the real one of the archive; the snippet alone is held to our warnings.
+    flags = (*WARNINGS, "-DORT_API_MANUAL_INIT", "-isystem", android_headers())
+    snippet = bundle.folder / "app" / "model_session.h"
+    program = link_for_android(
+        "x86_64", HERE / "far" / "run_snippet.cc", tmp_path / "run_snippet", *flags, "-include", snippet
+    )
+    code, shown = run_program([program, android_libraries("x86_64") / LIBRARY, bundle.folder])
+    assert code == 0, shown
+    assert f"placed on [{bundle.manifest.provider}]" in shown
+    assert [f"input: {tensor.name}" in shown for tensor in bundle.manifest.inputs] == [True]
+
+
+@pytest.mark.parametrize("fault", ["", "kRun"])
+def test_the_cpp_loader_calls_the_places_of_the_real_header(fault: str, tmp_path: Path) -> None:
+    text = (LOADER / "edgekit_ort.h").read_text()
+    slots = {name: int(place) for name, place in re.findall(r"^  k(\w+) = (\d+),$", text, re.MULTILINE)}
+    assert len(slots) == text.count("  k") - text.count("  kDtypes")
+    named = {name: RENAMED.get(name, name) for name in slots}
+    lines = [
+        f"static_assert(offsetof(OrtApi, {named[name]}) == {place + (f'k{name}' == fault)} * sizeof(void*));"
+        for name, place in slots.items()
+    ]
+    source = tmp_path / "places.cc"
+    source.write_text("\n".join(("#include <onnxruntime_c_api.h>", "#include <cstddef>", *lines, "")))
+    code, shown = run_program(["g++", "-std=c++17", "-fsyntax-only", "-isystem", android_headers(), source])
+    assert (code == 0) is not bool(fault), shown
