@@ -94,12 +94,11 @@ def verify_bundle(
 ) -> VerifyReport:
     """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
 
-    A device of the manifest's verification list runs the form and as many samples as stand there, any other device
-    runs what an app would load, with all samples. An absent device is skipped; one that dies or lies fails. `golden`
-    takes the place of the bundle's own golden samples, `task` names a metric in place of that of the bundle. With
-    `float_model` an output that is wrong is held against what that model makes of inputs with a usual mistake. Where
-    outputs are wrong, or `layers` asks for it, the layer is looked for that the device computes otherwise. Every model
-    file that runs here takes the bundle's self-test. Devices run at once, on a copy whose digests were checked.
+    A device of the manifest's verification list runs the form and the samples that stand there, any other what an app
+    would load, with all samples. An absent device is skipped; one that dies or lies fails. `golden` and `task` take the
+    place of the bundle's own. With `float_model` a wrong output is held against what that model makes of inputs with a
+    usual mistake. Where outputs are wrong, or with `layers`, the layer is sought that the device computes otherwise.
+    Each file that runs here takes the self-test. Devices run at once, on a checked copy.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
