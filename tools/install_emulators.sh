@@ -6,7 +6,6 @@ if command -v g++ >/dev/null 2>&1 || .venv/bin/python -c 'import ziglang' 2>/dev
 else
     echo "no C++ compiler: bundles for nnapi and xnnpack are not verified; apt-get install g++, or .venv/bin/pip install ziglang"
 fi
-.venv/bin/edgekit devices install xnnpack-wasm
 if command -v qemu-aarch64-static >/dev/null 2>&1 && command -v mmdebstrap >/dev/null 2>&1; then
     .venv/bin/edgekit devices install arm64
 fi

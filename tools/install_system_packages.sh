@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian packages that the tests use, where this user may; each test that lacks one says so otherwise.
 set -eu
-packages="qemu-user-static mmdebstrap nodejs adb openssh-client openssh-server g++-aarch64-linux-gnu chromium chromium-driver cmake ninja-build clang openjdk-17-jdk-headless maven"
+packages="qemu-user-static mmdebstrap adb openssh-client openssh-server g++-aarch64-linux-gnu chromium chromium-driver cmake ninja-build clang openjdk-17-jdk-headless maven"
 command -v apt-get >/dev/null 2>&1 || { echo "no apt-get here: tests that lack a program are skipped by name"; exit 0; }
 missing=""
 for package in $packages; do

@@ -18,7 +18,6 @@ LEVELS: dict[str, Evidence] = {
     "coreml": Evidence.DEVICE,
     "emulated": Evidence.EMULATED,
     "qnn-htp-sim": Evidence.SIMULATOR,
-    "xnnpack-wasm": Evidence.SAME_EP,
 }
 """How good the evidence of the devices is that targets name."""
 

@@ -22,7 +22,7 @@ def command(ctx: click.Context) -> int:
 
     \b
     Example:
-      edgekit devices install xnnpack-wasm
+      edgekit devices install android
     """
     if ctx.invoked_subcommand is None:
         show_devices(list_devices())

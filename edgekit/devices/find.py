@@ -15,8 +15,6 @@ from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.emulators.qnn_sim import PROVIDER as QNN
-from edgekit.devices.emulators.xnnpack_wasm import PROVIDER as XNNPACK
-from edgekit.devices.emulators.xnnpack_wasm import XnnpackWasm, find_wasm_versions, install_xnnpack_wasm
 from edgekit.devices.local.coreml import PROVIDER as COREML
 from edgekit.devices.local.coreml import UNITS, CoreMl
 from edgekit.devices.local.emulated import Emulated
@@ -37,7 +35,6 @@ _DEVICES: dict[str, Device] = {
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
     "android": Android(),
     "android:x86_64": Android(cpu=X86_64, evidence=Evidence.SAME_EP),
-    "xnnpack-wasm": XnnpackWasm(),
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
     "arm64:native": Arm64Native(),
@@ -56,13 +53,11 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
 # The providers of devices that run those only, and so only their targets.
 _PROVIDERS = {
     "qnn-htp-sim": frozenset({QNN}),
-    "xnnpack-wasm": frozenset({XNNPACK}),
     "coreml": frozenset({COREML}),
     "android": ANDROID,
 }
 
 _INSTALLERS: dict[str, Callable[[Progress], None]] = {
-    "xnnpack-wasm": install_xnnpack_wasm,
     "arm64": install_arm64,
 }
 
@@ -71,7 +66,6 @@ _INSTALLERS: dict[str, Callable[[Progress], None]] = {
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {
     "qnn-htp-sim": find_qnn_versions,
     "android": find_android_versions,
-    "xnnpack-wasm": find_wasm_versions,
     "arm64": find_arm64_versions,
 }
 

@@ -191,7 +191,7 @@ def _make_model(weights: Array) -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, _SHAPE)],
         [numpy_helper.from_array(weights, "w")],
     )
-    # Old enough for every device here: onnxruntime-web 1.16 reads IR 9 and opset 19 at most.
+    # Old enough for every ONNX Runtime that a device may have: 1.16 reads IR 9 and opset 19 at most.
     return helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
 
 

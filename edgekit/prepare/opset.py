@@ -13,7 +13,7 @@ from edgekit.prepare.weights.large import put_weights, weights_aside
 OLDEST_OPSET = 13
 """Q and DQ nodes have scales per channel from opset 13 on."""
 DEFAULT_OPSET = 17
-"""What an older model is lifted to: the newest opset that onnxruntime-web 1.16 and QNN both take whole."""
+"""What an older model is lifted to: the newest opset that ONNX Runtime 1.16 and QNN both take whole."""
 
 _PORTABLE_IR_VERSION = 9
 _SCAN_SINCE = 9

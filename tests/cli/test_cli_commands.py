@@ -162,7 +162,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*BUILD, "--out", "out", "--recipe", "none.toml"], "cannot read 'none.toml'"),
     ([*BUILD[:3], "none.npz", "--out", "out"], "'none.npz' does not exist"),
     (["verify", "none"], "cannot read 'none': No such file"),
-    (["devices", "install", "xnnpack-wsam"], "did you mean 'xnnpack-wasm'"),
+    (["devices", "install", "androit"], "did you mean 'android'"),
     (["targets", "qnnn"], "did you mean 'qnn'"),
     (["inspect", "none.onnx"], "no file"),
     (["check", "none.onnx"], "no file"),

@@ -4,21 +4,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
 from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
-from onnx import helper
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
-from edgekit._proc import run_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device
 from edgekit.devices.emulators.qnn_sim import QnnSimulator
 from edgekit.devices.find import find_device
-from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.process.child import FAR, Runner, collect_run
-from edgekit.devices.process.exchange import FarJob, write_job
-from edgekit.devices.process.node import find_node
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 from edgekit.target import load_target
@@ -29,7 +22,7 @@ TARGETS = {
     "host": "nnapi",
     "emulated": "nnapi",
     "qnn-htp-sim": "qnn",
-    "xnnpack-wasm": "xnnpack",
+    "android:x86_64": "xnnpack",
     "arm64": "xnnpack",
     "arm64:cortex-a72": "nnapi",
 }
@@ -58,7 +51,7 @@ def test_a_quantized_model_runs_on_its_grid(name: str, tmp_path: Path, work: Pat
         assert np.abs(want - got["y"]).max() <= 1 / 16 + 1e-6
 
 
-@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "xnnpack-wasm", "arm64"])
+@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64", "arm64"])
 def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
     device = present(name)
     model = float_conv(tmp_path / "f.onnx")
@@ -71,32 +64,32 @@ def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
         np.testing.assert_allclose(got["y"], want, atol=5e-3)
 
 
-@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "xnnpack-wasm", "arm64"])
+@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64", "arm64"])
 def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_path: Path, work: Path) -> None:
     nine = Samples(source="noise", count=9, read=lambda: iter(noise_samples(9)))
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
     run = present(name).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
     assert (run.failure, run.outputs.count, run.stopped_early) == (None, LEAST_SAMPLES, True)
-    assert "4 of 9 samples" in run.notes[-1]
+    assert any("4 of 9 samples" in note for note in run.notes)
 
 
-@pytest.mark.parametrize("name", ["host", "emulated", "xnnpack-wasm"])
+@pytest.mark.parametrize("name", ["host", "emulated", "android:x86_64"])
 def test_a_sample_runs_as_often_as_asked_with_a_time_each(name: str, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
     run = present(name).run_job(msgspec.structs.replace(job, warmup=2, repeat=5, threads=1), work)
     assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 15)
 
 
-@pytest.mark.parametrize("name", ["qnn-htp-sim", "xnnpack-wasm"])
+@pytest.mark.parametrize("name", ["qnn-htp-sim", "android:x86_64"])
 def test_the_real_provider_takes_the_convolution(name: str, tmp_path: Path, work: Path) -> None:
-    job = make_job(qdq_conv(tmp_path / "q.onnx", np.int8 if name == "xnnpack-wasm" else np.uint8), TARGETS[name])
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.int8 if name == "android:x86_64" else np.uint8), TARGETS[name])
     run = present(name).run_job(job, work)
     taken = {node.op for node in run.placement if node.provider == job.target.provider}
     assert taken & {"Conv", "QLinearConv"}
     assert run.placement_source != "predicted"
 
 
-@pytest.mark.parametrize("name", ["host", "xnnpack-wasm", "emulated"])
+@pytest.mark.parametrize("name", ["host", "android:x86_64", "emulated"])
 def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: Path) -> None:
     values: dict[str, Array] = {
         "f32": np.array([[1.5, -0.0]], np.float32), "f64": np.array([[1e300]], np.float64),
@@ -118,39 +111,6 @@ def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: 
     for key, value in values.items():
         np.testing.assert_array_equal(got[f"{key}_out"], value)
         assert got[f"{key}_out"].dtype.kind == value.dtype.kind
-
-
-def test_a_model_is_lowered_for_the_emulator_and_a_note_says_so(tmp_path: Path, work: Path) -> None:
-    device = present("xnnpack-wasm")
-    model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }", opset=21)
-    run = device.run_job(make_job(model, "xnnpack", [{"x": np.ones((1, 4), np.float32)}]), work)
-    assert (run.failure, run.outputs.count) == (None, 1)
-    assert "opset 21 to 19" in run.notes[0]
-    assert [node.provider for node in run.placement] == [CPU_PROVIDER]
-
-
-def test_a_model_that_the_emulator_cannot_express_fails_in_words(tmp_path: Path, work: Path) -> None:
-    device = present("xnnpack-wasm")
-    model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { y = Gelu(x) }", opset=20)
-    run = device.run_job(make_job(model, "xnnpack", [{"x": np.ones((1, 4), np.float32)}]), work)
-    assert run.outputs.count == 0
-    assert str(run.failure).endswith("cannot be lowered to it: No Previous Version of Gelu exists")
-
-
-def test_a_bare_number_thrown_by_webassembly_becomes_words(tmp_path: Path, work: Path) -> None:
-    present("xnnpack-wasm")
-    proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
-    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 5))
-    onnx.save(proto, str(tmp_path / "f.onnx"))
-    job = make_job(tmp_path / "f.onnx", "xnnpack")
-    write_job(
-        work,
-        FarJob(model=str(job.model), provider="", samples=3, runtime=str(cache_folder() / "xnnpack-wasm")),
-        job.samples,
-    )
-    finished = run_process([*find_node(), str(FAR / "web_runner.mjs"), str(work)], timeout_s=60)
-    run = collect_run(Runner(device="xnnpack-wasm", evidence=Evidence.SAME_EP), job, finished, work)
-    assert run.failure == "refused: session creation failed with a C++ exception inside onnxruntime-web"
 
 
 def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:

@@ -34,8 +34,8 @@ def lock(tmp_path: Path) -> Path:
 def test_a_misspelled_device_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="did you mean 'qnn-htp-sim:v7"):
         find_device("qnn-htp-sim:v74", load_target("qnn"))
-    with pytest.raises(UsageError, match="did you mean 'xnnpack-wasm'"):
-        find_device("xnnpack", load_target("xnnpack"))
+    with pytest.raises(UsageError, match="did you mean 'android'"):
+        find_device("androit", load_target("xnnpack"))
 
 
 def test_a_device_of_another_provider_is_an_error_that_lists_the_fitting_ones() -> None:
@@ -50,7 +50,7 @@ def test_every_device_that_a_target_names_exists(target: str) -> None:
 
 
 def test_every_name_finds_its_device() -> None:
-    targets = {"qnn-htp-sim": "qnn", "xnnpack-wasm": "xnnpack", "coreml": "coreml"}
+    targets = {"qnn-htp-sim": "qnn", "coreml": "coreml"}
     for name in device_names():
         kind = name.partition(":")[0]
         assert find_device(name, load_target(targets.get(kind, "nnapi"))).name.partition(":")[0] == kind
@@ -60,9 +60,9 @@ def test_every_name_finds_its_device() -> None:
 def test_the_list_says_what_is_missing() -> None:
     statuses = {status.name: status for status in list_devices()}
     assert statuses["host"].available
-    assert statuses["xnnpack-wasm"].evidence is Evidence.SAME_EP
-    assert not statuses["xnnpack-wasm"].available
-    assert "install" in statuses["xnnpack-wasm"].command
+    assert statuses["android"].evidence is Evidence.SAME_BINARY
+    assert not statuses["android"].available
+    assert "install" in statuses["android"].command
     assert statuses["arm64"].command.endswith("edgekit devices install arm64")
 
 
@@ -103,9 +103,6 @@ def test_the_lock_files_pin_every_package_with_its_hash() -> None:
     lines = (FAR / "arm64/requirements.txt").read_text().splitlines()
     assert lines
     assert all("==" in line and "--hash=sha256:" in line for line in lines)
-    npm = (FAR / "xnnpack-wasm/package-lock.json").read_text()
-    assert npm.count('"integrity": "sha512-') == npm.count('"node_modules/')
-    assert '"resolved"' not in npm
 
 
 def test_the_arm_wheel_is_of_the_version_that_runs_here() -> None:
@@ -128,11 +125,11 @@ def test_an_npm_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytest
     monkeypatch.setenv("npm_config_fetch_retries", "0")
     monkeypatch.setenv("npm_config_cache", str(empty_cache.parent / "npm"))
     with pytest.raises(DeviceError, match="npm ended with exit code"):
-        install_device("xnnpack-wasm", lambda _: None)
+        install_device("android", lambda _: None)
     assert not empty_cache.exists() or not list(empty_cache.iterdir())
 
 
-@pytest.mark.parametrize("name", ["arm64", "xnnpack-wasm"])
+@pytest.mark.parametrize("name", ["arm64"])
 def test_what_is_installed_needs_no_connection_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (status,) = (status for status in list_devices() if status.name == name)
     if not status.available:

@@ -35,8 +35,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "edgekit/demo/digits_mobilenet.onnx",
         "edgekit/demo/LICENSE.md",
         "edgekit/devices/far/ort_runner.py",
-        "edgekit/devices/far/web_runner.mjs",
-        "edgekit/devices/far/xnnpack-wasm/package-lock.json",
         "edgekit/convert/far/qnn_context.py",
         "edgekit/_runner/CMakeLists.txt",
         "edgekit/_runner/src/main.cpp",

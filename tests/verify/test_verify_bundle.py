@@ -83,10 +83,10 @@ def test_emulated_arithmetic_claims_no_provider(bundle: Bundle) -> None:
 
 
 def test_a_skipped_device_is_no_pass(bundle: Bundle) -> None:
-    missing = Missing(reason="there is no node", command="edgekit devices install xnnpack-wasm")
+    missing = Missing(reason="there is no archive", command="edgekit devices install android")
     report = verify_bundle(bundle, [InProcess(missing=missing)])
     assert not report.passed
-    assert report.skipped[0].command == "edgekit devices install xnnpack-wasm"
+    assert report.skipped[0].command == "edgekit devices install android"
     assert verify_bundle(bundle, [InProcess(missing=missing), InProcess()]).passed
 
 

@@ -74,7 +74,10 @@ def make_network_bundle(folder: Path, target: str) -> Bundle:
 @pytest.mark.parametrize(
     ("device", "target", "change", "lost", "names"),
     [
-        ("xnnpack-wasm", "xnnpack", compute_weights, "1 of the 10 nodes that XnnpackExecutionProvider", "'conv2'"),
+        (
+            "android:x86_64", "xnnpack", compute_weights, "2 of the 10 nodes that XnnpackExecutionProvider",
+            "'conv2', 'relu2'",
+        ),
         (
             "qnn-htp-sim", "qnn", replace_relus, "3 of the 12 nodes that QNNExecutionProvider",
             "'relu1', 'relu2', 'relu3'",

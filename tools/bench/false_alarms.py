@@ -45,7 +45,6 @@ _TARGETS = {
     "host": ("nnapi", "coreml", "xnnpack", "cpu"),
     "qnn-htp-sim": ("qnn",),
     "android:x86_64": ("nnapi", "xnnpack", "cpu"),
-    "xnnpack-wasm": ("xnnpack",),
 }
 _DOUBTS = ("its times are not believed", "holds only values of half precision")
 _HEADS = ("logits", "Softmax", "Sigmoid", "Tanh", "image")

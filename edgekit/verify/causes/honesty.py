@@ -17,7 +17,7 @@ from edgekit.verify.metrics.dependence import CHANCE, measure_chance
 from edgekit.verify.metrics.tensor_metrics import decibels, distance_energy
 
 # As runtimes call themselves in a run's versions.
-_RUNTIMES = ("onnxruntime", "onnxruntime-web")
+_RUNTIMES = ("onnxruntime",)
 _LOOKED_AT = 8
 # A float32 has half precision by chance once in 2^13 (the bits that half precision lacks); constants such as 0 and 1
 # always do, so that a few values tell nothing.

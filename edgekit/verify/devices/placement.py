@@ -4,16 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.check.check import check_model
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.devices.android.android import XNNPACK
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.emulators.xnnpack_wasm import WEB_VERSION, XnnpackWasm
 from edgekit.devices.observe import name_as_model
-from edgekit.errors import EdgekitError
-from edgekit.model.model import load_model
 from edgekit.model.skim import skim_model
-from edgekit.target import load_target
 from edgekit.verify.facts import OBSERVING, PlacementGap
 
 _MOST_NAMES = 20
@@ -40,9 +35,7 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     """
     if run.evidence not in OBSERVING or run.placement_source == "predicted" or not run.placement:
         return None
-    check = _predict(run, job)
-    if check is None:
-        return None
+    check = job.check
     names = {node.name for node in check.node_list}
     places = name_as_model({node.name: node.provider for node in run.placement}, names)
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
@@ -118,17 +111,6 @@ def _holds_compiled(run: DeviceRun, job: Job) -> bool:
     return run.placement_source == "profile" and any(
         node.provider != CPU_PROVIDER and node.op not in known for node in run.placement
     )
-
-
-def _predict(run: DeviceRun, job: Job) -> CheckReport | None:
-    """Returns the prediction for the ONNX Runtime of the device: the XNNPACK emulator has one of its own."""
-    if run.device != XnnpackWasm().name:
-        return job.check
-    try:
-        settings = {**job.target.settings, "ort": WEB_VERSION}
-        return check_model(load_model(job.model), load_target(job.target.name, settings))
-    except EdgekitError:
-        return None
 
 
 def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: set[str]) -> int:
