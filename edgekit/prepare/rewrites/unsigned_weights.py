@@ -24,8 +24,9 @@ def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ..
 def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -> tuple[str, ...]:
     """Turns constant int8 inputs of DequantizeLinear into uint8 with zero points 128 higher, in place.
 
-    Only those that nodes of the operators `ops` read, if given. What something else reads too is left alone, and so
-    are weights in another file. Returns the names of the nodes that read what was changed.
+    Only those that nodes of the operators `ops` read beside unsigned or float inputs, if given. What something else
+    reads too is left alone, and so are weights in another file. Returns the names of the nodes that read what was
+    changed.
     """
     if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in graph.initializer):
         return ()
@@ -35,7 +36,8 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
         readers = view.readers(tensor.name)
         behind = [each for node in readers for each in view.readers(node.output[0])]
         if not _is_weight(view, tensor, readers, stored) or (
-            ops is not None and not any(node.op_type in ops for node in behind)
+            ops is not None
+            and not any(node.op_type in ops and not _reads_signed(view, node, stored) for node in behind)
         ):
             continue
         shape, numbers = list(tensor.dims), _read(tensor)
@@ -65,6 +67,15 @@ def _is_weight(
         if any(each is None or each.data_location == onnx.TensorProto.EXTERNAL for each in rest):
             return False
     return True
+
+
+def _reads_signed(view: Graph, node: Node, stored: dict[str, onnx.TensorProto]) -> bool:
+    """Returns True for a node with s8 activations: no kernel of the CPU multiplies these by u8 weights."""
+    made_by = view.producers.get(node.input[0])
+    if made_by is None or made_by.op_type != "DequantizeLinear" or len(made_by.input) < 3:
+        return False
+    zero = stored.get(made_by.input[2])
+    return zero is not None and zero.data_type == onnx.TensorProto.INT8
 
 
 def _move_zero_point(graph: onnx.GraphProto, node: onnx.NodeProto, stored: dict[str, onnx.TensorProto]) -> None:
