@@ -149,4 +149,4 @@ def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:
         show_json(report)
     else:
         show_lines(describe_quantization(report))
-    return YES if report.met else NO
+    return NO if report.met is False else YES

@@ -87,8 +87,7 @@ def quantize_for(
 ) -> QuantizeReport:
     """Writes the QDQ form of a model for the one target of the recipe.
 
-    With `max_drop` in the recipe, plans are searched for until one meets it. `data.labels` holds the label of
-    each sample, for the true drop by the metric of the recipe, or by top-1.
+    With `max_drop` plans are searched for until one meets it. `data.labels` tell the true drop, of a metric or of top-1.
 
     Raises:
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
@@ -114,13 +113,14 @@ def quantize_for(
         fixes={fix.id: len(fix.nodes) for fix in job.fixes},
         size_before=job.source.size_bytes,
         size_after=quantized.size_after,
+        float_bytes=quantized.float_bytes,
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,
         predicted=predicted,
         steps=plan.judged,
         trials=describe_trials(searched, goal=job.max_drop is not None),
         max_drop=job.max_drop,
-        met=searched is None or searched.met,
+        met=searched.met if searched is not None and job.max_drop is not None else None,
         goal_note="" if searched is None else searched.note,
         layers=layers,
         left_out=tuple(job.budget.left_out),

@@ -1,5 +1,6 @@
 """Quantizes a model as planned, and checks that what came out is what was planned."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -15,15 +16,21 @@ from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
 from edgekit.quantize.qdq.compact import compact_qdq
 
+_FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE})
+
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A QDQ model, how many nodes compute in integers, which compute in float and why, and the sizes in bytes."""
+    """A QDQ model, how many nodes compute in integers, which compute in float and why, and the sizes in bytes.
+
+    `float_bytes` are those of constants that stay float, scales of Q and DQ nodes left out.
+    """
 
     model: Model
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
     size_before: int
     size_after: int
+    float_bytes: int
 
 
 def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: Path) -> QuantizedModel:
@@ -55,6 +62,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         store_unsigned(quantized.graph, plan.unsigned_ops)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
+    float_bytes = _count_float_bytes(quantized.graph)
     written = save_proto(quantized, out)
     return QuantizedModel(
         model=written,
@@ -62,6 +70,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         float_nodes=_explain(units.floating, plan, graph),
         size_before=model.size_bytes,
         size_after=written.size_bytes,
+        float_bytes=float_bytes,
     )
 
 
@@ -91,6 +100,16 @@ def _refuse_float_weights(graph: onnx.GraphProto) -> None:
             " per tensor",
             hint="keep its neighbours float too, or quantize its weight",
         )
+
+
+def _count_float_bytes(graph: onnx.GraphProto) -> int:
+    scaling = {"QuantizeLinear", "DequantizeLinear"}
+    read = {name for node in graph.node if node.op_type not in scaling for name in node.input}
+    return sum(
+        math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        for tensor in graph.initializer
+        if tensor.name in read and tensor.data_type in _FLOATS
+    )
 
 
 def _explain(nodes: list[onnx.NodeProto], plan: QuantPlan, graph: Graph) -> tuple[FloatNode, ...]:

@@ -3,16 +3,23 @@
 import math
 from collections.abc import Iterator
 
-from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
 from edgekit.report.summary import QuantizeReport
+
+# Less is no part of a size that anybody counts.
+_NOTABLE_BYTES = 500
 
 
 def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     """Yields what was made and what it costs, what was tried, and what looks wrong with the samples."""
     size = f"{report.size_before / 1e3:.0f} to {report.size_after / 1e3:.0f} kB"
     kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
+    size += f", {report.float_bytes / 1e3:.0f} kB of it float constants" if report.float_bytes >= _NOTABLE_BYTES else ""
     yield f"{report.out}: {kept}; {size}"
     yield f"expected: {describe_prediction(report.predicted)}"
+    wanted, samples = wanted_samples(report.predicted), report.predicted.samples
+    if wanted is not None:
+        yield f"{samples} samples leave more than half a point of doubt; about {wanted} would do"
     note = f" {report.goal_note}" if report.goal_note else ""
     if report.max_drop is not None:
         yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}{note}:"

@@ -131,10 +131,11 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
-    `fixes` counts the nodes that each automatic rewrite changed before. `predicted` is what it will cost. `trials` are
-    those of a search, in order; `max_drop` is its goal in points, and then `met` says whether the chosen one reaches
-    it, and `goal_note` what that leaves out. `layers` are the quantized activations, in graph order, where they were
-    asked for. `left_out` is what the time budget left no time for.
+    `fixes` counts the nodes that each automatic rewrite changed before. `float_bytes` of the size are constants that
+    stay float. `predicted` is what it will cost. `trials` are those of a search, in order; `max_drop` is its goal in
+    points. `met` says whether the chosen one reaches it, None where no goal was set, and `goal_note` what that leaves
+    out. `layers` are the quantized activations, in graph order, where they were asked for. `left_out` is what the time
+    budget left no time for.
     """
 
     model: str
@@ -147,13 +148,14 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     fixes: dict[str, int]
     size_before: int
     size_after: int
+    float_bytes: int
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
     predicted: Prediction
     steps: tuple[Candidate, ...]
     trials: tuple[TrialReport, ...]
     max_drop: float | None
-    met: bool
+    met: bool | None
     goal_note: str
     layers: tuple[ActivationReport, ...]
     left_out: tuple[str, ...] = ()

@@ -184,6 +184,8 @@ def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(
     report = quantize_for(*small, out / "q.onnx", Recipe(targets=("nnapi",), samples=8))
     assert report.samples == 8
     assert report.quantized_nodes == 5
+    assert report.met is None  # no goal was set
+    assert report.float_bytes == 0
     assert [path.name for path in out.iterdir()] == ["q.onnx"]
 
 

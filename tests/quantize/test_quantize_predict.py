@@ -10,7 +10,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
-from edgekit.quantize.accuracy.predict import Prediction, predict_drop
+from edgekit.quantize.accuracy.predict import Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.drop import measure_drop
@@ -46,6 +46,31 @@ def test_a_model_that_favours_one_class_is_expected_to_lose(samples: Samples, tm
     assert found.top1_agreement < 0.5
     assert found.drop_estimate > 0.3
     assert not found.meets(0.005)
+
+
+def predicted(low: float, high: float, agreement: float | None, samples: int = 100) -> Prediction:
+    return Prediction(
+        samples=samples,
+        sqnr_db=30,
+        top1_agreement=agreement,
+        drop_estimate=(low + high) / 2,
+        drop_interval=(low, high),
+        source="test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("prediction", "wanted"),
+    [
+        (predicted(-0.02, 0.02, 0.97), 1600),  # four times as wide as wanted: sixteen times as many
+        (predicted(-0.02, 0.02, 1.0), 400),  # nothing changed: the interval shrinks with the number itself
+        (predicted(-0.004, 0.004, 0.97), None),
+        (predicted(0.08, 0.12, 0.5), None),  # lost far more than half a point, as sure as need be
+        (predicted(-0.02, 0.02, None), None),
+    ],
+)
+def test_a_wide_interval_says_how_many_samples_would_do(prediction: Prediction, wanted: int | None) -> None:
+    assert wanted_samples(prediction) == wanted
 
 
 def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Path) -> None:

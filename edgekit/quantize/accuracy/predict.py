@@ -20,6 +20,8 @@ from edgekit.quantize.graph.float_graph import read_float_graph
 
 MOST_SAMPLES = 256
 """So many tell half a point, which is one changed answer of 200; more cost time."""
+TOLD_TO = 0.005
+"""To how much, to each side, a drop should be told: half a point."""
 FAITHFUL_DB = 30.0
 """From this ratio on outputs of no kind that is known are taken to meet any goal: an error of 3 %, a choice."""
 # So many samples tell of which kind an output is: a choice, for the time.
@@ -61,6 +63,21 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     expected: Tensors
     found: Tensors
+
+
+def wanted_samples(prediction: Prediction) -> int | None:
+    """Returns how many samples would tell a share of right answers to half a point, None where these do.
+
+    An interval shrinks with the root of the number of samples, or where not one answer changed with the number itself.
+    """
+    is_share = prediction.top1_agreement is not None and prediction.drop_interval is not None
+    if not is_share or prediction.drop_interval is None or prediction.drop_estimate is None:
+        return None
+    half = (prediction.drop_interval[1] - prediction.drop_interval[0]) / 2
+    if half <= TOLD_TO or prediction.drop_estimate - half > TOLD_TO:
+        return None
+    power = 1 if prediction.top1_agreement == 1 else 2
+    return math.ceil(round(prediction.samples * (half / TOLD_TO) ** power / 10, 6)) * 10
 
 
 def predict_drop(
