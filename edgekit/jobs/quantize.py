@@ -87,7 +87,7 @@ def quantize_for(
 ) -> QuantizeReport:
     """Writes the QDQ form of a model for the one target of the recipe.
 
-    With `max_drop` plans are searched for until one meets it. `data.labels` tell the true drop, of a metric or of top-1.
+    With `max_drop` plans are searched for until one meets it. `data.labels` tell the true drop, by a metric or top-1.
 
     Raises:
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
