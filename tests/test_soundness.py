@@ -66,6 +66,9 @@ FLAWS: dict[str, tuple[str, Change]] = {
     "which has no name": (TWO, lambda p: point_out(p, offset="0")),
     "unknown word 'x'": (TWO, lambda p: point_out(p, location="w.data", x="1")),
     "in no part of it": (TWO, lambda p: point_out(p, location="w.data", offset="-2")),
+    "an equation that is none": (
+        TWO, lambda p: p.graph.node.append(helper.make_node("Einsum", ["x"], ["e"], equation="ssh:host"))
+    ),
     "output 'gone'": (TWO, lambda p: setattr(p.graph.output[0], "name", "gone")),
     "has 2 inputs, the operator takes 1 to 1": (TWO, lambda p: p.graph.node[0].input.append("x")),
     "has 0 outputs": (TWO, lambda p: p.graph.node.add(op_type="Neg", input=["x"])),
@@ -144,3 +147,12 @@ def test_a_body_may_name_its_tensors_as_the_node_around_it(tmp_path: Path) -> No
       y = If (c) <then_branch = a () => (float[1,4] y) { q = Neg(x) y = Neg(q) },
         else_branch = b () => (float[1,4] y) { y = Neg(x) }> }"""
     assert load_model(parse_model(text, tmp_path / "m.onnx")).node_count == 2
+
+
+@pytest.mark.parametrize("equation", ["ij", "ij->ji", "...j -> ...", " i j -> i", "ij,jk->ik", "b...,...->b"])
+def test_equations_of_einsum_pass(tmp_path: Path, equation: str) -> None:
+    proto = parser.parse_model(TWO)
+    count = equation.count(",") + 1
+    proto.graph.node.append(helper.make_node("Einsum", ["x"] * count, ["e"], equation=equation))
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    assert load_model(tmp_path / "m.onnx").node_count == 3

@@ -5,6 +5,7 @@ checker wants beyond ONNX Runtime (names of graphs, sorted nodes, data of every 
 """
 
 import math
+import re
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -21,6 +22,9 @@ _MAIN = ("", "ai.onnx")
 # What onnx.proto names, and what ONNX Runtime adds for weights that it has packed.
 _PLACES = frozenset({"basepath", "checksum", "length", "location", "offset"})
 _PREPACKED = "prepacked"
+# Terms of letters, each with one ellipsis at most (ONNX operator Einsum 12).
+_TERM = rb" *(?:[A-Za-z] *)*(?:\.\.\. *(?:[A-Za-z] *)*)?"
+_EQUATION = re.compile(_TERM + rb"(?:," + _TERM + rb")*(?:->" + _TERM + rb")?")
 _TYPES = frozenset(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
 
 
@@ -207,6 +211,14 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
             yield f"{where} has the attribute '{name}' of another type than its operator wants"
     if not domain and node.op_type == "Loop":
         yield from _check_loop(node, where, given.get("body"))
+    # onnx's inference of shapes does not come to an end on what is no equation.
+    yield from (
+        f"{where} has an equation that is none" for name in given if name == "equation" and _is_odd(given[name])
+    )
+
+
+def _is_odd(equation: onnx.AttributeProto) -> bool:
+    return _EQUATION.fullmatch(equation.s) is None
 
 
 def _check_loop(node: onnx.NodeProto, where: str, body: onnx.AttributeProto | None) -> Iterator[str]:

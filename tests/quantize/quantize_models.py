@@ -1,6 +1,6 @@
 """Tiny float models and samples for the tests of the quantize stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +32,16 @@ CONV_SHAPES = {
 }  # fmt: skip
 
 
-def make_model(text: str, path: Path, weights: dict[str, tuple[int, ...]] | None = None) -> Model:
+def make_model(
+    text: str,
+    path: Path,
+    weights: Mapping[str, tuple[int, ...]] | None = None,
+    constants: Mapping[str, Array] | None = None,
+) -> Model:
     """Writes a model given in onnx's text form, with seeded random weights; every node gets a name."""
     proto = parser.parse_model(text)
+    for name, given in (constants or {}).items():
+        proto.graph.initializer.append(numpy_helper.from_array(given, name))
     rng = np.random.default_rng(7)
     for name, shape in (weights or {}).items():
         fan = int(np.prod(shape[1:])) or 1

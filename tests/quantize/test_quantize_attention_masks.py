@@ -1,5 +1,6 @@
 """What attention hides does not stretch the ranges of its scores."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,7 @@ def attention(mask: str, lowest: float, folder: Path) -> Model:
     if "(bias, f)" not in MASKS[mask]:
         text = text.replace(", float[1,8,8] f)", ")")
     path = folder / "m.onnx"
-    make_model(text, path, dict.fromkeys(("wq", "wk", "wv", "wo"), (16, 16)))
-    proto, seen = onnx.load(str(path)), np.tril(np.ones((TOKENS, TOKENS), bool))
+    seen = np.tril(np.ones((TOKENS, TOKENS), bool))
     constants: dict[str, Array] = {
         "seen": seen,
         "hidden": np.where(seen, 0, lowest).astype(np.float32),
@@ -48,11 +48,9 @@ def attention(mask: str, lowest: float, folder: Path) -> Model:
         "rows": np.array([1, TOKENS, TOKENS]),
         "bias": np.random.default_rng(5).normal(size=(TOKENS, TOKENS)).astype(np.float32),
     }
-    read = {name for node in proto.graph.node for name in node.input}
-    for name in sorted(read & constants.keys()):
-        proto.graph.initializer.append(numpy_helper.from_array(constants[name], name))
-    onnx.save(proto, str(path))
-    return load_model(path)
+    read = {name for name in constants if re.search(rf"\b{name}\b", text)}
+    weights = dict.fromkeys(("wq", "wk", "wv", "wo"), (16, 16))
+    return make_model(text, path, weights, {name: constants[name] for name in sorted(read)})
 
 
 def rows(model: Model, lowest: float) -> Samples:
