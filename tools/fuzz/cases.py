@@ -35,7 +35,7 @@ class Case:
         if self.command != "runner" and self.rng.random() < 0.3:
             self.arguments.append("--json")
         outside = str(self.folder.parent.parent / "outside")
-        if self.rng.random() < 0.08:
+        if len(self.arguments) > 1 and self.rng.random() < 0.08:
             at = self.rng.randrange(1, len(self.arguments))
             # No shell can hand over a zero byte; and a user may well name a place outside.
             word = draw_text(self.rng).replace("\0", "0")
