@@ -25,8 +25,7 @@ _LEAST_SCORE = 0.1
 _MOST_SURE = 0.3
 # How much more sure neighbours must overlap than with boxes mixed up, and in how many places that is seen. Readings
 # that are right come to 0.23 to 0.49, wrong ones to 0.19 at most, on the detectors of tools/bench/detector_drop.py.
-# Boxes that the graph decodes have more to show: corners in order, within the image.
-_LEAST_AGREEMENT, _LEAST_EXPLICIT = 0.2, 0.1
+_LEAST_AGREEMENT = 0.2
 _LEAST_SEEN = 8
 # A softmax with a background has that on top in at least so many places.
 _BACKGROUND = 0.6
@@ -128,7 +127,7 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
                 coded = msgspec.structs.replace(head, code=code, grid=grid)
                 near, mixed = _agreement(coded, outputs, sure, image)
                 rank = (_PREFERRED.get(code, 0), round(near, 2))
-                if near - mixed >= (_LEAST_AGREEMENT if grid else _LEAST_EXPLICIT) and rank > reached:
+                if near - mixed >= _LEAST_AGREEMENT and rank > reached:
                     best, reached = coded, rank
     return best
 
