@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
-from onnxruntime.quantization.quant_utils import find_by_name
+from onnxruntime.quantization.quant_utils import find_by_name  # pyright: ignore[reportUnknownVariableType]
 
 
 class _Initializers:
@@ -59,7 +59,7 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
         for name in filter(None, node.output):
             self._makers.setdefault(name, []).append(node)
 
-    def initializer(self) -> _Initializers:
+    def initializer(self) -> _Initializers:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._initializers
 
     def get_initializer(self, name: str) -> onnx.TensorProto | None:
@@ -90,12 +90,11 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
     def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
         return self._readers
 
-    def replace_node_input(self, node: onnx.NodeProto, old_input_name: str, new_input_name: str) -> None:
-        self._move(
-            [reader for reader in self._readers.get(old_input_name, ()) if reader is node],
-            old_input_name,
-            new_input_name,
-        )
+    def replace_node_input(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, node: onnx.NodeProto, old_input_name: str, new_input_name: str
+    ) -> None:
+        readers = [reader for reader in self._readers.get(old_input_name, ()) if reader is node]
+        self._move(readers, old_input_name, new_input_name)
 
     def replace_input_of_all_nodes(self, old_input_name: str, new_input_name: str) -> None:
         self._move(self._readers.get(old_input_name, []), old_input_name, new_input_name)

@@ -111,4 +111,5 @@ def _same_value(left: Value, right: Value) -> bool:
                 bytes(left[start : start + _CHUNK_BYTES]) == bytes(right[start : start + _CHUNK_BYTES])
                 for start in range(0, len(left), _CHUNK_BYTES)
             )
-    return left == right
+        case _:
+            return left == right

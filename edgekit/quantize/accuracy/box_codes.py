@@ -104,7 +104,7 @@ def _guess_grids(rows: int, image: tuple[int, int]) -> Iterator[Grid]:
 
 @lru_cache(maxsize=64)
 def _find_places(grid: Grid) -> _Places:
-    corners, cells, anchors = [], [], []
+    corners, cells, anchors = list[Array](), list[Array](), list[Array]()
     for index, level in enumerate(grid.levels):
         shape = (level.height, level.width, level.anchors)
         line, column, number = np.indices(shape)

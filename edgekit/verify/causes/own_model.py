@@ -13,6 +13,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Tensors
+from edgekit.target import Form
 from edgekit.verify.causes.forms import TESTED_FORMS, choose_settings
 from edgekit.verify.causes.honesty import find_half_values
 from edgekit.verify.metrics.dependence import compare_device_outputs
@@ -21,7 +22,8 @@ from edgekit.verify.metrics.outputs import OutputReport
 
 def run_own_model(bundle: Bundle, samples: Samples) -> Samples | None:
     """Returns what a bundle's model gives for samples on this machine's CPU, None where no file of it runs here."""
-    for form in (form for form in TESTED_FORMS if bundle.manifest.forms.get(form)):
+    forms: list[Form] = [form for form in TESTED_FORMS if bundle.manifest.forms.get(form)]
+    for form in forms:
         path = bundle.find_model(form)
         try:
             session = CpuSession(path, choose_settings(bundle, form, path))
