@@ -126,6 +126,8 @@ def replacing_file(path: Path) -> Generator[Path]:
     Raises:
         OutputError: the folder cannot be written.
     """
+    if path.name in {"", ".."}:
+        raise OutputError(f"cannot write '{path}': it is a folder", hint="give the name of a file")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Beside its place, not in /tmp: a rename is at once only within a file system.
