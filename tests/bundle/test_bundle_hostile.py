@@ -49,5 +49,5 @@ def test_a_report_that_links_to_itself_is_counted_as_a_link(tmp_path: Path) -> N
 
 
 def test_a_package_is_not_written_over_a_folder(refused: Callable[..., str], tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path).folder
+    bundle = make_bundle(tmp_path, target="cpu").folder
     assert "it is a folder" in refused("package", str(bundle), "--as", "tar", "--allow-failed", "--out", "x/..")
