@@ -42,6 +42,16 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
+class _Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A model for a target, before it is halved or converted; `quantized` says how it was quantized here."""
+
+    precision: Precision
+    model: Model
+    quantized: QuantizedModel | None
+    check: CheckReport
+    notes: tuple[str, ...]
+
+
 def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> BuiltBundle:
     """Makes and writes the bundle of one target.
 
@@ -49,21 +59,8 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
         EdgekitError: the model cannot be made for this target.
     """
     work.mkdir()
-    precision, notes = choose_precision(target, job.recipe.precision), list[str]()
-    inputs = fix_inputs(inputs, target, job, notes)
-    quantized: QuantizedModel | None = None
-    model = inputs.prepared
-    if inputs.is_quantized:
-        precision = "int8"
-        notes.append("the model is quantized already: taken as it is")
-        model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
-    elif precision.startswith("int"):
-        try:
-            quantized = _quantize(inputs, target, precision, job, notes)
-        except ModelError as error:
-            precision = _fall_back(error, target, job, notes)
-    model = model if quantized is None else quantized.model
-    check = check_model(model, target)
+    inputs, made = _make_model(inputs, target, job, work)
+    precision, notes, model, check, quantized = made.precision, [*made.notes], made.model, made.check, made.quantized
     ort_source: Model | None = None
     if precision == "fp16":
         try:
@@ -88,6 +85,42 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
         converted=converted,
         quantized=quantized,
         notes=tuple(notes),
+    )
+
+
+def _make_model(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> tuple[BuildInputs, _Made]:
+    """Returns the model for a target, and what it was made of: the graph rewritten for it, unless that is refused."""
+    gained = list[str]()
+    fixed = fix_inputs(inputs, target, job, gained)
+    made = _quantize_inputs(fixed, target, job, work)
+    # What the float graph gains may end in a quantized one that makes no session.
+    if fixed is not inputs and _is_refused(made.check):
+        plain = _quantize_inputs(inputs, target, job, work)
+        if not _is_refused(plain.check):
+            gained, fixed, made = ["left as it is: rewritten for it, it would make no session"], inputs, plain
+    return fixed, msgspec.structs.replace(made, notes=(*gained, *made.notes))
+
+
+def _is_refused(check: CheckReport) -> bool:
+    return any(node.fatal for node in check.node_list)
+
+
+def _quantize_inputs(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> _Made:
+    """Returns the model in integers where the target wants these, else as it was prepared."""
+    precision, notes = choose_precision(target, job.recipe.precision), list[str]()
+    model, quantized = inputs.prepared, None
+    if inputs.is_quantized:
+        precision = "int8"
+        notes.append("the model is quantized already: taken as it is")
+        model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
+    elif precision.startswith("int"):
+        try:
+            quantized = _quantize(inputs, target, precision, job, notes)
+            model = quantized.model
+        except ModelError as error:
+            precision = _fall_back(error, target, job, notes)
+    return _Made(
+        precision=precision, model=model, quantized=quantized, check=check_model(model, target), notes=tuple(notes)
     )
 
 

@@ -20,11 +20,23 @@ NET = """
 """
 
 
+# Mirrored borders become Slice and Concat for NNAPI, which takes these; but quantized, its builder refuses that Concat.
+MIRRORED = """
+<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,5] y) <int64[8] pads = {0,0,1,1,0,0,1,1}>
+{ q = Pad<mode="reflect">(x, pads)  a = Conv(q, u)  r = Relu(a)  b = Conv<pads=[1,1,1,1]>(r, v)
+  p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
+"""
+
+
 @pytest.fixture
 def swishing(tmp_path: Path) -> tuple[Path, Data]:
     """A net whose HardSwish NNAPI does not take and QNN does."""
+    return _make(NET, tmp_path)
+
+
+def _make(text: str, tmp_path: Path) -> tuple[Path, Data]:
     rng = np.random.default_rng(3)
-    path = parse_model(NET, tmp_path / "swishing.onnx")
+    path = parse_model(text, tmp_path / "swishing.onnx")
     proto = onnx.load(path)
     for name, shape in {"u": (8, 4, 3, 3), "v": (8, 8, 3, 3), "w": (8, 5)}.items():
         proto.graph.initializer.append(numpy_helper.from_array(0.3 * rng.normal(size=shape).astype(np.float32), name))
@@ -68,3 +80,11 @@ def test_the_option_leaves_the_graph_and_how_to_make_it_again_says_so(
     assert "rewritten for it" not in capsys.readouterr().out
     manifest = (tmp_path / "out" / "swishing-nnapi" / "manifest.json").read_text()
     assert "--no-fix" in manifest
+
+
+def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(tmp_path: Path) -> None:
+    report = build(*_make(MIRRORED, tmp_path), tmp_path / "out", Recipe(targets=("nnapi",)), verify=False)
+    bundle = _find(report, "nnapi")
+    assert "left as it is: rewritten for it, it would make no session" in bundle.notes
+    assert bundle.check is not None
+    assert bundle.check.verdict != "no"
