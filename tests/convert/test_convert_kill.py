@@ -62,7 +62,7 @@ def test_kill_9_leaves_whole_files_or_none(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(argv, check=True, env=environment, capture_output=True, text=True)
     report = json.loads(done.stdout)
-    assert report["expected"] == ["model.onnx", "model.ort", "model.runtime.ort"]
+    assert report["expected"] == ["model.onnx", "model.runtime.ort"]
     assert report["damaged"] == []
     assert len(report["counts"]) == ATTEMPTS
-    assert {0, 3} <= set(report["counts"]), "no child was killed before, or none after, its files were there"
+    assert {0, 2} <= set(report["counts"]), "no child was killed before, or none after, its files were there"

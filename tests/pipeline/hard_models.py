@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Hard, str]] = {
     "an input as output": (_conv(_node("Relu", "c", "y"), outputs=[_value("y"), IMAGE]), "'x' .* is an input of it"),
     "a tensor nobody makes": (
         Hard(proto=_edited(lambda graph: graph.node.pop(0)), data=X),
-        "ONNX Runtime refuses .*m.onnx",
+        "reads 'c', which nothing makes",
     ),
 }
 """What must be refused in one line."""

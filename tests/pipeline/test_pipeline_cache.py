@@ -222,7 +222,8 @@ def test_a_cache_that_another_run_has_open_is_left_to_it(folder: Path) -> None:
     with path.with_name("lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         again = run(folder)
-    assert again[1].calibration.notes == (f"another run has '{path.parent}' open: this one keeps nothing",)
+    (note,) = again[1].calibration.notes
+    assert note.startswith(f"another run has '{path.parent}' open, or this system has no locks: this one keeps nothing")
     assert path.stat().st_mtime_ns == written
 
 
