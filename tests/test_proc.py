@@ -20,6 +20,7 @@ def test_endings_are_told_apart() -> None:
     assert _run("import os; os.abort()") == " was ended by SIGABRT False"
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_ends_with_its_own_children() -> None:
     start = time.monotonic()
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"

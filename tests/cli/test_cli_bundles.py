@@ -8,6 +8,8 @@ from demo_paths import CALIBRATION, MODEL
 
 from edgekit.cli.main import run_command
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:

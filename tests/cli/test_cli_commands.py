@@ -86,6 +86,7 @@ def test_inspect_targets_devices_and_doctor_answer_in_json(capsys: pytest.Captur
     assert "onnxruntime" in _json(["doctor"], capsys)["versions"]
 
 
+@pytest.mark.slow
 def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared, quantized, out = tmp_path / "p.onnx", tmp_path / "q.onnx", tmp_path / "converted"
     assert _json(["prepare", str(MODEL), "--out", str(prepared)], capsys)["model"]["node_count"] > 50
@@ -196,6 +197,7 @@ def test_a_dynamic_dimension_must_be_given(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_gives_the_options_and_the_command_line_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

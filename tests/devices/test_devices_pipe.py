@@ -121,6 +121,7 @@ def test_a_liar_fails(tmp_path: Path, work: Path, answer: bytes, after: str, fai
     assert failure in str(lie(tmp_path, work, answer, after))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"", GOOD, GOOD[:1000], GOOD * 3 + RUN])
 def test_a_hang_is_ended_within_its_time(tmp_path: Path, work: Path, answer: bytes) -> None:
     start = time.monotonic()
@@ -135,6 +136,7 @@ def test_what_is_wrong_is_said_at_once(tmp_path: Path, work: Path, answer: bytes
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_a_child_that_left_the_session_does_not_hold_the_run(tmp_path: Path, work: Path) -> None:
     after = "pid = os.fork() or (os.setsid(), time.sleep(4), os._exit(0)); os._exit(0)"
     start = time.monotonic()

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import parse_model
 
+pytestmark = pytest.mark.slow
+
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 CNN = """<ir_version: 9, opset_import: ["" : 17]>
 net (float[1,3,8,8] x) => (float[1,4] y)

@@ -13,6 +13,8 @@ from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport, BundleSummary
 
+pytestmark = pytest.mark.slow
+
 NET = """
 <ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,5] y)
 { a = Conv<pads=[1,1,1,1]>(x, u)  h = HardSwish(a)  b = Conv<pads=[1,1,1,1]>(h, v)  i = HardSwish(b)

@@ -93,6 +93,7 @@ def test_same_input_gives_same_bytes(net: Model, calibration: Calibration, tmp_p
     assert one.model.sha256 == two.model.sha256
 
 
+@pytest.mark.slow
 def test_hash_seed_does_not_change_the_bytes(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     plan = plan_quantization(net, calibration, load_target("qnn"), "int8")
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode((plan, calibration)))

@@ -170,6 +170,7 @@ def test_the_same_detections_lose_nothing() -> None:
     assert drop_of(0) == (0, (0, 0))
 
 
+@pytest.mark.slow
 def test_boxes_that_move_a_little_lose_little_and_more_the_farther_they_move() -> None:
     drops = [drop_of(pixels)[0] for pixels in (0.3, 1.5, 6)]
     assert 0 <= drops[0] < 0.008
@@ -177,6 +178,7 @@ def test_boxes_that_move_a_little_lose_little_and_more_the_farther_they_move() -
     assert drops[2] > 0.05
 
 
+@pytest.mark.slow
 def test_detections_that_are_gone_are_lost_and_scores_that_all_shrink_are_not() -> None:
     assert drop_of(0, chance=0.001)[0] > 0.2
     drop, (low, high) = drop_of(0, chance=0.8)
@@ -196,6 +198,7 @@ TEXT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,64,64] image, fl
   { s = Mul(x, scale)  y = Add(s, off) }"""
 
 
+@pytest.mark.slow
 def test_a_detector_is_judged_by_its_detections_unless_it_is_stated_otherwise(tmp_path: Path) -> None:
     def model(name: str, off: str, scale: str = "1, 1, 1, 1, 1, 1, 1") -> object:
         return make_model(TEXT.replace("OFF", off).replace("SCALE", scale), tmp_path / f"{name}.onnx")

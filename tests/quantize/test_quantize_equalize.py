@@ -221,6 +221,7 @@ def test_unequal_channels_come_back(
     assert again.model.sha256 == saved.sha256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "scaled"), [("unequal", "r"), ("silu_net", "p")])
 def test_the_command_reports_scaled_layers_and_applies_their_plan(
     request: pytest.FixtureRequest, tmp_path: Path, net: str, scaled: str
@@ -295,6 +296,7 @@ def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model,
     assert derived[f"b{RESTORED}"].low >= -3.01
 
 
+@pytest.mark.slow
 def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
     silu_net: tuple[Model, Calibration], tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_the_provider_takes_every_unit_that_it_can(made: tuple[str, Model]) -> N
     assert [node.integers for node in convs] == [True, True, True]
 
 
+@pytest.mark.slow
 def test_the_real_provider_takes_them_as_predicted(made: tuple[str, Model]) -> None:
     case, model = made
     target = load_target(*CASES[case][:2])

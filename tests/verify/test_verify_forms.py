@@ -22,6 +22,8 @@ from edgekit.recipe import Data, Recipe
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["nnapi", "coreml"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -24,6 +24,8 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.verify.run import verify_bundle
 
+pytestmark = pytest.mark.slow
+
 COUNT, CLASSES = 16, 12
 Retell = Callable[[DeviceRun], dict[str, Any]]
 

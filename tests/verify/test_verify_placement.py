@@ -71,6 +71,7 @@ def make_network_bundle(folder: Path, target: str) -> Bundle:
     return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "target", "change", "lost", "names"),
     [

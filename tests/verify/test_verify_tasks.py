@@ -123,6 +123,7 @@ def test_masks_overlap_by_class_over_all_samples() -> None:
     assert score("miou", [{"y": np.array([[[0, 0], [1, 1]]], np.int64)}], [label]) == 1.0
 
 
+@pytest.mark.slow
 def test_the_area_under_the_curve() -> None:
     pytest.importorskip("sklearn", reason="pip install scikit-learn pycocotools jiwer")
     outputs: list[Tensors] = [{"p": np.array([[1 - p, p]], np.float32)} for p in (0.1, 0.4, 0.35, 0.8)]
