@@ -38,7 +38,7 @@ def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
     for path in sorted(folder.glob("*.j2")):
         try:
             snippets[path.name.removesuffix(".j2")] = environment.get_template(path.name).render(values)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, UnicodeDecodeError) as error:
             raise TargetError(f"template '{path}' is malformed: {error}", hint="mend the template") from error
     return snippets
 

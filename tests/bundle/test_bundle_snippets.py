@@ -92,3 +92,10 @@ def test_a_malformed_template_is_refused(tmp_path: Path, template: str) -> None:
 def test_a_target_without_templates_has_no_snippets(tmp_path: Path) -> None:
     target = msgspec.structs.replace(load_target("nnapi"), folder=tmp_path / "none")
     assert render_snippets(target, make_bundle(tmp_path).manifest) == {}
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    manifest, target = make_bundle(tmp_path).manifest, private_target(tmp_path / "t", "")
+    (target.folder / "app" / "note.txt.j2").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TargetError, match=r"note\.txt\.j2' is malformed"):
+        render_snippets(target, manifest)
