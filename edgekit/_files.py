@@ -3,21 +3,18 @@
 import contextlib
 import errno
 import hashlib
-import importlib
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Generator, Iterable
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO
 
 from edgekit.errors import BundleError, OutputError
+from edgekit.machine import find_module
 
-try:
-    fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # Windows has none
-    fcntl = None
+fcntl = find_module("fcntl")
 
 STRICT_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """Flags of `os.open` by which no link is followed and no pipe waited for, where the system has them."""

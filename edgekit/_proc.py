@@ -1,7 +1,6 @@
 """The only door to subprocess: a child with a time limit, whose death is a finding."""
 
 import contextlib
-import importlib
 import io
 import os
 import select
@@ -17,12 +16,9 @@ from typing import IO, Any
 import msgspec
 
 from edgekit.errors import DeviceError
-from edgekit.machine import peak_bytes
+from edgekit.machine import find_module, peak_bytes
 
-try:
-    fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # Windows has none
-    fcntl = None
+fcntl = find_module("fcntl")
 
 _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16

@@ -9,10 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-try:
-    resource: Any = importlib.import_module("resource")
-except ImportError:  # Windows has none
-    resource = None
+
+def find_module(name: str) -> Any:
+    """Returns a module of the standard library, None where this system has none: Windows lacks `fcntl`, `resource`."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+resource = find_module("resource")
 
 _CPU_INFO = Path("/proc/cpuinfo")
 

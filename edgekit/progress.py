@@ -30,10 +30,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     def tell(self, step: str, done: int, total: int, began: float) -> None:
         """Says how far a step of so many equal parts has come, and how long the rest takes at the pace so far."""
-        left = (time.monotonic() - began) / done * (total - done) if done else 0.0
+        left = ""
         if done:
-            left = min(left, max(self.end - time.monotonic(), 0.0))
-        self.progress(f"{step}: {done} of {total}" + (f", {left:.0f} s left" if done else ""))
+            now = time.monotonic()
+            left = f", {min((now - began) / done * (total - done), max(self.end - now, 0.0)):.0f} s left"
+        self.progress(f"{step}: {done} of {total}{left}")
 
 
 NO_LIMIT = Budget()

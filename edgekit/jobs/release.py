@@ -15,7 +15,7 @@ from edgekit.errors import BundleError, DataError
 from edgekit.package.package import Kind, PackageReport, package_bundles
 from edgekit.verify.layers.evidence import read_evidence_file
 from edgekit.verify.layers.outliers import judge_layers
-from edgekit.verify.report import RunReport
+from edgekit.verify.report import RunReport, VerifyReport
 from edgekit.verify.run import read_report
 
 
@@ -77,13 +77,17 @@ def package_verified(
 
 
 class _Released(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that is to go: where it lies, its name in reports, its digest, its manifest, and its layers if any."""
+    """A bundle that is to go: where it lies, its name in reports, its digest, its manifest, and its layers if any.
+
+    `report` is that of its last verification, None where there is none that can be read.
+    """
 
     folder: Path
     name: str
     sha256: str
     manifest: str
     layers: Path | None
+    report: VerifyReport | None
 
 
 def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
@@ -97,6 +101,7 @@ def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
             sha256=variant.manifest.sha256,
             manifest=f"{variant.folder}/{MANIFEST}",
             layers=find_file(found, variant, LAYERS),
+            report=_read_report(found.folder / variant.folder),
         )
         for variant in found.index.variants
     ]
@@ -109,7 +114,15 @@ def _place(bundle: Bundle) -> _Released:
         sha256=bundle.sha256,
         manifest=MANIFEST,
         layers=bundle.folder / LAYERS if LAYERS in bundle.manifest.files else None,
+        report=_read_report(bundle.folder),
     )
+
+
+def _read_report(folder: Path) -> VerifyReport | None:
+    try:
+        return read_report(folder / VERIFY)
+    except DataError:
+        return None
 
 
 def _refuse_doubtful(bundles: Sequence[_Released], *, allow_failed: bool) -> tuple[Doubt, ...]:
@@ -124,9 +137,8 @@ def _refuse_doubtful(bundles: Sequence[_Released], *, allow_failed: bool) -> tup
 
 
 def _find_doubt(bundle: _Released) -> str | None:
-    try:
-        report = read_report(bundle.folder / VERIFY)
-    except DataError:
+    report = bundle.report
+    if report is None:
         return "was not verified"
     # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
     if report.bundle_sha256 != bundle.sha256:
@@ -143,7 +155,8 @@ def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt]) -> TestResult
     runs: list[AttestedRun] = []
     for bundle in bundles:
         tests[bundle.name] = str(bundle.folder) not in failed
-        for run in _read_runs(bundle):
+        report = bundle.report
+        for run in report.runs if report is not None and report.bundle_sha256 == bundle.sha256 else ():
             runs.append(_describe_run(bundle.name, run))
             tests[f"{bundle.name} on {run.device}"] = run.passed
     return TestResult(
@@ -156,14 +169,6 @@ def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt]) -> TestResult
             f"{bundle.name} {failed[str(bundle.folder)]}" for bundle in bundles if str(bundle.folder) in failed
         ),
     )
-
-
-def _read_runs(bundle: _Released) -> tuple[RunReport, ...]:
-    try:
-        report = read_report(bundle.folder / VERIFY)
-    except DataError:
-        return ()
-    return report.runs if report.bundle_sha256 == bundle.sha256 else ()
 
 
 def _describe_run(bundle: str, run: RunReport) -> AttestedRun:

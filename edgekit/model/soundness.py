@@ -91,21 +91,23 @@ def _list_node_texts(node: onnx.NodeProto) -> Iterator[Any]:
 def _find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
     yield from _check_functions(proto.functions)
     opsets = _opsets(proto.opset_import)
-    yield from (
-        f"opset {version} of domain '{domain}'" for domain, version in opsets.items() if not 0 < version < 2**31
-    )
+    yield from _check_opsets(opsets)
     yield from _check_graph(proto.graph, opsets, ChainMap[str, None]())
     for function in proto.functions:
         own = _opsets(function.opset_import)
-        yield from (
-            f"opset {version} of domain '{domain}'" for domain, version in own.items() if not 0 < version < 2**31
-        )
+        yield from _check_opsets(own)
         for index, node in enumerate(function.node):
             yield from _check_node(node, f"node {index} of function '{function.name}'", own)
 
 
 def _opsets(entries: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
     return {"" if entry.domain in _MAIN else entry.domain: entry.version for entry in entries}
+
+
+def _check_opsets(opsets: Mapping[str, int]) -> Iterator[str]:
+    yield from (
+        f"opset {version} of domain '{domain}'" for domain, version in opsets.items() if not 0 < version < 2**31
+    )
 
 
 def _check_functions(functions: Sequence[onnx.FunctionProto]) -> Iterator[str]:

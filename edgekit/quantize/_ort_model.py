@@ -107,7 +107,9 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
         """Lets some of a tensor's readers read another one."""
         for node in readers:
             ONNXModel.replace_node_input(node, old, new)
-        kept = [node for node in self._readers.pop(old, ()) if not any(node is moved for moved in readers)]
+        # Messages have no hash; all of these live as long as this list.
+        moved = {id(node) for node in readers}
+        kept = [node for node in self._readers.pop(old, ()) if id(node) not in moved]
         self._readers.setdefault(new, []).extend(readers)
         if kept:
             self._readers[old] = kept

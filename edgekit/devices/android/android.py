@@ -12,6 +12,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.archive import MACHINES
 from edgekit.devices.android.installed import Installed, explain_compiler, find_installed
+from edgekit.devices.android.nnapi.draft import INSTALL_LITERT
 from edgekit.devices.android.nnapi.driver import Driver
 from edgekit.devices.android.nnapi.service import Service, can_compute, computing, find_feature_level
 from edgekit.devices.android.phone import CORES, DEFAULT_CORE, find_core, write_phone
@@ -31,7 +32,6 @@ X86_64 = "x86_64"
 
 _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
-_LITERT = "pip install ai-edge-litert==2.3.0"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
@@ -70,7 +70,9 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             command = f"{explain_compiler(self.abi)}; {_INSTALL}"
             return Missing(reason=f"it was installed without {self.abi}", command=command)
         if self.computes and not can_compute():
-            return Missing(reason="ai-edge-litert, which computes NNAPI's networks, is not installed", command=_LITERT)
+            return Missing(
+                reason="ai-edge-litert, which computes NNAPI's networks, is not installed", command=INSTALL_LITERT
+            )
         if find_emulator(self.abi) is not None:
             return None
         if self.abi == X86_64:

@@ -5,12 +5,16 @@ core it is (its part and variant in /proc/cpuinfo). Without these files XNNPACK 
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from edgekit._files import write_file
 from edgekit.errors import UsageError, suggest_name
+
+_T = TypeVar("_T")
 
 CORES = 4
 """How many cores the phone has; apps give ONNX Runtime that many threads at most."""
@@ -79,10 +83,7 @@ def find_core(name: str) -> Core:
     Raises:
         UsageError: there is no such core.
     """
-    cores = read_phones().cores
-    if name not in cores:
-        raise UsageError(f"there is no cpu '{name}' for 'android'", hint=suggest_name(name, cores))
-    return cores[name]
+    return _find(name, read_phones().cores, f"cpu '{name}' for 'android'")
 
 
 def find_phone(name: str) -> Phone:
@@ -91,10 +92,13 @@ def find_phone(name: str) -> Phone:
     Raises:
         UsageError: there is no such phone.
     """
-    phones = read_phones().phones
-    if name not in phones:
-        raise UsageError(f"there is no phone '{name}'", hint=suggest_name(name, phones))
-    return phones[name]
+    return _find(name, read_phones().phones, f"phone '{name}'")
+
+
+def _find(name: str, table: Mapping[str, _T], what: str) -> _T:
+    if name not in table:
+        raise UsageError(f"there is no {what}", hint=suggest_name(name, table))
+    return table[name]
 
 
 def write_phone(core: Core, root: Path) -> None:

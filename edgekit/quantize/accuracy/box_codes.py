@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from edgekit.model.tensors import Array
-from edgekit.quantize.ranges.nonlinearities import sigmoid
+from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
 
 BINS = (8, 16, 17, 32)
 """How many bins a distance to a side may have, of which a softmax makes a mean (X. Li et al., arXiv:2006.04388)."""
@@ -172,9 +172,7 @@ def _decode_offsets(values: Array, at: _Places) -> Array:
 def _decode_bins(values: Array, at: _Places) -> Array:
     """Distances in cells as means over bins (X. Li et al., arXiv:2006.04388)."""
     bins = values.reshape(len(values), 4, -1)
-    powers = np.exp(bins - bins.max(axis=-1, keepdims=True))
-    shares = powers / powers.sum(axis=-1, keepdims=True)
-    return _decode_distances(shares @ np.arange(bins.shape[-1], dtype=np.float64), at)
+    return _decode_distances(softmax(bins) @ np.arange(bins.shape[-1], dtype=np.float64), at)
 
 
 EXPLICIT: Mapping[str, Callable[[Array], Array]] = {

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.box_codes import BINS, Grid, decode_boxes, lay_grids
-from edgekit.quantize.ranges.nonlinearities import sigmoid
+from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
 
 # Fewer rows are no places where something may be; a small net for images of 64 pixels has 80.
 _LEAST_ROWS = 40
@@ -249,8 +249,7 @@ def _squash(scores: Array, squash: str) -> Array:
     if squash == "sigmoid":
         return sigmoid(scores)
     if squash == "softmax":
-        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+        return softmax(scores)
     return np.clip(scores, 0, 1)
 
 

@@ -10,7 +10,7 @@ from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
-from edgekit.quantize.ranges.nonlinearities import sigmoid
+from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
 
 MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "values"]
 
@@ -88,8 +88,7 @@ def read_probabilities(value: Array, reading: Reading) -> Array:
         return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
     if _is_distribution(rows):
         return rows
-    powers = np.exp(rows - rows.max(axis=0))
-    return np.asarray(powers / powers.sum(axis=0))
+    return softmax(rows, axis=0)
 
 
 def read_decisions(value: Array, reading: Reading) -> Array:

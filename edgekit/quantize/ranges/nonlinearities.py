@@ -23,6 +23,12 @@ def sigmoid(values: Array) -> Array:
     return np.asarray(1 / (1 + np.exp(-np.clip(values, -80, 80))))
 
 
+def softmax(values: Array, axis: int | None = -1) -> Array:
+    """Returns the softmax of values along an axis, or of all where that is None, which does not overflow."""
+    powers = np.exp(values - values.max(axis=axis, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=axis, keepdims=True))
+
+
 def _raw_score(values: Array) -> Array:
     """What an app makes of a raw score; it counts only where the values look like scores."""
     return sigmoid(values)

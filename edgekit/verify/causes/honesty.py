@@ -16,8 +16,6 @@ from edgekit.target import read_version
 from edgekit.verify.metrics.dependence import CHANCE, measure_chance
 from edgekit.verify.metrics.tensor_metrics import decibels, distance_energy
 
-# As runtimes call themselves in a run's versions.
-_RUNTIMES = ("onnxruntime",)
 _LOOKED_AT = 8
 # A float32 has half precision by chance once in 2^13 (the bits that half precision lacks); constants such as 0 and 1
 # always do, so that a few values tell nothing.
@@ -63,7 +61,7 @@ def find_sameness(reference: Samples) -> tuple[str, ...]:
 
 def find_version(run: DeviceRun) -> str:
     """Returns which ONNX Runtime a device says that it ran, "" where it says of none."""
-    return next((run.versions[name] for name in _RUNTIMES if run.versions.get(name)), "")
+    return run.versions.get("onnxruntime", "")
 
 
 def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:

@@ -7,6 +7,7 @@ import numpy as np
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Tensors, is_numeric
+from edgekit.quantize.ranges.nonlinearities import softmax
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Floats
@@ -71,8 +72,7 @@ def redo_softmax(wanted: Floats, found: Floats) -> Floats:
     """Returns the softmax of what came back, where the reference sums to one: a softmax was left out."""
     if abs(float(wanted.sum()) - 1.0) > 1e-3:
         return found
-    powers = np.exp(found - found.max())
-    return np.asarray(powers / powers.sum(), dtype=np.float64)
+    return softmax(found, axis=None)
 
 
 _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {

@@ -19,6 +19,9 @@ from edgekit.devices.android.nnapi.network import Constants, Network, Operand, O
 from edgekit.errors import DeviceError, MissingExtraError
 from edgekit.model.tensors import Array
 
+INSTALL_LITERT = "pip install ai-edge-litert==2.3.0"
+"""The command that installs what computes the models."""
+
 # Versions that say what is used: weights per channel, zero points of weights. All others are the latest known.
 _VERSIONS = {"CONV_2D": 5, "DEPTHWISE_CONV_2D": 6, "FULLY_CONNECTED": 7, "RESHAPE": 1, "CAST": 1}
 
@@ -30,9 +33,7 @@ class Draft:
         try:
             from ai_edge_litert import schema_py_generated  # noqa: PLC0415 - an optional extra
         except ImportError as error:
-            raise MissingExtraError(
-                "ai-edge-litert is not installed", hint="pip install ai-edge-litert==2.3.0"
-            ) from error
+            raise MissingExtraError("ai-edge-litert is not installed", hint=INSTALL_LITERT) from error
         self.schema: Any = schema_py_generated
         self.operands = network.operands
         self.network = network

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 
 from edgekit.devices.android.nnapi.operations import NUMBERS
 from edgekit.errors import UsageError, suggest_name
+from edgekit.plain import read_toml
 
-MAX_FILE_BYTES = 1 << 20
 _FEATURE_LEVELS = frozenset({27, 28, 29, 30, 31, 1_000_006, 1_000_007, 1_000_008})
 # What TFLite and ONNX call an operation whose name NNAPI spells otherwise.
 _OTHER_NAMES = {
@@ -42,15 +42,12 @@ def read_driver(path: Path) -> Driver:
         UsageError: the file cannot be read or is malformed, or names what is no operation or feature level of NNAPI.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES)
+        tree = read_toml(path, dict[str, object])
+        _check_keys(path, tree)
+        driver = msgspec.convert(tree, type=Driver)
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--set driver=FILE.toml") from error
-    try:
-        tree = msgspec.toml.decode(data)
-        _check_keys(path, cast("Mapping[str, object]", tree))
-        driver = msgspec.convert(tree, type=Driver)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise UsageError(f"'{path}' is malformed: {error}", hint='for example refused = ["SOFTMAX"]') from error
     for name in driver.refused:
         if name not in NUMBERS:
