@@ -81,7 +81,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "report": (
         ("junit", "markdown", "pages"),
         ("text",),
-        ("bench_text", "changes", "checked", "quantization_text", "quantized"),
+        ("bench_text", "changes", "checked", "packaged", "quantization_text", "quantized"),
         ("summary", "tables"),
     ),
     "verify": (

@@ -6,11 +6,13 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_doubts, show_json, show_line, show_lines
+from edgekit.cli.terminal import print_table, show_doubts, show_json, show_line, show_lines
 from edgekit.jobs.release import package_verified
+from edgekit.package.contents import parse_extras
 from edgekit.package.package import FORMS, Kind
 from edgekit.package.variant import Names
 from edgekit.plain import to_plain
+from edgekit.report.packaged import list_size_remarks, table_sizes
 
 
 @click.command(short_help="Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.")
@@ -21,6 +23,13 @@ from edgekit.plain import to_plain
 @click.option("--group", default="", metavar="NAME", help="The Maven group of an AAR.  [default: edgekit.models]")
 @click.option("--package-version", default="", metavar="X", help="Its version; else it follows from the content.")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Pack only what this public key signed.")
+@click.option(
+    "--with",
+    "extras",
+    multiple=True,
+    metavar="NAME,...",
+    help="What goes along besides: golden, forms, onnx, or all of each bundle.",
+)
 @options.ALLOW_FAILED
 @options.JSON
 def command(
@@ -31,12 +40,15 @@ def command(
     group: str,
     package_version: str,
     key: Path | None,
+    extras: tuple[str, ...],
     allow_failed: bool,
     as_json: bool,
 ) -> int:
     """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
 
-    An app tries the bundles in the order in which they are given. Same bundles, same bytes.
+    An app tries the bundles in the order in which they are given. Same bundles, same bytes. A package carries the form
+    of the model that its loader opens and the golden samples of the self-test; --with adds all golden samples, the
+    other forms, the ONNX form, or everything, so that `edgekit verify` opens the bundle in it.
 
     \b
     Example:
@@ -47,16 +59,20 @@ def command(
     written.
     """
     names = Names(name=name, group=group, version=package_version)
-    report, doubts = package_verified(bundles, kind, out, allow_failed=allow_failed, key=key, names=names)
+    report, doubts = package_verified(
+        bundles, kind, out, allow_failed=allow_failed, key=key, names=names, extras=parse_extras(extras)
+    )
     show_doubts(doubts)
     if as_json:
-        show_json({**to_plain(report), "allowed": doubts})
+        show_json({**to_plain(report), "allowed": doubts, "size_bytes": report.size_bytes})
         return YES
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
+    print_table(table_sizes(report))
     for left in report.left_out:
         show_line(f"left out: {left.path}: {left.reason}")
     if report.store is not None:
         show_lines(report.store.remarks)
+    show_lines(list_size_remarks(report))
     show_line(f"{report.out} (sha256 {report.sha256})")
     return YES

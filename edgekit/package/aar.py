@@ -14,7 +14,7 @@ from edgekit.bundle.manifest.coordinates import Dependency, list_android_depende
 from edgekit.errors import MissingExtraError, UsageError
 from edgekit.package.store import StoreReport
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, Workplace, list_entries
+from edgekit.package.variant import Identity, Part, Variant, Workplace, list_entries
 from edgekit.target import read_version
 
 _JAVA = Path(__file__).parent / "far" / "java"
@@ -23,9 +23,7 @@ _STAND_IN = b"package edgekit.loader;"
 _OLDEST_API = 24
 
 
-def collect_aar(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, workplace: Workplace
-) -> Mapping[str, Path | bytes]:
+def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a Maven repository with one artifact: the archive, its POM, the loader's source.
 
     The loader's classes get a Java package of their own, so that an app can hold two such archives. They are compiled
@@ -37,12 +35,13 @@ def collect_aar(
         UsageError: the archive of ONNX Runtime has no classes, or the loader cannot be compiled against them.
     """
     work, runtime = workplace.folder, _require_runtime(workplace)
+    variants = [part.variant for part in parts]
     package = f"{identity.group}.{re.sub('[^a-z0-9_]', '_', identity.name.lower())}"
     values = {
         "identity": identity,
         "package": package,
         "assets": package,
-        "minimum_api": max([_OLDEST_API, *(_api_level(bundle) for bundle in bundles)]),
+        "minimum_api": max([_OLDEST_API, *(_api_level(part.bundle) for part in parts)]),
         "dependencies": _merge_dependencies(variants, runtime),
         "store": report_store(variants, runtime),
     }
@@ -58,8 +57,8 @@ def collect_aar(
         # ONNX Runtime's native code looks classes up by name: R8 would rename or drop them.
         "proguard.txt": b"-keep class ai.onnxruntime.** { *; }\n",
     }
-    for bundle, variant in zip(bundles, variants, strict=True):
-        contents.update(list_entries(bundle, variant, f"assets/{package}"))
+    for part in parts:
+        contents.update(list_entries(part, f"assets/{package}"))
     write_archive(contents, work / "library.aar", "zip")
     place = f"{identity.group.replace('.', '/')}/{identity.name}/{identity.version}/{identity.name}-{identity.version}"
     return {

@@ -6,22 +6,20 @@ from pathlib import Path
 import msgspec
 
 from edgekit.bundle.archive import list_files
-from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, Workplace, list_entries
+from edgekit.package.variant import Identity, Part, Workplace, list_entries
 
 BUNDLES = "bundles"
 _FAR = Path(__file__).parent / "far"
 
 
-def collect_board(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Workplace
-) -> Mapping[str, Path | bytes]:
+def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
     entries: dict[str, Path | bytes] = {}
-    for bundle, variant in zip(bundles, variants, strict=True):
-        entries.update(list_entries(bundle, variant, BUNDLES))
+    variants = [part.variant for part in parts]
+    for part in parts:
+        entries.update(list_entries(part, BUNDLES))
     for language in ("cpp", "python"):
         sources = list_files(_FAR / language)
         entries.update({f"{language}/{name}": path for name, path in sources.items() if "__pycache__" not in name})

@@ -14,32 +14,31 @@ from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.statement import SIGNATURE
 from edgekit.model.skim import skim_model
-from edgekit.package.variant import Identity, Variant, Workplace
+from edgekit.package.variant import Identity, Part, Variant, Workplace
 
 _COMPATIBILITY = "ep_compatibility_info."
 _SHAREABLE = ("golden/",)
 
 
-def collect_ort_package(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Workplace
-) -> Mapping[str, Path | bytes]:
+def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a model package: `manifest.json`, `<name>/component.json`, and a folder for each variant.
 
     A file that several bundles hold, such as the golden inputs, lies once in `shared_assets/sha256-<hex>/`. What each
     file of a bundle is called, its sha256 and where it lies stands in the variant's `additional_metadata`.
     """
     # By name and digest: an asset keeps the file name that loaders ask for.
-    counts = Counter(key for bundle, variant in zip(bundles, variants, strict=True) for key in _keys(bundle, variant))
+    counts = Counter(key for part in parts for key in _keys(part.bundle, part.variant))
     shared = {key for key, count in counts.items() if count > 1}
     entries: dict[str, Path | bytes] = {}
     described: dict[str, object] = {}
-    for bundle, variant in zip(bundles, variants, strict=True):
+    for part in parts:
+        bundle, variant = part.bundle, part.variant
         places: dict[str, str] = {}
         for name, file in variant.files.items():
             asset = _asset(name, file.sha256) if (name, file.sha256) in shared else None
             places[name] = name if asset is None else f"sha256:{asset}/{Path(name).name}"
             folder = f"{identity.name}/{variant.name}/{name}" if asset is None else _asset_path(asset, name)
-            entries[folder] = bundle.folder / name
+            entries[folder] = part.cut.files[name]
         if (bundle.folder / SIGNATURE).exists():
             entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
         described[variant.name] = _describe(bundle, variant, places)

@@ -1,6 +1,6 @@
 """Bundles into one package: which kinds there are, which providers each can hold, and writing it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,13 +13,16 @@ from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.package.aar import collect_aar, report_store
 from edgekit.package.board import collect_board
+from edgekit.package.contents import Extra, cut_bundles
 from edgekit.package.ort_package import collect_ort_package
+from edgekit.package.sizes import measure_entries, measure_models
 from edgekit.package.store import StoreReport
 from edgekit.package.swiftpm import collect_swiftpm
 from edgekit.package.variant import (
     UNNAMED,
     Identity,
     Names,
+    Part,
     Variant,
     Workplace,
     describe_variants,
@@ -29,14 +32,15 @@ from edgekit.package.variant import (
 from edgekit.target import read_version
 
 Kind = Literal["aar", "ort-package", "swiftpm", "tar", "zip"]
-Collect = Callable[[Sequence[Bundle], Sequence[Variant], Identity, Workplace], Mapping[str, Path | bytes]]
+Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | bytes]]
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of package: what collects its files, which providers it can hold (none: all), and if it is an archive.
 
     `platform` names the operating system whose provider options the app passes, "" for those of every system.
-    `needs_runtime` is True where the package is made for one archive of ONNX Runtime.
+    `needs_runtime` is True where the package is made for one archive of ONNX Runtime, `shares` where bundles have
+    their golden samples in common.
     """
 
     collect: Collect
@@ -44,6 +48,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     providers: frozenset[str]
     archive: Literal["zip", "tar"] | None
     needs_runtime: bool = False
+    shares: bool = True
 
 
 _BOARD = frozenset(
@@ -58,7 +63,7 @@ _APPLE = frozenset({"CPUExecutionProvider", "CoreMLExecutionProvider", "XnnpackE
 
 FORMS: dict[Kind, Form] = {
     "aar": Form(collect=collect_aar, platform="android", providers=_ANDROID, archive=None, needs_runtime=True),
-    "ort-package": Form(collect=collect_ort_package, platform="", providers=frozenset(), archive=None),
+    "ort-package": Form(collect=collect_ort_package, platform="", providers=frozenset(), archive=None, shares=False),
     "swiftpm": Form(collect=collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
     "tar": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="tar"),
     "zip": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="zip"),
@@ -78,7 +83,8 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `store` is what an app store checks, None where the package brings no shared library into an app.
 
-    `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
+    `sizes` are the bytes of every file, those in an AAR named one by one, and `model_bytes` those of the models among
+    them. `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
     `sha256sum` writes them.
     """
 
@@ -88,7 +94,19 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     bundles: tuple[Variant, ...]
     left_out: tuple[LeftOut, ...]
     files: dict[str, str]
+    sizes: dict[str, int]
+    model_bytes: int
     store: StoreReport | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it together."""
+        return sum(self.sizes.values())
+
+    @property
+    def outweighs(self) -> bool:
+        """True if what is no model is larger than the models."""
+        return self.size_bytes > 2 * self.model_bytes
 
 
 def package_bundles(
@@ -98,17 +116,18 @@ def package_bundles(
     *,
     names: Names = UNNAMED,
     key: Path | None = None,
+    extras: tuple[Extra, ...] = (),
     runtime: AppRuntime | None = None,
-    accept: Callable[[Sequence[Bundle]], None] | None = None,
+    accept: Callable[[Sequence[Bundle]], None] = lambda _bundles: None,
 ) -> PackageReport:
     """Writes bundles, or those of a build's folder, as one package and returns what it holds.
 
     An AAR is compiled against the classes of `runtime`, and depends on its version. `accept` is shown the bundles
     before anything is written, and raises where one of them may not go.
-
-    Every bundle is opened first, so that its digests hold, and with a public `key` its signature. Bundles that are
-    given one by one keep their order, in which an app tries them; those of a build are sorted. Same bundles and
-    options, same bytes.
+    Of each bundle go the form of the model that the loader opens, the golden samples of its self-test and the manifest;
+    `extras` names what goes along besides. Every bundle is opened first, so that its digests hold, and with a public
+    `key` its signature. Bundles that are given one by one keep their order, in which an app tries them; those of a
+    build are sorted. Same bundles and options, same bytes.
 
     Raises:
         UsageError: a bundle does not fit this kind of package or needs a newer ONNX Runtime than `runtime`, that is
@@ -121,24 +140,34 @@ def package_bundles(
     made_for = _require_runtime(kind, runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written of a bundle that was altered.
     bundles, left_out = _choose(paths, key, lambda bundle: _find_misfit(bundle, kind, made_for))
-    if accept is not None:
-        accept(bundles)
-    variants = describe_variants(bundles, form.platform)
-    identity = identify(bundles, names)
+    accept(bundles)
+    identity = identify(bundles, names, extras)
     with work_folder() as work:
-        entries = form.collect(bundles, variants, identity, Workplace(folder=work, runtime=made_for))
-        # Before anything is written, and of the sources: what the report names is what was to be packed.
+        parts = _cut_parts(bundles, extras, form, work)
+        entries = form.collect(parts, identity, Workplace(folder=work, runtime=made_for))
+        # Before anything is written: what the report names is what was to be packed.
         digests = {name: _digest(entries[name]) for name in sorted(entries)}
-        sha256 = _write(entries, digests, form, out)
-    return PackageReport(
-        kind=kind,
-        out=str(out),
-        sha256=sha256,
-        bundles=variants,
-        left_out=left_out,
-        files=digests,
-        store=None if made_for is None else report_store(variants, made_for),
-    )
+        sizes, variants = measure_entries(entries), tuple(part.variant for part in parts)
+        return PackageReport(
+            kind=kind,
+            out=str(out),
+            sha256=_write(entries, digests, form, out),
+            bundles=variants,
+            left_out=left_out,
+            files=digests,
+            sizes=sizes,
+            model_bytes=measure_models(parts),
+            store=None if made_for is None else report_store(variants, made_for),
+        )
+
+
+def _cut_parts(bundles: Sequence[Bundle], extras: Collection[Extra], form: Form, work: Path) -> list[Part]:
+    cuts = cut_bundles(bundles, extras, work / "golden", share=form.shares)
+    variants = describe_variants(bundles, cuts, form.platform)
+    return [
+        Part(bundle=bundle, cut=cut, variant=variant)
+        for bundle, cut, variant in zip(bundles, cuts, variants, strict=True)
+    ]
 
 
 def _write(entries: Mapping[str, Path | bytes], digests: Mapping[str, str], form: Form, out: Path) -> str:

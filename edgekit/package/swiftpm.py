@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from edgekit.bundle.archive import list_files
-from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest.coordinates import SWIFT_PACKAGE
 from edgekit.package.tables import render_table
-from edgekit.package.variant import Identity, Variant, Workplace, list_entries
+from edgekit.package.variant import Identity, Part, Workplace, list_entries
 from edgekit.target import read_version
 
 _SWIFT = Path(__file__).parent / "far" / "swift"
@@ -16,12 +15,11 @@ _SWIFT = Path(__file__).parent / "far" / "swift"
 _OLDEST_IOS = "15"
 
 
-def collect_swiftpm(
-    bundles: Sequence[Bundle], variants: Sequence[Variant], identity: Identity, _work: Workplace
-) -> Mapping[str, Path | bytes]:
+def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a Swift package: `Package.swift`, sources, and the bundles under `Resources/`."""
     module = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", identity.name))
-    versions = [bundle.manifest.settings.get("ios", _OLDEST_IOS) for bundle in bundles]
+    variants = [part.variant for part in parts]
+    versions = [part.bundle.manifest.settings.get("ios", _OLDEST_IOS) for part in parts]
     values = {
         "identity": identity,
         "module": module,
@@ -35,6 +33,6 @@ def collect_swiftpm(
     entries[f"{sources}/Bundles.swift"] = render_table("Bundles.swift.j2", variants, **values)
     entries["Package.swift"] = render_table("Package.swift.j2", variants, **values)
     entries["README.md"] = render_table("swift.md.j2", variants, **values)
-    for bundle, variant in zip(bundles, variants, strict=True):
-        entries.update(list_entries(bundle, variant, f"{sources}/Resources"))
+    for part in parts:
+        entries.update(list_entries(part, f"{sources}/Resources"))
     return entries

@@ -1,12 +1,13 @@
 """What a loader must know of a bundle: the one place where the packages read a manifest."""
 
+import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file
+from edgekit._files import digest_bytes
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest.checks import read_bounded
@@ -15,6 +16,7 @@ from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.statement import SIGNATURE
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
+from edgekit.package.contents import Cut
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,10 +29,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle as the loaders see it; `files` are all of its files, the manifest too, sorted by name.
+    """A bundle as the loaders see it; `files` are those that the package carries, the manifest too, sorted by name.
 
-    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. `chosen` are the rows of the
-    golden samples whose outputs the self-test also compares with `golden/expected.npz`, within `tolerance`.
+    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. Names in `files` lie below it,
+    or beside it (`../`). `golden` is the folder of `inputs.npz`, `reference` names what the outputs are judged
+    by: "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`.
+    Those rows are compared with `golden/expected.npz` within `tolerance` in either case.
     """
 
     name: str
@@ -44,11 +48,21 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, BundledFile]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    golden: str
+    reference: str
     samples: int
     thresholds: Limits
     chosen: tuple[int, ...]
     tolerance: dict[str, float]
     versions: dict[str, str]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle of a package, what the package carries of it, and what the loaders know of it."""
+
+    bundle: Bundle
+    cut: Cut
+    variant: Variant
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,14 +92,14 @@ class Workplace(msgspec.Struct, frozen=True, kw_only=True):
     runtime: AppRuntime | None = None
 
 
-def identify(bundles: Sequence[Bundle], names: Names) -> Identity:
+def identify(bundles: Sequence[Bundle], names: Names, extras: Collection[str] = ()) -> Identity:
     """Returns what a package of these bundles is called; a version that is not given follows from their content.
 
     Raises:
         UsageError: a name has characters that Maven, Gradle or SwiftPM do not take.
     """
     # Other content, other version: Gradle and SwiftPM cache by version, and would keep serving the old one.
-    made = digest_bytes("".join(bundle.sha256 for bundle in bundles).encode())[:12]
+    made = digest_bytes("".join((*(bundle.sha256 for bundle in bundles), *sorted(extras))).encode())[:12]
     identity = Identity(
         group=names.group or "edgekit.models",
         name=names.name or clean_name(bundles[0].manifest.name).lower(),
@@ -101,8 +115,10 @@ def identify(bundles: Sequence[Bundle], names: Names) -> Identity:
     return identity
 
 
-def describe_variants(bundles: Sequence[Bundle], platform: str) -> tuple[Variant, ...]:
-    """Returns what a loader must know of each bundle, in their order; `platform` is "" for one that holds anywhere.
+def describe_variants(bundles: Sequence[Bundle], cuts: Sequence[Cut], platform: str) -> tuple[Variant, ...]:
+    """Returns what a loader must know of each bundle, in their order, and of what a package carries of it (`cuts`).
+
+    `platform` is "" for a package that holds anywhere.
 
     Raises:
         UsageError: there is no bundle, or two of them are the same.
@@ -117,20 +133,20 @@ def describe_variants(bundles: Sequence[Bundle], platform: str) -> tuple[Variant
     unique = [
         name if names.count(name) == 1 else f"{name}-{digest[:8]}" for name, digest in zip(names, digests, strict=True)
     ]
-    return tuple(_describe(bundle, name, platform) for bundle, name in zip(bundles, unique, strict=True))
+    return tuple(_describe(*each, platform) for each in zip(bundles, cuts, unique, strict=True))
 
 
-def list_entries(bundle: Bundle, variant: Variant, prefix: str) -> dict[str, Path | bytes]:
+def list_entries(part: Part, prefix: str) -> dict[str, Path | bytes]:
     """Returns the files of a bundle by their name in a package, below `prefix`, and its signature; no other file.
 
     Raises:
         BundleError: the signature is a link or no regular file.
     """
     entries: dict[str, Path | bytes] = {
-        f"{prefix}/{variant.name}/{name}": bundle.folder / name for name in variant.files
+        posixpath.normpath(f"{prefix}/{part.variant.name}/{name}"): path for name, path in part.cut.files.items()
     }
-    if (bundle.folder / SIGNATURE).exists():
-        entries[f"{prefix}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
+    if (part.bundle.folder / SIGNATURE).exists():
+        entries[f"{prefix}/{part.variant.name}/{SIGNATURE}"] = read_bounded(part.bundle.folder, SIGNATURE)
     return entries
 
 
@@ -171,12 +187,13 @@ def _name(bundle: Bundle) -> str:
     return clean_name(f"{bundle.manifest.name}-{bundle.manifest.target}")
 
 
-def _describe(bundle: Bundle, name: str, platform: str) -> Variant:
-    manifest, file = bundle.manifest, bundle.folder / MANIFEST
+def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
+    manifest, files = bundle.manifest, cut.list_files()
     # Loaders compare the file in the package with the digest compiled into them.
-    if digest_file(file) != bundle.sha256:
-        raise BundleError(f"'{file}' is not in edgekit's canonical form", hint="build the bundle again")
-    files = {**manifest.files, MANIFEST: BundledFile(sha256=bundle.sha256, size_bytes=file.stat().st_size)}
+    if files[MANIFEST].sha256 != bundle.sha256:
+        raise BundleError(
+            f"'{bundle.folder / MANIFEST}' is not in edgekit's canonical form", hint="build the bundle again"
+        )
     own = manifest.platforms.get(platform)
     options = own.provider_options if own is not None else manifest.provider_options
     return Variant(
@@ -188,17 +205,20 @@ def _describe(bundle: Bundle, name: str, platform: str) -> Variant:
         session_config=dict(sorted(manifest.session_config.items())),
         minimum_ort=manifest.minimum_ort,
         model=manifest.model_file,
-        files=dict(sorted(files.items())),
+        files=files,
         inputs=_list_inputs(bundle),
         outputs=_list_outputs(bundle),
-        samples=manifest.golden.samples,
+        golden=cut.golden,
+        reference=cut.reference,
+        samples=cut.samples,
         thresholds=Limits(
             min_cosine=manifest.thresholds.min_cosine,
             min_sqnr_db=manifest.thresholds.min_sqnr_db,
             min_top1_agreement=manifest.thresholds.min_top1_agreement,
-            granted_samples=manifest.thresholds.granted_samples,
+            # Two classes that lie close may change places within the tolerance, which judges these few samples.
+            granted_samples=cut.samples if cut.reference == "expected" else manifest.thresholds.granted_samples,
         ),
-        chosen=tuple(sample.row for sample in manifest.golden.chosen),
+        chosen=cut.chosen,
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),
     )

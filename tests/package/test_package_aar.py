@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import msgspec
+import numpy as np
 import pytest
 from android_parts import find_runtime
 from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, find_qnn, flip_byte, join_jars, require_program, run_program
@@ -61,8 +62,23 @@ def test_the_archive_has_what_android_asks_for(unpacked: Path, repository: Path)
         "com.qualcomm.qti:onnxruntime-android-qnn:2.7.0:runtime",
         "com.qualcomm.qti:qnn-runtime:2.51.0:runtime",
     ]
+
+
+def test_the_archive_carries_what_its_loader_opens_and_tests_once(unpacked: Path, bundles: Path) -> None:
+    models: dict[str, int] = {}
     for name in (QNN, XNNPACK, NNAPI):
-        assert open_bundle(unpacked / "assets" / PACKAGE / name).manifest.name == "digits_mobilenet"
+        manifest = open_bundle(bundles / name).manifest
+        models |= {f"{name}/{file}": manifest.files[file].size_bytes for file in manifest.forms[manifest.form]}
+    assets = list_files(unpacked / "assets" / PACKAGE)
+    (shared,) = {name for name in assets if name.startswith("golden-")}
+    own = {f"{name}/{file}" for name in (QNN, XNNPACK, NNAPI) for file in ("manifest.json", "golden/expected.npz")}
+    assert assets.keys() == {shared, *own, *models}
+    chosen = {
+        sample.row for name in (QNN, XNNPACK, NNAPI) for sample in open_bundle(bundles / name).manifest.golden.chosen
+    }
+    with np.load(assets[shared]) as golden:
+        assert {len(rows) for rows in golden.values()} == {len(chosen)}
+    assert sum(path.stat().st_size for path in list_files(unpacked).values()) <= 1.5 * sum(models.values())
 
 
 def test_a_build_without_nnapi_asks_for_what_onnxruntime_asks_for(bundles: Path, tmp_path: Path) -> None:
@@ -194,7 +210,7 @@ def test_java_refuses_an_older_onnxruntime(java: list[str], unpacked: Path, tmp_
     assert f"'{XNNPACK}' needs ONNX Runtime 1.1000.0, this is 1.29.0" in shown
 
 
-@pytest.mark.parametrize("name", ["golden/inputs.npz", "model.onnx"])
+@pytest.mark.parametrize("name", ["golden/expected.npz", "model.onnx"])
 def test_java_names_an_altered_file(name: str, java: list[str], unpacked: Path, tmp_path: Path) -> None:
     shutil.copytree(unpacked / "assets", tmp_path / "aar" / "assets")
     flip_byte(tmp_path / "aar" / "assets" / PACKAGE / XNNPACK / name)

@@ -108,11 +108,11 @@ def test_java_opens_the_first_bundle_that_the_phone_can(
 
 @pytest.mark.parametrize("name", [XNNPACK, NNAPI])
 def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_say_no(
-    name: str, java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
+    name: str, java: Sequence[str], neural: Sequence[str], unpacked: Path, bundles: Path, tmp_path: Path
 ) -> None:
     code, shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "keys", name])
     assert code == 0, shown
-    manifest = open_bundle(unpacked / "assets" / PACKAGE / name).manifest
+    manifest = open_bundle(bundles / name).manifest
     assert f"{name}: self-test passed with" in shown
     # XNNPACK's own pool, one of whose threads is the caller; ONNX Runtime was told to have none.
     if name == XNNPACK:

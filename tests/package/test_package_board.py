@@ -18,6 +18,7 @@ from edgekit.bundle.opening import sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.bundle.statement import TestResult
 from edgekit.errors import BundleError, UsageError
+from edgekit.package.contents import Extra, parse_extras
 from edgekit.package.package import package_bundles
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,9 @@ WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-We
 @pytest.fixture(scope="module")
 def board(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("board")
-    package_bundles((bundles,), "tar", folder / "digits.tar")
+    report = package_bundles((bundles,), "tar", folder / "digits.tar")
+    assert report.size_bytes == sum(report.sizes.values())
+    assert not report.outweighs
     unpack_archive(folder / "digits.tar", folder / "digits")
     return folder / "digits"
 
@@ -89,7 +92,7 @@ def test_a_signature_goes_along_and_a_key_is_asked_for(bundles: Path, tmp_path: 
     with pytest.raises(BundleError, match="sign"):
         package_bundles((tmp_path / "bundle",), "zip", tmp_path / "no.zip", key=public)
     sign_bundle(tmp_path / "bundle", tmp_path / "key", TestResult(result="PASSED", configuration=()))
-    report = package_bundles((tmp_path / "bundle",), "zip", tmp_path / "out.zip", key=public)
+    report = package_bundles((tmp_path / "bundle",), "zip", tmp_path / "out.zip", key=public, extras=("all",))
     assert f"bundles/{XNNPACK}/signature.json" in report.files
     unpack_archive(tmp_path / "out.zip", tmp_path / "out")
     assert open_bundle(tmp_path / "out" / "bundles" / XNNPACK, key=public).manifest.target == "xnnpack"
@@ -118,8 +121,11 @@ def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) 
     assert code == 0, shown
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "golden/outputs.npz", "manifest.json", "README.md"])
+@pytest.mark.parametrize("name", ["model.onnx", "golden/expected.npz", "manifest.json", "golden"])
 def test_the_loaders_name_an_altered_file(name: str, program: Path, damaged: Path) -> None:
+    if name == "golden":
+        (shared,) = (damaged / "bundles").glob("golden-*/inputs.npz")
+        name = f"../{shared.parent.name}/inputs.npz"
     flip_byte(damaged / "bundles" / XNNPACK / name)
     options = ["--cpu", "--only", XNNPACK]
     for command in ([program, find_library(), damaged / "bundles"], [sys.executable, _loader(damaged)]):
@@ -128,14 +134,16 @@ def test_the_loaders_name_an_altered_file(name: str, program: Path, damaged: Pat
         assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
 
 
-def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no(board: Path, tmp_path: Path) -> None:
+def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no(
+    board: Path, bundles: Path, tmp_path: Path
+) -> None:
     require_program("clang++", "clang")
     source, out = HERE / "far" / "check_loader.cc", tmp_path / "check_loader"
     code, shown = run_program(["clang++", *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
     assert code == 0, shown
     code, shown = run_program([out, find_library(), board / "bundles", XNNPACK])
     assert code == 0, shown
-    manifest = open_bundle(board / "bundles" / XNNPACK).manifest
+    manifest = open_bundle(bundles / XNNPACK).manifest
     lines = shown.splitlines()
     assert lines[0] == "0 failures"
     assert "is off by" in lines[1]
@@ -150,11 +158,11 @@ def test_the_python_loader_runs_the_bundle_on_the_simulator(board: Path) -> None
     assert f"{QNN}: self-test passed with" in shown
 
 
-def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(damaged: Path) -> None:
+def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(damaged: Path, bundles: Path) -> None:
     table = damaged / "python" / "edgekit_bundles.json"
     variants: list[dict[str, Any]] = json.loads(table.read_bytes())
     (variant,) = (variant for variant in variants if variant["name"] == XNNPACK)
-    manifest = open_bundle(damaged / "bundles" / XNNPACK).manifest
+    manifest = open_bundle(bundles / XNNPACK).manifest
     assert variant["session_config"] == manifest.session_config
     assert variant["provider_options"] == manifest.provider_options
     for key in sorted(manifest.session_config):
@@ -171,6 +179,35 @@ def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(dama
     code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
     assert code == 1
     assert shown.count("is off by") == len(manifest.golden.chosen) > 0
+
+
+@pytest.mark.parametrize("extras", [("golden",), ("all",), ("forms", "onnx")])
+def test_more_goes_along_when_asked_for(extras: tuple[Extra, ...], bundles: Path, tmp_path: Path) -> None:
+    report = package_bundles((bundles / QNN,), "tar", tmp_path / "more.tar", extras=extras)
+    unpack_archive(tmp_path / "more.tar", tmp_path / "more")
+    manifest = open_bundle(bundles / QNN).manifest
+    carried = {name.removeprefix(f"bundles/{QNN}/") for name in report.files if name.startswith("bundles/")}
+    wanted = {*manifest.forms["context"], "manifest.json", "golden/expected.npz"}
+    if extras == ("all",):
+        wanted = {*manifest.files, "manifest.json"}
+        assert open_bundle(tmp_path / "more" / "bundles" / QNN).manifest == manifest
+    elif "forms" in extras:
+        wanted |= {name for names in manifest.forms.values() for name in names}
+        assert "model.onnx" in carried
+    assert {name for name in carried if not name.startswith("bundles/golden-")} == wanted
+    if "forms" not in extras:
+        variants = json.loads((tmp_path / "more" / "python" / "edgekit_bundles.json").read_bytes())
+        assert variants[0]["samples"] == manifest.golden.samples
+        assert report.outweighs
+        code, shown = run_program([sys.executable, _loader(tmp_path / "more"), "--plugin", find_qnn()])
+        assert (code, f"with {manifest.golden.samples} samples" in shown) == (0, True), shown
+
+
+def test_a_package_can_carry_only_what_there_is() -> None:
+    assert parse_extras(("onnx,golden", "golden")) == ("golden", "onnx")
+    with pytest.raises(UsageError, match="--with 'form'") as raised:
+        parse_extras(("form",))
+    assert raised.value.hint == "did you mean 'forms'?"
 
 
 def test_without_its_provider_option_the_npu_cannot_be_opened(damaged: Path) -> None:

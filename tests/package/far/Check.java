@@ -88,7 +88,7 @@ public final class Check {
   }
 
   private static Bundle change(Bundle bundle, String minimumOrt, String[] sessionConfig, double minSqnrDb) {
-    String[] names = {bundle.name, bundle.provider, minimumOrt, bundle.model};
+    String[] names = {bundle.name, bundle.provider, minimumOrt, bundle.model, bundle.golden, bundle.judgedByFloat ? "outputs" : "expected"};
     double[] limits = {bundle.minCosine, minSqnrDb, bundle.minTop1Agreement, bundle.grantedSamples};
     String[] options = flat(bundle.providerOptions), files = flat(bundle.files);
     Object[] tolerance = {bundle.outputs[0].name, -1.0};

@@ -30,6 +30,8 @@ struct Variant {
   std::vector<File> files;
   std::vector<Tensor> inputs;
   std::vector<Tensor> outputs;
+  std::string golden;   // the folder of inputs.npz, below the bundle's or beside it
+  bool judged_by_float;  // by the float model's outputs of every sample, or by this model's own of those chosen
   std::size_t samples;
   double min_cosine;
   double min_sqnr_db;
@@ -38,5 +40,10 @@ struct Variant {
   std::vector<std::size_t> chosen;  // samples whose outputs lie in golden/expected.npz
   std::vector<std::pair<std::string, double>> tolerance;
 };
+
+// Returns how many golden samples the self-test of a bundle runs.
+inline std::size_t CountSamples(const Variant& variant) {
+  return variant.judged_by_float ? variant.samples : variant.chosen.size();
+}
 
 }  // namespace edgekit

@@ -32,7 +32,7 @@ int Run(int argc, char** argv) {
     const std::vector<std::string> failures = edgekit::RunSelfTest(ort, *session, variant, folder);
     for (const std::string& line : failures) std::printf("%s: %s\n", variant.name.c_str(), line.c_str());
     if (failures.empty())
-      std::printf("%s: self-test passed with %zu samples\n", variant.name.c_str(), variant.samples);
+      std::printf("%s: self-test passed with %zu samples\n", variant.name.c_str(), edgekit::CountSamples(variant));
     return failures.empty() ? 0 : 1;
   }
   return 1;

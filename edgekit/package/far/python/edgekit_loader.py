@@ -115,10 +115,15 @@ def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
     """Runs the golden samples and returns every reason why the outputs do not reach the thresholds; none is a pass."""
     sums: dict[str, dict[str, float]] = {}
     names = [output["name"] for output in variant["outputs"]]
-    expected = dict(zip(variant["chosen"], _rows(variant, folder, "expected", len(variant["chosen"])), strict=True))
+    shared, whole = folder / variant["golden"], variant["reference"] == "outputs"
+    chosen = _rows(variant["outputs"], folder / "golden" / "expected.npz", len(variant["chosen"]))
+    expected = dict(zip(variant["chosen"], chosen, strict=True))
+    reference = _rows(variant["outputs"], shared / "outputs.npz", variant["samples"] if whole else 0)
     failures: list[str] = []
-    samples = zip(_golden(variant, folder, "outputs"), _golden(variant, folder, "inputs"), strict=True)
-    for index, (wanted, inputs) in enumerate(samples):
+    for index, inputs in enumerate(_rows(variant["inputs"], shared / "inputs.npz", variant["samples"])):
+        if not whole and index not in expected:
+            continue  # a sample of another bundle's self-test
+        wanted = next(reference) if whole else expected[index]
         for name, got in zip(names, session.run(names, inputs), strict=True):
             if got.shape != wanted[name].shape or (got.dtype != wanted[name].dtype and got.dtype != object):
                 return [f"output '{name}' is {got.dtype}{list(got.shape)}"]
@@ -128,18 +133,18 @@ def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
     return [*failures, *(line for name in names for line in _judge(name, sums[name], variant))]
 
 
+def count_samples(variant: Variant) -> int:
+    """Returns how many golden samples the self-test of a bundle runs."""
+    return int(variant["samples"] if variant["reference"] == "outputs" else len(variant["chosen"]))
+
+
 _SUMS = ("samples", "elements", "matches", "faulty", "dot", "wanted", "got", "error", "ranked", "agreed", "numeric")
 
 
-def _golden(variant: Variant, folder: Path, side: str) -> Iterator[dict[str, Any]]:
-    return _rows(variant, folder, side, variant["samples"])
-
-
-def _rows(variant: Variant, folder: Path, side: str, count: int) -> Iterator[dict[str, Any]]:
+def _rows(tensors: list[Any], file: Path, count: int) -> Iterator[dict[str, Any]]:
     if not count:
         return
-    with np.load(folder / "golden" / f"{side}.npz", allow_pickle=False) as archive:
-        tensors = variant["inputs" if side == "inputs" else "outputs"]
+    with np.load(file, allow_pickle=False) as archive:
         arrays = {spec["name"]: archive[spec["name"]] for spec in tensors}
     for index in range(count):
         yield {name: array[index] for name, array in arrays.items()}
@@ -218,7 +223,7 @@ def main() -> int:
             sys.stdout.write(f"{variant['name']}: not opened: {error}\n")
             continue
         failures = run_self_test(variant, folder, session)
-        for line in failures or [f"self-test passed with {variant['samples']} samples"]:
+        for line in failures or [f"self-test passed with {count_samples(variant)} samples"]:
             sys.stdout.write(f"{variant['name']}: {line}\n")
         return 1 if failures else 0
     return 1

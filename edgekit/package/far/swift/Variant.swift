@@ -21,6 +21,10 @@ public struct ModelBundle {
     public let files: [(name: String, sha256: String)]
     public let inputs: [ModelTensor]
     public let outputs: [ModelTensor]
+    /// The folder of `inputs.npz`, below the bundle's or beside it.
+    let golden: String
+    /// By the float model's outputs of every sample, or by this model's own of those chosen.
+    let judgedByFloat: Bool
     public let samples: Int
     let minCosine: Double
     let minSqnrDb: Double

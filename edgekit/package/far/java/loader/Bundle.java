@@ -38,6 +38,8 @@ public final class Bundle {
   public final Map<String, String> sessionConfig;
 
   final String model;
+  final String golden;
+  final boolean judgedByFloat;
   final Map<String, String> files;
   final Tensor[] inputs;
   final Tensor[] outputs;
@@ -64,6 +66,8 @@ public final class Bundle {
     this.provider = names[1];
     this.minimumOrt = names[2];
     this.model = names[3];
+    this.golden = names[4];
+    this.judgedByFloat = names[5].equals("outputs");
     this.providerOptions = pairs(providerOptions);
     this.sessionConfig = pairs(sessionConfig);
     this.files = pairs(files);
@@ -85,6 +89,19 @@ public final class Bundle {
 
   public Tensor[] outputs() {
     return outputs.clone();
+  }
+
+  /** Returns the row of a sample in expected.npz, -1 where the self-test did not choose it. */
+  int findChosen(int sample) {
+    for (int place = 0; place < chosen.length; place++) {
+      if (chosen[place] == sample) return place;
+    }
+    return -1;
+  }
+
+  /** Where a file lies below the bundles: in this bundle's folder, or beside it where several share it. */
+  String place(String file) {
+    return file.startsWith("../") ? file.substring(3) : name + "/" + file;
   }
 
   private static Map<String, String> pairs(String[] texts) {

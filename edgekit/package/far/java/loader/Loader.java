@@ -113,7 +113,7 @@ public final class Loader {
   /** Throws if a file of the bundle is missing or has another sha256 than it was packed with. */
   public void checkFiles(Bundle bundle) throws LoaderException {
     for (String name : bundle.files.keySet()) {
-      try (InputStream stream = source.open(bundle.name + "/" + name)) {
+      try (InputStream stream = source.open(bundle.place(name))) {
         copy(stream, null, bundle, name);
       } catch (IOException error) {
         throw new LoaderException("'" + name + "' of bundle '" + bundle.name + "' cannot be read: " + error, error);
@@ -206,7 +206,7 @@ public final class Loader {
   private void write(File file, Bundle bundle, String name) throws IOException, LoaderException {
     File part = new File(file.getPath() + ".part");
     if (!file.getParentFile().isDirectory() && !file.getParentFile().mkdirs()) throw new IOException("no folder");
-    try (InputStream stream = source.open(bundle.name + "/" + name);
+    try (InputStream stream = source.open(bundle.place(name));
         OutputStream out = new FileOutputStream(part)) {
       copy(stream, out, bundle, name);
     }

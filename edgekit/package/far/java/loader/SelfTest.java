@@ -44,14 +44,18 @@ final class SelfTest {
 
   static List<String> run(OrtSession session, Bundle bundle, Source source)
       throws OrtException, IOException, LoaderException {
-    Map<String, byte[]> inputs = read(source, bundle, "inputs", bundle.samples);
-    Map<String, byte[]> outputs = read(source, bundle, "outputs", bundle.samples);
+    Map<String, byte[]> inputs = read(source, bundle, bundle.golden + "/inputs.npz", bundle.inputs, bundle.samples);
     int chosen = bundle.chosen.length;
-    Map<String, byte[]> expected = chosen == 0 ? outputs : read(source, bundle, "expected", chosen);
+    boolean whole = bundle.judgedByFloat;
+    String own = "golden/expected.npz", all = bundle.golden + "/outputs.npz";
+    Map<String, byte[]> expected = chosen == 0 ? null : read(source, bundle, own, bundle.outputs, chosen);
+    Map<String, byte[]> outputs = whole ? read(source, bundle, all, bundle.outputs, bundle.samples) : expected;
     List<String> failures = new ArrayList<>();
     Map<String, SelfTest> sums = new LinkedHashMap<>();
     for (Bundle.Tensor tensor : bundle.outputs) sums.put(tensor.name, new SelfTest(tensor));
     for (int index = 0; index < bundle.samples; index++) {
+      int place = bundle.findChosen(index);
+      if (!whole && place < 0) continue; // a sample of another bundle's self-test
       Map<String, OnnxTensor> fed = new HashMap<>();
       try {
         for (Bundle.Tensor tensor : bundle.inputs) fed.put(tensor.name, feed(tensor, inputs.get(tensor.name), index));
@@ -59,11 +63,8 @@ final class SelfTest {
           for (Map.Entry<String, OnnxValue> entry : result) {
             SelfTest sum = sums.get(entry.getKey());
             ByteBuffer found = sum.open(entry.getValue());
-            sum.add(outputs.get(entry.getKey()), found, index);
-            for (int place = 0; place < chosen; place++) {
-              if (bundle.chosen[place] != index) continue;
-              sum.compare(expected.get(entry.getKey()), place, found, bundle, failures);
-            }
+            sum.add(outputs.get(entry.getKey()), found, whole ? index : place);
+            if (place >= 0) sum.compare(expected.get(entry.getKey()), place, found, bundle, failures);
           }
         }
       } finally {
@@ -164,10 +165,11 @@ final class SelfTest {
   }
 
   /** Reads the rows of each tensor from an .npz, which is a zip of .npy files. */
-  private static Map<String, byte[]> read(Source source, Bundle bundle, String side, int count)
+  private static Map<String, byte[]> read(
+      Source source, Bundle bundle, String file, Bundle.Tensor[] tensors, int count)
       throws IOException, LoaderException {
     Map<String, byte[]> files = new HashMap<>();
-    try (InputStream stream = source.open(bundle.name + "/golden/" + side + ".npz");
+    try (InputStream stream = source.open(bundle.place(file));
         ZipInputStream archive = new ZipInputStream(stream)) {
       for (ZipEntry entry = archive.getNextEntry(); entry != null; entry = archive.getNextEntry()) {
         ByteArrayOutputStream content = new ByteArrayOutputStream();
@@ -177,7 +179,6 @@ final class SelfTest {
       }
     }
     Map<String, byte[]> rows = new HashMap<>();
-    Bundle.Tensor[] tensors = side.equals("inputs") ? bundle.inputs : bundle.outputs;
     for (Bundle.Tensor tensor : tensors) rows.put(tensor.name, strip(files.get(tensor.name + ".npy"), tensor, count));
     return rows;
   }
