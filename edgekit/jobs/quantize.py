@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
-from edgekit.quantize.accuracy.predict import Prediction, predict_drop
+from edgekit.quantize.accuracy.predict import Prediction, drop_predictor
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
@@ -34,7 +33,7 @@ from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.target import Precision, Target, TaskLimit
-from edgekit.verify.tasks.drop import TOP1, measure_drop
+from edgekit.verify.tasks.drop import TOP1, drop_meter
 from edgekit.verify.tasks.tasks import find_metric
 
 # Methods that choose a range method by what they measure.
@@ -157,9 +156,9 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     samples, limit = limit_samples(every, recipe.samples), recipe.metric or TOP1
     # Before the calibration, which takes the most time.
     labels = _read_labels(data.labels, limit, every, samples)
-    measure: Callable[[Model], Prediction] = partial(predict_drop, fixed.model, samples=samples, outputs=outputs)
+    measure = drop_predictor(fixed.model, samples, outputs)
     if labels is not None:
-        measure = partial(measure_drop, fixed.model, samples=samples, labels=labels, limit=limit, outputs=outputs)
+        measure = drop_meter(fixed.model, samples, labels, limit, outputs)
     facts = check_samples(samples)
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)

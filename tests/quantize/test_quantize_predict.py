@@ -1,5 +1,7 @@
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from quantize_models import make_model, make_samples
@@ -7,13 +9,13 @@ from quantize_models import make_model, make_samples
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
-from edgekit.quantize.accuracy.predict import Prediction, predict_drop, wanted_samples
+from edgekit.quantize.accuracy.predict import Prediction, drop_predictor, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.drop import measure_drop
+from edgekit.verify.tasks.drop import drop_meter, measure_drop
 
 CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
   <float[4] b = {BIAS}> { y = Add(x, b) }"""
@@ -46,6 +48,26 @@ def test_a_model_that_favours_one_class_is_expected_to_lose(samples: Samples, tm
     assert found.top1_agreement < 0.5
     assert found.drop_estimate > 0.3
     assert not found.meets(0.005)
+
+
+def test_what_outputs_mean_is_found_once_for_all_quantized_models(samples: Samples, tmp_path: Path) -> None:
+    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
+    reads: list[int] = []
+
+    def read() -> Iterator[Tensors]:
+        reads.append(1)
+        return samples.read()
+
+    counted = msgspec.structs.replace(samples, read=read)
+    for predict, expected in (
+        (drop_predictor(good, counted), predict_drop(good, bad, samples)),
+        (drop_meter(good, counted, [0] * 100), measure_drop(good, bad, samples, [0] * 100)),
+    ):
+        reads.clear()
+        assert predict(bad) == expected
+        first = len(reads)
+        assert predict(bad) == expected
+        assert len(reads) == first + 1
 
 
 def predicted(low: float, high: float, agreement: float | None, samples: int = 100) -> Prediction:

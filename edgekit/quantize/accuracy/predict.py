@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import msgspec
 import numpy as np
@@ -95,10 +96,22 @@ def predict_drop(
     Raises:
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    likeness = Likeness(model, samples, outputs or {})
-    for pair in run_pairs(model, quantized, samples, MOST_SAMPLES):
-        likeness.add(pair)
-    return likeness.predict()
+    return drop_predictor(model, samples, outputs)(quantized)
+
+
+def drop_predictor(
+    model: Model, samples: Samples, outputs: Mapping[str, StatedOutput] | None = None
+) -> Callable[[Model], Prediction]:
+    """Returns `predict_drop` of one float model for many quantized ones, which finds out once what its outputs mean."""
+    parts = cache(partial(read_parts, model, samples, outputs))
+
+    def predict(quantized: Model) -> Prediction:
+        likeness = Likeness(parts())
+        for pair in run_pairs(model, quantized, samples, MOST_SAMPLES):
+            likeness.add(pair)
+        return likeness.predict()
+
+    return predict
 
 
 def run_pairs(model: Model, quantized: Model, samples: Samples, most: int) -> Iterator[Pair]:
@@ -112,26 +125,36 @@ def run_pairs(model: Model, quantized: Model, samples: Samples, most: int) -> It
         yield Pair(expected=floating.run(sample), found=integer.run(sample))
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What is judged as one: an output, or those of a detector's head. What is kept of a sample, and what all says."""
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What is judged as one: an output, or those of a detector's head. What is kept of a sample, and what all says.
 
-    outputs: tuple[str, ...]
+    `shapes` are those of the outputs, by name.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
     measure: str
     source: str
     record: Callable[[Tensors, Tensors], Array]
     judge: Callable[[Sequence[Array]], Loss]
 
 
+def read_parts(model: Model, samples: Samples, outputs: Mapping[str, StatedOutput] | None = None) -> tuple[Part, ...]:
+    """Returns what counts of the outputs of a float model, and how, from what it gives for a few samples.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime refuses the model.
+    """
+    stated, session = outputs or {}, CpuSession(model.path, SessionSettings())
+    few = [session.run(sample) for sample in select_samples(samples, spread_indices(samples.count, _GUESSED_FROM))]
+    readings = read_output_kinds(read_float_graph(model), few, stated)
+    return _choose_parts(readings, _find_head(session, samples, few[0], stated), _shapes(few[0]))
+
+
 class Likeness:
     """Adds up how like two models are, output by output, in a memory that hardly grows with the samples."""
 
-    def __init__(self, model: Model, samples: Samples, outputs: Mapping[str, StatedOutput]) -> None:
-        session = CpuSession(model.path, SessionSettings())
-        few = [session.run(sample) for sample in select_samples(samples, spread_indices(samples.count, _GUESSED_FROM))]
-        readings = read_output_kinds(read_float_graph(model), few, outputs)
-        head = _find_head(session, samples, few[0], outputs)
-        self._parts = _choose_parts(readings, head)
-        self._shapes = {name: few[0][name].shape for part in self._parts for name in part.outputs}
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
         self._broken: set[int] = set()
         self._records: list[list[Array]] = [[] for _ in self._parts]
         self._powers: dict[str, Array] = {}
@@ -142,11 +165,10 @@ class Likeness:
         self._count += 1
         _add_powers(self._powers, pair.expected, pair.found)
         for index, part in enumerate(self._parts):
-            shapes = [self._shapes[name] for name in part.outputs]
-            found = [pair.found[name] for name in part.outputs if name in pair.found]
-            if not [value.shape for value in found] == [pair.expected[name].shape for name in part.outputs] == shapes:
+            found = {name: pair.found[name] for name in part.shapes if name in pair.found}
+            if not _shapes(found) == _shapes({name: pair.expected[name] for name in part.shapes}) == part.shapes:
                 continue
-            if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in found):
+            if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in found.values()):
                 self._broken.add(index)
                 continue
             self._records[index].append(part.record(pair.expected, pair.found))
@@ -173,7 +195,11 @@ class Likeness:
         return _with_loss(prediction, losses[worst], self._parts[worst])
 
 
-def _with_loss(prediction: Prediction, loss: Loss, part: _Part) -> Prediction:
+def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in outputs.items()}
+
+
+def _with_loss(prediction: Prediction, loss: Loss, part: Part) -> Prediction:
     low, high = loss.interval
     return msgspec.structs.replace(
         prediction,
@@ -200,22 +226,24 @@ def _find_head(
     return find_head([keep(session.run(sample)) for sample in chosen], image)
 
 
-def _choose_parts(readings: Mapping[str, Reading], head: Head | None) -> tuple[_Part, ...]:
+def _choose_parts(
+    readings: Mapping[str, Reading], head: Head | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Part, ...]:
     """Returns what counts: a detector's head, and of the other outputs the first that makes one decision, else all."""
-    heads = () if head is None else (_as_part(head),)
+    heads = () if head is None else (_as_part(head, shapes),)
     others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
     first = next((name for name, reading in others.items() if reading.kind == "classes"), None)
     chosen = others if first is None else {first: others[first]}
-    return (*heads, *(_read_part(name, reading) for name, reading in chosen.items()))
+    return (*heads, *(_read_part(name, reading, shapes[name]) for name, reading in chosen.items()))
 
 
-def _as_part(head: Head) -> _Part:
+def _as_part(head: Head, shapes: Mapping[str, tuple[int, ...]]) -> Part:
     def judge(records: Sequence[Array]) -> Loss:
         found = estimate_drop(records)
         return Loss(estimate=found.drop, interval=found.interval)
 
-    return _Part(
-        outputs=tuple(sorted(head.outputs)),
+    return Part(
+        shapes={name: shapes[name] for name in sorted(head.outputs)},
         measure=AP,
         source="the float model's detections",
         record=lambda expected, found: record_detections(head, expected, found),
@@ -223,10 +251,10 @@ def _as_part(head: Head) -> _Part:
     )
 
 
-def _read_part(name: str, reading: Reading) -> _Part:
+def _read_part(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:
     measure = MEASURES[reading.kind]
-    return _Part(
-        outputs=(name,),
+    return Part(
+        shapes={name: shape},
         measure=measure.name,
         source="",
         record=lambda expected, found: measure.record(expected[name], found[name], reading),

@@ -1,6 +1,7 @@
 """What quantizing costs by a metric of the task: measured on labelled samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
-from edgekit.quantize.accuracy.predict import Likeness, Prediction, run_pairs
+from edgekit.quantize.accuracy.predict import Likeness, Prediction, read_parts, run_pairs
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import compare_records, read_record
@@ -40,16 +41,32 @@ def measure_drop(
         MissingExtraError: the metric needs a package that is not installed.
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    likeness, mine, theirs = Likeness(model, samples, outputs or {}), list[Any](), list[Any]()
+    return drop_meter(model, samples, labels, limit, outputs)(quantized)
+
+
+def drop_meter(
+    model: Model,
+    samples: Samples,
+    labels: Sequence[Label],
+    limit: TaskLimit = TOP1,
+    outputs: Mapping[str, StatedOutput] | None = None,
+) -> Callable[[Model], Prediction]:
+    """Returns `measure_drop` of one float model for many quantized ones, which finds out once what its outputs mean."""
+    parts = cache(partial(read_parts, model, samples, outputs))
     kept = [labels[index] for index in spread_indices(samples.count, MOST_SAMPLES)]
-    for pair, label in zip(run_pairs(model, quantized, samples, MOST_SAMPLES), kept, strict=True):
-        likeness.add(pair)
-        mine.append(read_record(limit, pair.expected, label))
-        try:
-            theirs.append(read_record(limit, pair.found, label))
-        except DataError:
-            return _with_all_lost(likeness.predict(), limit)
-    return _with_drop(likeness.predict(), compare_records(limit, mine, theirs))
+
+    def measure(quantized: Model) -> Prediction:
+        likeness, mine, theirs = Likeness(parts()), list[Any](), list[Any]()
+        for pair, label in zip(run_pairs(model, quantized, samples, MOST_SAMPLES), kept, strict=True):
+            likeness.add(pair)
+            mine.append(read_record(limit, pair.expected, label))
+            try:
+                theirs.append(read_record(limit, pair.found, label))
+            except DataError:
+                return _with_all_lost(likeness.predict(), limit)
+        return _with_drop(likeness.predict(), compare_records(limit, mine, theirs))
+
+    return measure
 
 
 def _with_drop(prediction: Prediction, report: TaskReport) -> Prediction:
