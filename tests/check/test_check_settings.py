@@ -18,7 +18,9 @@ WIDE = (
     "{ a = com.microsoft.DequantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(w, s, z) c = MatMul(a, b) "
     "y = com.microsoft.QuantizeLinear(c, s, z) }"
 )
+BIASED = "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1,2,3,4}, float[1,2] b = {1,2}> { y = Gemm(x, w, b) }"
 CASES = [
+    ("nnapi", {"api_level": "27"}, {"api_level": "28"}, BIASED, "needs api_level 28"),
     ("nnapi", {"api_level": "29"}, {"api_level": "31"}, RESIZE, "the others need api_level 30"),
     ("nnapi", {"api_level": "28", "layout": "NCHW"}, {"api_level": "28"}, CONV, "api_level 29"),
     ("coreml", {"ios": "15"}, {"ios": "17"}, GATHER, "it needs ios 16 or newer, not 15"),

@@ -77,6 +77,20 @@ def test_a_quantized_resize_stops_xnnpack_before_1_29() -> None:
     assert all(node.taken and not node.fatal for node in check_text(body, "xnnpack"))
 
 
+@pytest.mark.parametrize("listed", ["x", "w", "y"])
+@pytest.mark.parametrize("op", ["Conv", "ConvTranspose"])
+def test_a_scale_in_a_list_stops_xnnpack_at_a_transposed_convolution(op: str, listed: str) -> None:
+    scales = ", ".join(f"float{'[1]' * (name == listed)} s{name} = {{0.1}}" for name in "xwy")
+    body = (
+        f"g (int8[1,2,4,4] x) => (int8[1,2,4,4] y) <int8[2,2,1,1] w = {{1,2,3,4}}, {scales}> "
+        f"{{ a = DequantizeLinear(x, sx) b = DequantizeLinear(w, sw) c = {op}(a, b) y = QuantizeLinear(c, sy) }}"
+    )
+    body = body.replace("QuantizeLinear(c, sy)", "QuantizeLinear(c, sy, z)").replace("<int8", "<int8 z = {0}, int8", 1)
+    assert {node.fatal for node in check_text(body, "xnnpack")} == {op == "ConvTranspose"}
+    scalar = body.replace("float[1]", "float")
+    assert all(node.taken and not node.fatal for node in check_text(scalar, "xnnpack"))
+
+
 def test_a_risk_makes_the_verdict_maybe_at_best(tmp_path: Path) -> None:
     model = conv_net(tmp_path / "net.onnx")
     on_v68, on_v79 = (check_file(model, "qnn", {"soc_model": soc}) for soc in ("30", "69"))

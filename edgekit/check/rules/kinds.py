@@ -224,11 +224,15 @@ class Bounds(_Rule, frozen=True, kw_only=True, tag="bounds"):
 
 
 class Quantized(_Rule, frozen=True, kw_only=True, tag="quantized"):
-    """Quantization parameters of inputs or outputs by position: constant, per tensor or per channel, zero point."""
+    """Quantization parameters of inputs or outputs by position: constant, per tensor or per channel, zero point.
+
+    `scalar` wants each scale and zero point as a scalar, and no list of one.
+    """
 
     of: Literal["inputs", "outputs"] = "inputs"
     at: tuple[int, ...]
     per_channel: bool = False
+    scalar: bool = False
     axis: int | None = None
     zero_point: int | None = None
     scale: float | None = None

@@ -48,6 +48,8 @@ def _spread_reason(rule: kinds.Quantized, what: str, operand: Operand, graph: Gr
     names = [name for name in (operand.scale, operand.zero_point) if name]
     if any(name not in graph.constants for name in names):
         return f"the scale or zero point of {what} is computed; it must be a constant"
+    if rule.scalar and any(graph.value(name).shape != () for name in names):
+        return f"the scale or zero point of {what} is a list; it must be a scalar"
     # Counted by shape: large constants are without their data here.
     scales = graph.value(names[0]).elements
     if scales == 1:
