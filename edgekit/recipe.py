@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -12,7 +12,12 @@ from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.plain import read_toml
 from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
-PrecisionChoice = Literal["auto", "int8", "int16", "fp16", "fp32"]
+PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
+PRECISIONS: tuple[str, ...] = get_args(PrecisionChoice)
+"""The words for precisions; w8a8 and w8a16 are other names of int8 and int16."""
+INTEGER_PRECISIONS: tuple[str, ...] = tuple(word for word in PRECISIONS if not word.startswith("fp"))
+"""Those of quantized models, and "auto"."""
+_SAME: dict[PrecisionChoice, Precision] = {"w8a8": "int8", "w8a16": "int16"}
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +138,7 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
     """
     if wanted == "auto":
         return target.precision
+    wanted = _SAME.get(wanted, wanted)
     if wanted not in target.precisions:
         raise UsageError(
             f"target '{target.name}' does not take {wanted}: {target.precision_reason}",

@@ -10,7 +10,11 @@ import msgspec
 from edgekit.errors import TargetError, UsageError, suggest_name
 from edgekit.plain import read_toml
 
-Precision = Literal["int8", "int16", "fp16", "fp32"]
+Precision = Literal["int8", "int16", "w4a16", "w4a8", "fp16", "fp32"]
+"""What a model is built in. int8 has 8 bits for weights and activations, int16 16 for activations; w4a16 and w4a8 have
+4 for weights."""
+INTEGERS: tuple[Precision, ...] = ("int8", "int16", "w4a16", "w4a8")
+"""The precisions of quantized models: they need samples."""
 Form = Literal["onnx", "full", "runtime", "context"]
 
 
@@ -32,8 +36,19 @@ class Parameter(_Strict, frozen=True, kw_only=True):
     implies: dict[str, dict[str, str]] = {}
 
 
+class IntegerTypes(_Strict, frozen=True, kw_only=True):
+    """What an integer precision changes of a `Quantization`; None is as it is in int8.
+
+    `weight_bits` are those of weights that get a scale per channel and mix several inputs.
+    """
+
+    activation: Literal["uint8", "int8", "uint16"] | None = None
+    weight_bits: Literal[4, 8] | None = None
+    per_channel_ops: tuple[str, ...] | None = None
+
+
 class Quantization(_Strict, frozen=True, kw_only=True):
-    """How the provider wants INT8.
+    """How the provider wants integers: INT8, and what is different in other `precisions`.
 
     `per_channel_ops` are the operators whose weights get a scale per output channel. `scheme` names who places the
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
@@ -53,6 +68,14 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     float_ops: tuple[str, ...] = ()
     shared_ops: tuple[str, ...] = ()
     unsigned_ops: tuple[str, ...] = ()
+    weight_bits: Literal[4, 8] = 8
+    precisions: dict[Precision, IntegerTypes] = {}
+
+    def at(self, precision: Precision) -> "Quantization":
+        """Returns how the provider wants the integers of a precision."""
+        types = self.precisions.get(precision, IntegerTypes())
+        given = {name: getattr(types, name) for name in IntegerTypes.__struct_fields__}
+        return msgspec.structs.replace(self, **{name: it for name, it in given.items() if it is not None})
 
 
 class Conversion(_Strict, frozen=True, kw_only=True):
@@ -215,6 +238,10 @@ class Target(_Strict, frozen=True, kw_only=True):
     def precision(self) -> Precision:
         """The precision that `auto` means for this target."""
         return self.precisions[0]
+
+    def widens(self, precision: Precision) -> bool:
+        """Returns True if activations that 8 bits hurt may get 16 in a precision that has 8 for the others."""
+        return "int16" in self.precisions and self.quantization.at(precision).activation != "uint16"
 
 
 def read_version(version: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_build, show_json, showing_progress
 from edgekit.data.images import load_preprocess
 from edgekit.jobs.build import build
-from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
+from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
 
 
 @click.command(short_help="Make a verified bundle of a model for each target.")
@@ -25,7 +25,7 @@ from edgekit.recipe import Data, PrecisionChoice, Recipe, load_recipe
 @click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
 @options.SET
 @options.DIM
-@click.option("--precision", type=click.Choice(["auto", "int8", "int16", "fp16", "fp32"]), help="Default: auto.")
+@click.option("--precision", type=click.Choice(PRECISIONS, case_sensitive=False), help="Default: auto.")
 @options.SAMPLES
 @click.option("--fix/--no-fix", default=None, help="Rewrite the graph where a target then takes more (the default).")
 @options.max_drop("Answers that may change, in percent.")

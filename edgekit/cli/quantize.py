@@ -16,7 +16,7 @@ from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges.methods import METHODS
-from edgekit.recipe import Data, PrecisionChoice, Recipe, load_metric, load_recipe
+from edgekit.recipe import INTEGER_PRECISIONS, Data, PrecisionChoice, Recipe, load_metric, load_recipe
 from edgekit.report.pages.html import render_quantization
 from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
@@ -38,7 +38,7 @@ _ALONE = (
 @options.SET
 @options.DIM
 @options.SAMPLES
-@click.option("--precision", type=click.Choice(["auto", "int8", "int16"]), help="Default: auto.")
+@click.option("--precision", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False), help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
 @options.max_drop("Search until accuracy drops no more.")
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample of DATA.")

@@ -24,7 +24,7 @@ from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision
-from edgekit.target import Target
+from edgekit.target import INTEGERS, Target
 from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
@@ -52,7 +52,7 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def wants_integers(self) -> bool:
         """Returns True if any of the targets is to be quantized."""
-        return any(choose_precision(target, self.recipe.precision).startswith("int") for target in self.targets)
+        return any(choose_precision(target, self.recipe.precision) in INTEGERS for target in self.targets)
 
 
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
     notes.append(f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now")
     calibration = inputs.calibration
-    if choose_precision(target, job.recipe.precision).startswith("int"):
+    if choose_precision(target, job.recipe.precision) in INTEGERS:
         name = f"{target.name}-calibration"
         calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, name)
     fixes = (*inputs.fixes, *fixes)

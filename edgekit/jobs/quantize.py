@@ -32,7 +32,7 @@ from edgekit.quantize.ranges.methods import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
 from edgekit.report.summary import ActivationReport, QuantizeReport
-from edgekit.target import Precision, Target, TaskLimit
+from edgekit.target import INTEGERS, Precision, Target, TaskLimit
 from edgekit.verify.tasks.drop import TOP1, drop_meter
 from edgekit.verify.tasks.tasks import find_metric
 
@@ -188,7 +188,7 @@ def _one_target(recipe: Recipe) -> Target:
 
 def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> Precision:
     """Returns the integer precision to quantize with: that of a plan that is given, which the recipe may repeat."""
-    if not any(precision.startswith("int") for precision in target.precisions):
+    if not any(precision in INTEGERS for precision in target.precisions):
         raise UsageError(
             f"target '{target.name}' takes no quantized model: {target.precision_reason}",
             hint=f"edgekit build MODEL --data DATA --target {target.name}, or edgekit convert MODEL --weights fp16",

@@ -25,7 +25,7 @@ from edgekit.quantize.accuracy.predict import drop_predictor
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import Recipe, choose_precision
-from edgekit.target import Precision, Target
+from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import Step
 
@@ -113,7 +113,7 @@ def _quantize_inputs(inputs: BuildInputs, target: Target, job: BuildJob, work: P
         precision = "int8"
         notes.append("the model is quantized already: taken as it is")
         model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
-    elif precision.startswith("int"):
+    elif precision in INTEGERS:
         try:
             quantized = _quantize(inputs, target, precision, job, notes)
             model = quantized.model

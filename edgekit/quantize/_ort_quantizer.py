@@ -54,6 +54,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale
     per channel. `wide` holds low and high of activations that get 16 bits where the others get 8; where a reader takes
     8 bits of them nevertheless, their entry in `ranges` counts. `weight_limit` is the largest magnitude of a weight.
+    With `contrib` ONNX Runtime's own Q and DQ nodes are placed where the opset's do not know all types that come.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -68,6 +69,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     axes: dict[str, int]
     wide: dict[str, tuple[float, float]] = {}
     weight_limit: int = 127
+    contrib: bool = False
 
 
 def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx.ModelProto:
@@ -190,7 +192,7 @@ def _options(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> tuple
                 op_types_to_quantize=list(request.op_types),
                 nodes_to_exclude=list(request.excluded),
             )
-        contrib = {"UseQDQContribOps": True} if request.wide and _opset(proto) < 21 else {}
+        contrib = {"UseQDQContribOps": True} if (request.wide or request.contrib) and _opset(proto) < 21 else {}
         return {**config.extra_options, **contrib}, sorted(config.op_types_to_quantize)
     return {
         "ActivationSymmetric": request.activation_symmetric,

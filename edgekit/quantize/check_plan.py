@@ -89,6 +89,10 @@ def _complaints(plan: QuantPlan, own: QuantPlan, graph: Graph, target: Target) -
         yield f"quantizes '{op}', which this model or target does not have", suggest_name(op, own.op_types)
     yield from _odd_nodes(plan, graph)
     yield from _odd_ranges(plan, own, target)
+    for weight, bits in plan.bits.items():
+        if own.bits.get(weight) != bits:
+            takes = f"takes {own.bits[weight]}" if weight in own.bits else "has 8 for it"
+            yield f"gives '{weight}' {bits} bits, but {plan.precision} of target '{target.name}' {takes}", _HINT
     for weight, axis in plan.axes.items():
         if own.axes.get(weight) != axis:
             takes = f"takes axis {own.axes[weight]}" if weight in own.axes else "has no scale per channel for it"
@@ -116,7 +120,7 @@ def _odd_ranges(plan: QuantPlan, own: QuantPlan, target: Target) -> Iterator[_Co
     missing = next((name for name in own.ranges if name not in plan.ranges), None)
     if missing is not None:
         yield f"lacks the range of '{missing}'", _HINT
-    if plan.wide and not ("int16" in target.precisions and plan.precision == "int8"):
+    if plan.wide and not target.widens(plan.precision):
         yield f"gives '{next(iter(plan.wide))}' 16 bits, which target '{target.name}' does not take", _HINT
     yield from _impossible(plan.ranges)
     yield from _impossible(plan.wide)

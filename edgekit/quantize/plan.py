@@ -13,9 +13,10 @@ from edgekit.quantize._ort_quantizer import GENERAL_OPS, QNN_EXCLUDED_OPS, Grid
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
+from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
-from edgekit.target import Precision, Quantization, Target
+from edgekit.target import INTEGERS, Precision, Quantization, Target
 
 # Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like).
 _FOLLOWERS = frozenset(
@@ -55,7 +56,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
     `factors` holds for each tensor whose channels are scaled, in the producer and back in its readers, the factors.
-    `axes` holds the channel axis of each weight that gets a scale per channel. `float_nodes` are the nodes kept float.
+    `axes` holds the channel axis of each weight that gets a scale per channel, `bits` the bits of each that has fewer
+    than 8. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
     scale, `unsigned_ops` those whose weights are stored as uint8.
@@ -80,6 +82,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grids: dict[str, Grid]
     factors: dict[str, tuple[float, ...]] = {}
     axes: dict[str, int]
+    bits: dict[str, int] = {}
     float_nodes: tuple[FloatNode, ...]
     wide: dict[str, TensorRange]
     judged: tuple[Candidate, ...]
@@ -93,17 +96,18 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         DataError: the calibration is of another model.
         ModelError: no node of the model can be quantized.
     """
-    if precision not in {"int8", "int16"}:
-        raise UsageError(f"'{precision}' is no integer precision", hint="int8 or int16; others need no calibration")
+    if precision not in INTEGERS:
+        raise UsageError(
+            f"'{precision}' is no integer precision", hint=f"{', '.join(INTEGERS)}; others need no calibration"
+        )
     if calibration.model_sha256 != model.sha256:
         raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
-    rules = target.quantization
-    activation = rules.activation if precision == "int8" else "uint16"
+    rules = target.quantization.at(precision)
     op_types = _op_types(graph, rules)
     # What needs more than 8 bits gets 16 where the target has them, and is float elsewhere.
-    widens = precision == "int8" and "int16" in target.precisions
-    high_precision = find_high_precision_regions(graph) if precision == "int8" else {}
-    exact = calibration.ranges["minmax"]
+    widens = target.widens(precision)
+    high_precision = {} if rules.activation == "uint16" else find_high_precision_regions(graph)
+    exact, axes = calibration.ranges["minmax"], _axes(graph, rules)
     float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else high_precision, exact.keys()))
     plan = QuantPlan(
         model_sha256=model.sha256,
@@ -111,7 +115,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         target=target.name,
         precision=precision,
         scheme=rules.scheme,
-        activation=activation,
+        activation=rules.activation,
         weight=rules.weight,
         activation_symmetric=rules.activation_symmetric,
         weight_symmetric=rules.weight_symmetric,
@@ -122,8 +126,9 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         shared_ops=rules.shared_ops,
         unsigned_ops=rules.unsigned_ops,
         ranges=exact,
-        grids=_grids(graph, rules.scheme, activation, op_types),
-        axes=_axes(graph, rules),
+        grids=_grids(graph, rules.scheme, rules.activation, op_types),
+        axes=axes,
+        bits=_bits(graph, rules, axes),
         float_nodes=float_nodes,
         wide=_wide_tensors(graph, set(high_precision) - {node.name for node in float_nodes}, exact) if widens else {},
         judged=(),
@@ -131,6 +136,11 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     if not quantizes_any(graph, plan):
         raise ModelError(f"no node of '{model.path.name}' can be quantized", hint="build it with --precision fp32")
     return plan
+
+
+def is_relievable(plan: QuantPlan) -> bool:
+    """Returns True if activations have 8 bits, which those that they hurt may leave."""
+    return plan.activation != "uint16"
 
 
 def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
@@ -210,6 +220,19 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
             if axis is not None and graph.readers(node.input[1]) == (node,):
                 axes[node.input[1]] = axis
     return axes
+
+
+def _bits(graph: Graph, rules: Quantization, axes: Collection[str]) -> dict[str, int]:
+    """Returns the bits of the weights that have fewer than 8: of layers that mix their inputs.
+
+    A depthwise convolution has a handful of weights a channel, whose errors nothing evens out: it keeps 8 bits.
+    """
+    if rules.weight_bits == 8:
+        return {}
+    layers = (
+        layer for layer in read_layers(graph) if layer.weight in axes and (layer.outputs > 1 or layer.groups == 1)
+    )
+    return {layer.weight: rules.weight_bits for layer in layers}
 
 
 def _channel_axis(graph: Graph, node: Node) -> int | None:

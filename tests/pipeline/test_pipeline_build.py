@@ -21,7 +21,7 @@ from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
-from edgekit.target import load_target, target_names
+from edgekit.target import Precision, load_target, target_names
 from edgekit.verify.on_devices import verify_on
 
 pytestmark = pytest.mark.slow
@@ -245,15 +245,18 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, 
     assert bundle.quantized_nodes == 1
 
 
-def test_sixteen_bit_activations_pass_on_the_simulator(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "least_db"), [("int16", 30), ("w4a16", 15), pytest.param("w4a8", 15, marks=pytest.mark.slow)]
+)
+def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
     missing = find_device("qnn-htp-sim", load_target("qnn")).find_missing()
     if missing is not None:
         pytest.skip(f"{missing.reason}; to run it: {missing.command}")
-    recipe = Recipe(targets=("qnn",), precision="int16", samples=24)
+    recipe = Recipe(targets=("qnn",), precision=precision, samples=24)
     (bundle,) = build(MODEL, DEMO_DATA, tmp_path / "out", recipe).bundles
     assert bundle.verify is not None
-    assert (bundle.precision, bundle.passed) == ("int16", True)
+    assert (bundle.precision, bundle.passed) == (precision, True)
     (run,) = bundle.verify.runs
     assert run.evidence.value == "simulator"
     assert run.provider_nodes.keys() == {"QNNExecutionProvider"}
-    assert (run.outputs[0].sqnr_db or 0.0) > 30
+    assert (run.outputs[0].sqnr_db or 0.0) > least_db

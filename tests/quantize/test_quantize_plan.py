@@ -181,7 +181,13 @@ NORMALISED = """(float[1,32] x) => (float[1,8] y) <float eps = {1e-5}> {
 
 @pytest.mark.parametrize(
     ("target", "precision", "kind"),
-    [("qnn", "int8", "wide"), ("qnn", "int16", "neither"), ("cpu", "int8", "float"), ("cpu", "int16", "neither")],
+    [
+        ("qnn", "int8", "wide"),
+        ("qnn", "int16", "neither"),
+        ("qnn", "w4a8", "wide"),
+        ("qnn", "w4a16", "neither"),
+        ("cpu", "int8", "float"),
+    ],
 )
 def test_a_variance_gets_16_bits_where_the_target_has_them_beside_8(
     tmp_path: Path, target: str, precision: Precision, kind: str
@@ -245,7 +251,6 @@ def test_only_a_constant_weight_of_one_layer_gets_a_scale_per_channel(
     [
         ("nnapi", "int8", {}, 0),
         ("cpu", "int8", {"activation": "int8"}, -128),
-        ("cpu", "int16", {}, None),
         ("qnn", "int8", {}, None),
         ("cpu", "int8", {"op_types": ("Mul",)}, None),
     ],

@@ -153,7 +153,7 @@ def _prepare(case: Case) -> list[str]:
 def _quantize(case: Case) -> list[str]:
     model = case.model("net", "net", "dyn", "loop", "attention", "lstm", "qdq")
     more = [
-        *case.option(0.3, "--precision", "int8", "int16"),
+        *case.option(0.3, "--precision", "int8", "int16", "w4a16", "w4a8"),
         *case.option(0.2, "--method", "mse", "best", "entropy", "x"),
     ]
     more += [*case.option(0.2, "--samples", "1", "3", "99"), *case.dims(), *_settings(case)]
@@ -193,7 +193,7 @@ def _convert(case: Case) -> list[str]:
 def _build(case: Case) -> list[str]:
     model = case.model("net", "net", "net", "attention", "lstm")
     more = case.file(0.5, "--recipe", "texts/recipe.toml")
-    more += case.option(0.3, "--precision", "int8", "fp32", "fp16", "int16")
+    more += case.option(0.3, "--precision", "int8", "fp32", "fp16", "int16", "w4a16")
     if case.rng.random() < 0.2:
         more += ["--golden", case.take("bundles")]
     if case.rng.random() < 0.2:

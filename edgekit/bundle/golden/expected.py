@@ -22,7 +22,9 @@ CANDIDATES = 16
 """So many golden samples are looked at, spread evenly, to choose from."""
 
 # As a share of the largest number of the output: kernels differ by their order of sums and by how they round.
-_LEAST_TOLERANCE: dict[Precision, float] = {"int8": 0.02, "int16": 0.005, "fp16": 0.01, "fp32": 0.001}
+_LEAST_TOLERANCE: dict[Precision, float] = {
+    "int8": 0.02, "w4a8": 0.02, "int16": 0.005, "w4a16": 0.005, "fp16": 0.01, "fp32": 0.001,
+}  # fmt: skip
 # A device may be as far from the expected output again as that is from the float model's at its worst.
 _ERROR_FACTOR = 2.0
 # The ONNX file first: it is the source that the others were converted from. A context runs in its vendor's library

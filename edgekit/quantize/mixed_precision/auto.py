@@ -30,7 +30,7 @@ from edgekit.quantize.mixed_precision.relief import (
     relieve_plan,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
-from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan
+from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
 # Equalized weights that are worse by this much when rounded quickly are not rounded with more care: a choice.
@@ -160,7 +160,7 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
     plan = plain.draft.plan
-    if plan.precision != "int8" or reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
+    if not is_relievable(plan) or reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None
@@ -175,9 +175,9 @@ def _finish(subject: _Subject, judged: Judged) -> Finished:
     lead = judged.candidates[0]
     draft = judged.draft.choose(lead.method, lead.rounding)
     thorough = subject.method == "best"
-    if draft.plan.precision != "int8" or (not thorough and lead.sqnr_db >= COLLAPSED_DB):
+    if not is_relievable(draft.plan) or (not thorough and lead.sqnr_db >= COLLAPSED_DB):
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db)
-    widens = "int16" in subject.target.precisions
+    widens = subject.target.widens(subject.precision)
     schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)
     plan, tried = relieve_plan(draft, lead, schedule, subject.memo, widens=widens)
     return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=tried)

@@ -16,7 +16,7 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compare
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import judge_candidate
 from edgekit.quantize.mixed_precision.variants import strip_weights
-from edgekit.quantize.plan import Candidate, QuantPlan
+from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq.build import place_plan, round_weights
 from edgekit.quantize.ranges.methods import AUTO_METHODS, METHODS
 from edgekit.quantize.rounding.weights import Rounding
@@ -182,7 +182,7 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
 
 
 def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candidate]:
-    methods = _METHODS_16 if draft.plan.precision == "int16" else AUTO_METHODS
+    methods = AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
     ratios = {
         method: _judge_ranges(draft.choose(method, "nearest"))
         for method in methods

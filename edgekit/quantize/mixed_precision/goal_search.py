@@ -20,7 +20,7 @@ from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.relief import GOOD_DB, relieve_step
 from edgekit.quantize.mixed_precision.search_state import State, Trial
-from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import Precision, Target
 
 PLAIN_DROP = 0.005
@@ -54,6 +54,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
+
+    @property
+    def relievable(self) -> bool:
+        """True if activations have 8 bits, which those that they hurt may leave."""
+        return self.target.quantization.at(self.precision).activation != "uint16"
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +114,7 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     if not search.memo.budget.allows(_MORE):
         return first, None
     is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not is_image_net)
-    if is_sure or search.precision != "int8":
+    if is_sure or not is_relievable(first):
         return first, None
     goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
     trials = _run_trials(search, goal, first=first)
@@ -170,7 +175,7 @@ def _run_trials(
     """Returns the trials up to one that meets the goal, or leaves too little in integers; `first` is the first plan."""
     known = {trial.step: trial for trial in state.trials} if state is not None else {}
     # Each step takes more from the accelerator than the one before: the first that is good enough is the cheapest.
-    counts = (0, *(goal.reliefs if search.precision == "int8" else ()))
+    counts = (0, *(goal.reliefs if search.relievable else ()))
     trials: list[Trial] = []
     spent: list[float] = []
     for index, count in enumerate(counts):

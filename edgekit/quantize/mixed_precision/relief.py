@@ -14,7 +14,7 @@ from edgekit.quantize.graph.activations import find_before_activation
 from edgekit.quantize.graph.float_graph import folded_activations, range_source
 from edgekit.quantize.mixed_precision.candidates import Draft, Memo, choose_again, choose_ranges
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
-from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, quantizes_any
+from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any
 from edgekit.quantize.qdq.build import build_qdq, plan_calibration, plan_graph
 from edgekit.quantize.ranges.methods import AUTO_METHODS
 from edgekit.target import Target
@@ -111,12 +111,12 @@ def relieve_step(
     order = _rank_tensors(draft, memo)
     if count > 2 * len(order):
         return None
-    relieved = relieve_tensors(graph, plan, order[:count], calibration, widens="int16" in target.precisions)
+    relieved = relieve_tensors(graph, plan, order[:count], calibration, widens=target.widens(plan.precision))
     if not quantizes_any(graph, relieved):
         return None
     if count > _FEW_RELIEVED:
         return choose_ranges(relieved, calibration, before.method, before.rounding)
-    if plan.precision == "int8" and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
+    if is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
         relieved, _ = choose_again(msgspec.structs.replace(draft, plan=relieved), memo.budget)
     return relieved
 

@@ -72,7 +72,7 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     qdq = onnx.ModelProto()
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
-    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, _limit(plan))
+    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, _limit(plan), plan.bits)
     return qdq
 
 
@@ -101,6 +101,7 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
         weight_limit=_limit(plan),
         axes=plan.axes,
         wide={name: (span.low, span.high) for name, span in plan.wide.items()},
+        contrib=bool(plan.bits),
     )
 
 

@@ -12,6 +12,8 @@ LIMIT = 127
 """The largest magnitude of a symmetric 8-bit weight."""
 REDUCED_LIMIT = 64
 """The largest one of which two, each times 255, add up within 16 bits (32640): `reduce_range` of ORT's quantizer."""
+FOUR_LIMIT = 7
+"""The largest 4-bit weight. The smallest is -8: with 15 steps one more counts, and Qualcomm's HTP takes it."""
 # How many inputs are rounded before the others learn of the errors, in one product of matrices instead of as many outer
 # products (GPTQ, "Lazy Batch-Updates", with 128); the result is the same. Chosen by hand.
 _BLOCK = 64
@@ -33,6 +35,11 @@ class Rounded(msgspec.Struct, frozen=True, kw_only=True):
         return self.integers.astype(np.float32) * self.scale
 
 
+def lowest(limit: int) -> int:
+    """Returns the smallest integer of weights whose largest is `limit`."""
+    return -limit - 1 if limit == FOUR_LIMIT else -limit
+
+
 def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0, limit: int = LIMIT) -> Array:
     """Returns the scale float32 [groups, outputs, 1] that puts the largest magnitude on `limit`, but at least `floor`.
 
@@ -48,7 +55,7 @@ def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0
 
 def round_nearest(matrix: Array, scale: Array, limit: int = LIMIT) -> Rounded:
     """Rounds each weight to the nearest grid point."""
-    integers = np.clip(np.rint(matrix / scale), -limit, limit).astype(np.int8)
+    integers = np.clip(np.rint(matrix / scale), lowest(limit), limit).astype(np.int8)
     return Rounded(integers=integers, scale=scale)
 
 
@@ -129,12 +136,12 @@ def _invert_lower(lower: Array) -> Array:
 
 def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
     """Rounds rows [inputs, groups, outputs] in order; changes `rows`."""
-    rounded = np.empty(rows.shape, np.int8)
+    rounded, low = np.empty(rows.shape, np.int8), lowest(limit)
     for start in range(0, len(rows), _BLOCK):
         stop = min(start + _BLOCK, len(rows))
         errors = np.empty((stop - start, *rows.shape[1:]), np.float32)
         for index in range(start, stop):
-            grid = np.clip(np.rint(rows[index] / scale), -limit, limit)
+            grid = np.clip(np.rint(rows[index] / scale), low, limit)
             rounded[index] = grid
             # OBQ's update: what rounding one input costs, the best move of the others takes back as far as it can.
             error = (rows[index] - grid * scale) / upper[:, index, index, None]

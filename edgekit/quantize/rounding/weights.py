@@ -1,7 +1,7 @@
 """Better integers for the weights of a QDQ graph: rounded with second moments, their mean error put into the bias."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,9 @@ from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer, read_layers
+from edgekit.quantize.rounding.four_bits import pack_int4, search_scale
 from edgekit.quantize.rounding.gptq import (
+    FOUR_LIMIT,
     LIMIT,
     Rounded,
     add_spread,
@@ -48,6 +50,7 @@ class _QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     weight: str
     weight_scale: str
+    weight_zero: str
     bias: str | None
     bias_scale: str | None
     step: float
@@ -62,20 +65,27 @@ def round_qdq_weights(
     rounding: Rounding,
     factors: Mapping[str, tuple[float, ...]],
     limit: int = LIMIT,
+    bits: Mapping[str, int] | None = None,
 ) -> None:
     """Rewrites weights, their scales and biases of the QDQ form of `graph`; `qdq` is changed.
 
     `factors` holds by layer those that the channels of its input were multiplied by since the calibration.
-    `limit` is the largest magnitude of the integers.
+    `limit` is the largest magnitude of the integers; the weights that `bits` names get 4 bits.
     What was rounded once is kept in the folder `statistics` for other targets that quantize the same inputs alike.
 
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    if rounding == "nearest":
+    few = bits or {}
+    if rounding == "nearest" and not few:
         return
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    places = _find_layers(qdq.graph, initializers, limit)
+    places = dict(_find_places(qdq.graph, initializers, graph, limit, few))
+    if rounding == "nearest":
+        for layer, place in places.values():
+            if place.limit == FOUR_LIMIT:
+                _write(initializers, place, **_round_plainly(graph, layer, place))
+        return
     with open_moments(statistics / "moments.npz") as stored:
 
         def read(layer: Layer) -> InputMoments | None:
@@ -84,10 +94,7 @@ def round_qdq_weights(
                 return moments
             return scale_moments(moments, layer, np.asarray(factors[layer.node]))
 
-        for layer in read_layers(graph):
-            place = places.get(layer.node)
-            if place is None or (layer.bias is None) != (place.bias is None):
-                continue
+        for layer, place in places.values():
             corrected = _correct_layer(graph, layer, place, read, statistics, rounding)
             if corrected is not None:
                 _write(initializers, place, **corrected)
@@ -105,12 +112,11 @@ def _correct_layer(
     weight = numpy_helper.to_array(graph.constants[layer.weight])
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-    matrix, least = layer.to_matrix(weight), np.abs(bias) * _INT32_MARGIN / place.step
-    floor = least.reshape(layer.groups, layer.outputs, 1)
-    find_scale = partial(weight_scale, per_channel=place.per_channel, floor=floor, limit=place.limit)
+    matrix, floor = layer.to_matrix(weight), _least_scale(layer, place, bias)
+    largest = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
     step = place.step.hex() if rounding == "refit" else ""
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{step};".encode())
-    for part in (find_scale(matrix), np.ascontiguousarray(weight), bias):
+    for part in (largest, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
     memory = statistics / "rounded" / f"{key.hexdigest()[:24]}.npz"
     if memory.is_file():
@@ -119,6 +125,7 @@ def _correct_layer(
     moments = read(layer)
     if moments is None:
         return None
+    find_scale = _scale_finder(place, floor, moments)
     if rounding == "bias":
         rounded = round_nearest(matrix, find_scale(matrix), place.limit)
     else:
@@ -133,6 +140,28 @@ def _correct_layer(
     with replacing_file(memory) as temporary, temporary.open("wb") as file:
         np.savez(file, allow_pickle=False, **corrected)
     return corrected
+
+
+def _round_plainly(graph: Graph, layer: Layer, place: _QdqLayer) -> dict[str, Array]:
+    """Returns integers of 4 bits, scale [channels] and bias of a layer, each weight rounded by itself."""
+    weight = numpy_helper.to_array(graph.constants[layer.weight])
+    stored = None if layer.bias is None else graph.constant(layer.bias)
+    bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
+    matrix = layer.to_matrix(weight)
+    scale = search_scale(matrix, energy=np.ones((layer.groups, layer.inputs)), floor=_least_scale(layer, place, bias))
+    integers = round_nearest(matrix, scale, place.limit).integers
+    return {"integers": layer.from_matrix(integers, weight.shape), "scale": scale.reshape(-1), "bias": bias}
+
+
+def _least_scale(layer: Layer, place: _QdqLayer, bias: Array) -> Array:
+    return (np.abs(bias) * _INT32_MARGIN / place.step).reshape(layer.groups, layer.outputs, 1)
+
+
+def _scale_finder(place: _QdqLayer, floor: Array, moments: InputMoments) -> Callable[[Array], Array]:
+    if place.limit != FOUR_LIMIT:
+        return partial(weight_scale, per_channel=place.per_channel, floor=floor, limit=place.limit)
+    energy = np.diagonal(moments.blocks, axis1=1, axis2=2).reshape(moments.mean.shape)
+    return partial(search_scale, energy=energy, floor=floor)
 
 
 def _round_with_moments(
@@ -167,6 +196,22 @@ def _join(split: Array, layer: Layer) -> Array:
     return pieces.transpose(0, 2, 1, 3).reshape(layer.groups, layer.outputs, layer.inputs)
 
 
+def _find_places(
+    qdq: onnx.GraphProto,
+    initializers: dict[str, onnx.TensorProto],
+    graph: Graph,
+    limit: int,
+    bits: Mapping[str, int],
+) -> Iterator[tuple[str, tuple[Layer, _QdqLayer]]]:
+    """Yields, by node, layers of the float graph and where they are in its QDQ form."""
+    places = _find_layers(qdq, initializers, limit)
+    for layer in read_layers(graph):
+        place = places.get(layer.node)
+        if place is not None and (layer.bias is None) == (place.bias is None):
+            is_few = layer.weight in bits and place.per_channel
+            yield layer.node, (layer, msgspec.structs.replace(place, limit=FOUR_LIMIT) if is_few else place)
+
+
 def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto], limit: int) -> dict[str, _QdqLayer]:
     """Returns the layers whose input, weight and bias if any come from DQ nodes, with a symmetric int8 weight."""
     dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
@@ -184,6 +229,7 @@ def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProt
         found[node.name] = _QdqLayer(
             weight=weight.input[0],
             weight_scale=weight.input[1],
+            weight_zero=weight.input[2],
             bias=bias.input[0] if bias is not None else None,
             bias_scale=bias.input[1] if bias is not None else None,
             step=float(numpy_helper.to_array(initializers[source.input[1]])),
@@ -199,7 +245,11 @@ def _write(
     def store(name: str, value: Array) -> None:
         initializers[name].CopyFrom(numpy_helper.from_array(value, name))
 
-    store(place.weight, np.ascontiguousarray(integers))
+    if place.limit == FOUR_LIMIT:
+        initializers[place.weight].CopyFrom(pack_int4(integers, place.weight))
+        initializers[place.weight_zero].CopyFrom(pack_int4(np.zeros(scale.shape, np.int8), place.weight_zero))
+    else:
+        store(place.weight, np.ascontiguousarray(integers))
     store(place.weight_scale, np.asarray(scale if place.per_channel else scale[0]))
     if place.bias is not None and place.bias_scale is not None:
         # Integer kernels take no scale of the bias (ONNX operator QLinearConv): it is the product of the other two.

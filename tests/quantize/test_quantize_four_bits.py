@@ -1,0 +1,112 @@
+"""Weights of 4 bits: what is planned, what is written, and that it errs less than it might."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from quantize_models import conv_net, random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.errors import UsageError
+from edgekit.graph.graph import view_model
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.check_plan import require_plan
+from edgekit.quantize.rounding.four_bits import pack_int4, search_scale
+from edgekit.quantize.rounding.gptq import FOUR_LIMIT, lowest, round_gptq, round_nearest, weight_scale
+from edgekit.target import Precision, load_target
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (4, 1, 3, 3)])
+def test_packed_integers_are_read_back(shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).integers(-8, 8, shape).astype(np.int8)
+    assert (numpy_helper.to_array(pack_int4(values, "w")).astype(np.int8) == values).all()
+
+
+def cost(matrix: Array, scale: Array, energy: Array) -> Array:
+    error = matrix - round_nearest(matrix, scale, FOUR_LIMIT).values
+    return np.asarray((error**2 * energy[:, None]).sum(axis=2))
+
+
+def test_a_searched_scale_cuts_off_what_costs_little() -> None:
+    rng = np.random.default_rng(1)
+    matrix = rng.normal(size=(1, 6, 200)).astype(np.float32)
+    matrix[..., 0] = 12.0
+    energy = np.ones((1, 200))
+    energy[:, 0] = 1e-3
+    whole = weight_scale(matrix, per_channel=True, limit=FOUR_LIMIT)
+    found = search_scale(matrix, energy=energy)
+    assert (cost(matrix, found, energy) < 0.6 * cost(matrix, whole, energy)).all()
+    assert (found < 0.6 * whole).all()
+    energy[:, 0] = 1e6
+    assert (search_scale(matrix, energy=energy) > 0.85 * whole).all()
+    assert (search_scale(matrix, energy=energy, floor=9.0) == 9.0).all()
+
+
+def test_gptq_uses_the_sixteenth_step() -> None:
+    matrix = -np.abs(np.random.default_rng(2).normal(size=(1, 4, 30))).astype(np.float32)
+    scale = np.abs(matrix).max(axis=2, keepdims=True).astype(np.float32) / 8
+    assert lowest(FOUR_LIMIT) == -8
+    assert round_gptq(matrix, np.eye(30)[None], scale, limit=FOUR_LIMIT).integers.min() == -8
+
+
+@pytest.mark.parametrize(("precision", "activation"), [("w4a16", "uint16"), ("w4a8", "uint8")])
+@pytest.mark.parametrize("method", ["auto", "minmax"])
+def test_layers_that_mix_inputs_get_4_bits(
+    net: Model, calibration: Calibration, tmp_path: Path, precision: Precision, activation: str, method: str
+) -> None:
+    plan = plan_quantization(net, calibration, load_target("qnn"), precision, method=method)
+    assert (plan.activation, plan.bits) == (activation, {"w1": 4, "w3": 4, "w4": 4})
+    made = quantize_model(net, plan, calibration, tmp_path / "q.onnx")
+    graph = view_model(onnx.load(str(made.model.path)), tmp_path)
+    weights = {node.name: graph.producers[node.input[1]] for node in graph.nodes if node.op_type in {"Conv", "Gemm"}}
+    stored = {name: graph.constants[node.input[0]] for name, node in weights.items()}
+    kinds = [tensor.data_type for tensor in stored.values()]
+    four, eight = onnx.TensorProto.INT4, onnx.TensorProto.INT8
+    assert kinds == [four, eight, four, four]
+    for node in weights.values():
+        values, scale, zero = (numpy_helper.to_array(graph.constants[name]) for name in node.input)
+        assert len(scale) == values.shape[0]
+        assert zero.shape == scale.shape
+        assert not zero.astype(np.int8).any()
+    session = CpuSession(made.model.path, SessionSettings())
+    reference = CpuSession(net.path, SessionSettings())
+    for sample in random_samples(net, 3, seed=5):
+        assert np.abs(session.run(sample)["y"] - reference.run(sample)["y"]).max() < 0.1
+
+
+def test_a_weight_taken_out_of_a_plan_keeps_8_bits(net: Model, calibration: Calibration, tmp_path: Path) -> None:
+    target = load_target("qnn")
+    plan = plan_quantization(net, calibration, target, "w4a16", method="minmax")
+    more = msgspec.structs.replace(plan, bits={"w1": 4})
+    require_plan(more, net, calibration, target)
+    made = quantize_model(net, more, calibration, tmp_path / "q.onnx")
+    types = [tensor.data_type for tensor in onnx.load(str(made.model.path)).graph.initializer]
+    # The weight and its zero point.
+    assert types.count(onnx.TensorProto.INT4) == 2
+    for bits, what in (({"w2": 4}, "has 8 for it"), ({"w1": 3}, "takes 4"), ({"b1": 4}, "has 8 for it")):
+        with pytest.raises(UsageError, match=what):
+            require_plan(msgspec.structs.replace(plan, bits=bits), net, calibration, target)
+
+
+def test_moments_make_4_bits_err_less(net: Model, calibration: Calibration) -> None:
+    plan = plan_quantization(net, calibration, load_target("qnn"), "w4a16")
+    ratios = {entry.rounding: entry.sqnr_db for entry in plan.judged}
+    assert plan.rounding in {"gptq", "refit"}
+    assert ratios[plan.rounding] > ratios["nearest"] + 1
+
+
+def test_a_model_of_opset_21_needs_no_operators_of_onnx_runtime(tmp_path: Path) -> None:
+    net = conv_net(tmp_path)
+    proto = onnx.load(str(net.path))
+    proto.opset_import[0].version, proto.ir_version = 21, 10
+    onnx.save(proto, str(net.path))
+    net = load_model(net.path)
+    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
+    plan = plan_quantization(net, calibration, load_target("qnn"), "w4a8", method="minmax")
+    made = quantize_model(net, plan, calibration, tmp_path / "q.onnx")
+    assert {node.domain for node in onnx.load(str(made.model.path)).graph.node} == {""}
