@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,10 +13,11 @@ from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enoug
 from edgekit.bench.interleaved import compare_on
 from edgekit.bench.latency import describe_drift, find_drift, median_interval
 from edgekit.bench.report import BenchReport, BenchRun, SkippedBench
-from edgekit.bench.subject import Subject, open_subject
+from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bench.thermal import describe_change
 from edgekit.devices.device import Device
 from edgekit.devices.parallel import run_each
+from edgekit.devices.process.link import list_model_files
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
@@ -31,33 +31,34 @@ def bench_on(
     path: Path,
     choice: DeviceChoice,
     effort: Effort,
+    openings: Sequence[Opening] = (Opening(),),
     *,
     against: Path | None = None,
-    target: str | None = None,
-    data: str | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of a bundle or a model on devices, or with `against` how that one compares with it.
+    """Returns the times of a bundle or a model on devices, opened in each way that is asked for, one after another.
+
+    With `against` it says how that one compares with it, opened in the first way.
 
     Raises:
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
     """
     with work_folder() as work:
-        subject = open_subject(path, work / "a", target=target, data=data)
-        other = None if against is None else open_subject(against, work / "b", target=target, data=data)
-        devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
-        return bench_subject(subject, devices, effort, against=other, progress=progress)
+        subjects = [open_subject(path, work / f"a{index}", opening) for index, opening in enumerate(openings)]
+        other = None if against is None else open_subject(against, work / "b", openings[0])
+        devices = choose_devices(choice, subjects[0].target_for, default=(subjects[0].default_device,))
+        return bench_subjects(subjects, devices, effort, against=other, progress=progress)
 
 
-def bench_subject(
-    subject: Subject,
+def bench_subjects(
+    subjects: Sequence[Subject],
     devices: Sequence[Device],
     effort: Effort,
     *,
     against: Subject | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of a subject on each device, or with `against` how that one compares with it.
+    """Returns the times of subjects on each device, or with `against` how that one compares with the first.
 
     Devices of this machine run one at a time, others side by side. A device that fails is a finding.
     """
@@ -68,30 +69,41 @@ def bench_subject(
         for index, lack in missing.items()
     )
     tell = progress or say_nothing
-    report = BenchReport(subject=subject.name, skipped=skipped, notes=subject.notes)
+    report = BenchReport(subject=subjects[0].name, skipped=skipped, notes=subjects[0].notes)
     if against is None:
-        runs = run_each(present, partial(_bench_device, subject, effort, tell), timed=True)
-        return msgspec.structs.replace(report, runs=runs)
-    compared = run_each(present, lambda device: compare_on(subject, against, device, effort, tell), timed=True)
+        found = run_each(
+            present, lambda device: [_bench_device(subject, effort, tell, device) for subject in subjects], timed=True
+        )
+        return msgspec.structs.replace(report, runs=tuple(run for runs in found for run in runs))
+    compared = run_each(present, lambda device: compare_on(subjects[0], against, device, effort, tell), timed=True)
     return msgspec.structs.replace(report, against=against.name, comparisons=compared)
 
 
 def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: Device) -> BenchRun:
-    progress(f"time {subject.name} on {device.name}")
-    run = BenchRun(device=device.name, evidence=device.evidence, provider=CPU_PROVIDER, threads=effort.threads)
+    progress(f"time {subject.name} on {device.name}" + (f", {subject.batch} at a time" if subject.batch > 1 else ""))
+    run = BenchRun(
+        device=device.name,
+        evidence=device.evidence,
+        provider=CPU_PROVIDER,
+        threads=effort.threads,
+        batch=subject.batch,
+    )
     try:
         job = msgspec.structs.replace(subject.job_for(device), threads=effort.threads)
-        run = msgspec.structs.replace(run, provider=job.target.provider)
+        run = msgspec.structs.replace(run, provider=job.target.provider, model_bytes=_measure(job.model))
         return _describe(run, run_enough(device, job, effort))
     except EdgekitError as error:
         return msgspec.structs.replace(run, failure=error.message)
 
 
+def _measure(model: Path) -> int:
+    return sum(file.stat().st_size for file in list_model_files(model).values())
+
+
 def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
     series, last = np.asarray(join_times(blocks), dtype=np.float64), blocks[-1].run
     counts = Counter(node.provider for node in last.placement)
-    p90, p95, p99 = (float(value) for value in np.percentile(series, [90.0, 95.0, 99.0]))
-    median = float(np.median(series))
+    median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
     run = msgspec.structs.replace(
         empty,
         provider_nodes=dict(sorted(counts.items())),
@@ -104,8 +116,9 @@ def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
         max_ms=float(series.max()),
         std_ms=float(series.std(ddof=1)) if len(series) > 1 else 0.0,
         interval_ms=median_interval(series),
-        throughput_per_s=1e3 / median if median > 0 else 0.0,
+        throughput_per_s=1e3 * empty.batch / median if median > 0 else 0.0,
         load_ms=last.load_ms,
+        first_ms=blocks[0].first_ms,
         peak_rss_bytes=last.peak_rss_bytes,
         warmup=blocks[-1].warmup,
         iterations=len(series),

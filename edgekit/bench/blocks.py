@@ -7,7 +7,7 @@ from statistics import median
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.bench.latency import count_needed
+from edgekit.bench.latency import count_needed, find_steady
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.errors import DeviceError
@@ -20,7 +20,8 @@ FIRST_RUNS = 50
 
 # So often the device is asked whether its time is over; a message a run would be part of what is measured.
 _SLICE_MS = 200.0
-# The first runs of a session fill its arena and wake the CPU's clock: they do not count.
+# The first runs of a session fill its arena and wake the CPU's clock. So long may that take at most; where it ended is
+# read from the times.
 _WARM_MS = 300.0
 _MOST_WARMUP = 50
 # A clock may tell 0 for a short run, and the guess is divided by.
@@ -40,11 +41,12 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of runs in one session, in milliseconds, after so many runs of warming up."""
+    """The times of steady runs in one session, in milliseconds, after those of warming up; `first_ms` is the first."""
 
     latency_ms: tuple[float, ...]
     run: DeviceRun
     warmup: int
+    first_ms: float
 
 
 def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
@@ -71,7 +73,7 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
     Raises:
         DeviceError: the device is not there, or failed.
     """
-    return max(_FAST_MS, median(_run(device, job, slices=1, repeat=1, warmup=1, seconds=effort.seconds).latency_ms))
+    return max(_FAST_MS, median(_run(device, job, slices=1, repeat=2, seconds=effort.seconds).latency_ms[1:]))
 
 
 def count_fitting(seconds: float, guess_ms: float) -> int:
@@ -85,20 +87,23 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
     Raises:
         DeviceError: the device is not there, or failed.
     """
-    warmup = min(_MOST_WARMUP, max(1, math.ceil(_WARM_MS / guess_ms)))
-    repeat = max(1, min(runs, int(_SLICE_MS / guess_ms)))
-    block = _run(device, job, slices=math.ceil(runs / repeat), repeat=repeat, warmup=warmup, seconds=seconds)
-    return msgspec.structs.replace(block, latency_ms=block.latency_ms[:runs])
+    most = min(_MOST_WARMUP, max(1, math.ceil(_WARM_MS / guess_ms)))
+    repeat = max(1, min(runs + most, int(_SLICE_MS / guess_ms)))
+    run = _run(device, job, slices=math.ceil((runs + most) / repeat), repeat=repeat, seconds=seconds)
+    # A device that was slower than thought ran less: half of it still counts.
+    warmup = find_steady(run.latency_ms, min(most, len(run.latency_ms) // 2))
+    times = run.latency_ms[warmup : warmup + runs]
+    return Block(latency_ms=times, run=run, warmup=warmup, first_ms=run.latency_ms[0])
 
 
-def _run(device: Device, job: Job, *, slices: int, repeat: int, warmup: int, seconds: float) -> Block:
+def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> DeviceRun:
     samples = _repeat(job.samples, slices)
-    sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, warmup=warmup, budget_s=seconds)
+    sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
     with work_folder() as work:
         run = device.run_job(sliced, work)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
-    return Block(latency_ms=run.latency_ms, run=run, warmup=warmup)
+    return run
 
 
 def _repeat(samples: Samples, times: int) -> Samples:

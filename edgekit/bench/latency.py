@@ -18,6 +18,7 @@ _DRIFT_LEAST = 12
 # All pairs of 200 points are 19,900; of the 2,000 runs that a block may have they would be two million.
 _DRIFT_POINTS = 200
 _FAST = 1e-9
+_BATCH = 5
 _LEAST_MS, _CLOCKS = 0.0005, 1.05
 
 # Student's t for 95 %, two-sided, by degrees of freedom from 1. A table, because scipy would be a dependency for one
@@ -106,6 +107,22 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     is_chance = abs(float(np.sign(differences).sum())) < _DRIFT_Z * deviation
     return None if is_chance or abs(drift) <= MAX_DRIFT else drift
+
+
+def find_steady(latency_ms: Sequence[float], most: int) -> int:
+    """Returns how many of the first runs are warming up, at most `most`: what follows them is steady.
+
+    MSER-5 (K. P. White, Simulation 69, 1997): the cut after which the spread of what is left, over the square of how
+    much is left, is least, in batches of five. Batches count by their medians, as a pause of the system is no warm-up.
+    The first run is always cut: it fills the arena, and lazy parts of kernels are made in it.
+    """
+    count = len(latency_ms) // _BATCH
+    batches = np.median(np.reshape(np.asarray(latency_ms[: count * _BATCH], dtype=np.float64), (count, _BATCH)), axis=1)
+    cuts = range(min(most // _BATCH, count // 2) + 1)
+    if not count:
+        return min(1, most)
+    errors = [float(np.var(batches[cut:])) / (count - cut) for cut in cuts]
+    return min(most, max(1, int(np.argmin(errors)) * _BATCH))
 
 
 def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | None:

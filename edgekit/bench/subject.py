@@ -1,12 +1,13 @@
 """What is timed: a bundle, as an app would load it, or a bare model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bench.batch import cut_rows, find_unset, size_inputs, stack_samples
 from edgekit.bundle.folder import open_bundle, read_target
 from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.snapshot import snapshot_bundle
@@ -14,7 +15,7 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.interface import read_interface
 from edgekit.data.random_samples import draw_samples
-from edgekit.data.samples import Samples, load_samples, select_samples
+from edgekit.data.samples import Samples, load_samples
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import kind_of
@@ -26,51 +27,76 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.target import Target, load_target
 
 
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """How a subject is opened: a model with the session options of a target, and with which sample.
+
+    The sample is that of `data`, else a golden one of a bundle, else drawn, with the sizes that `dims` gives
+    to dynamic dimensions. `batch` stacks so many; None leaves the sample as it is.
+    """
+
+    target: str | None = None
+    data: str | None = None
+    dims: Mapping[str, int] = {}
+    batch: int | None = None
+
+
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """Something to time.
 
-    `target_for` gives the target that a device, by its kind, runs it as; `job_for` the job with one sample. `notes` say
-    what was assumed.
+    `target_for` gives the target that a device, by its kind, runs it as; `job_for` the job with one sample, which is a
+    batch of `batch`. `notes` say what was assumed.
     """
 
     name: str
     target_for: Callable[[str], Target]
     job_for: Callable[[Device], Job]
     default_device: str
+    batch: int = 1
     notes: tuple[str, ...] = ()
 
 
-def open_subject(path: Path, work: Path, *, target: str | None = None, data: str | None = None) -> Subject:
-    """Returns what `path` names, with a sample for it: of the bundle's golden ones, of `data`, or drawn at random.
+def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
+    """Returns what `path` names, with a sample for it.
 
-    `target` names the target whose session options a model is opened with; without it, that of the device, or the CPU
-    provider with none. A bundle has its own. Its files are copied into `work`, and their digests checked.
+    Without the name of a target a model is opened as the device's, or in the CPU provider with no options. A bundle has
+    its own. Its files are copied into `work`, and their digests checked.
 
     Raises:
-        UsageError: a bundle was given together with a target.
+        UsageError: a bundle was given together with a target, dims where the sample has its sizes already or do not fit
+            it, or a batch where no first axis is dynamic.
         BundleError: the bundle is incomplete or altered.
         ModelError: the model cannot be read.
         DataError: the data does not fit the model.
     """
     if path.is_dir():
-        if target is not None:
+        if opening.target is not None:
             raise UsageError("--target means nothing for a bundle", hint="its manifest says how it is opened")
-        return _open_bundle(path, work, data)
-    return _open_model(path, None if target is None else load_target(target), data)
+        if opening.dims:
+            raise UsageError("--dim means nothing for a bundle", hint="its golden samples have their sizes")
+        return _open_bundle(path, work, opening)
+    if opening.dims and opening.data is not None:
+        raise UsageError("--dim means nothing beside --data", hint="the samples have their sizes: leave one out")
+    return _open_model(path, opening)
 
 
-def _open_bundle(path: Path, work: Path, data: str | None) -> Subject:
+def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
     bundle = open_bundle(path)
     # A copy, digested while it is made: what is timed is then what the manifest covers, whatever happens to the folder.
     private = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
     chosen = read_target(private)
-    given = None if data is None else load_samples(data, bundle.golden.inputs)
+    inputs = bundle.golden.inputs
+    given = read_inputs(private.golden) if opening.data is None else load_samples(opening.data, inputs)
+    sample = stack_samples(given, inputs, opening.batch)
 
     def job_for(device: Device) -> Job:
-        return make_job(private, plan_run(private, device, 1), _first(given or read_inputs(private.golden)))
+        return make_job(private, plan_run(private, device, 1), sample)
 
     return Subject(
-        name=path.resolve().name, target_for=lambda _: chosen, job_for=job_for, default_device=_planned_device(chosen)
+        name=path.resolve().name,
+        target_for=lambda _: chosen,
+        job_for=job_for,
+        default_device=_planned_device(chosen),
+        batch=opening.batch or 1,
     )
 
 
@@ -78,12 +104,10 @@ def _planned_device(target: Target) -> str:
     return next((planned.device for planned in target.verification), "host")
 
 
-def _open_model(path: Path, target: Target | None, data: str | None) -> Subject:
+def _open_model(path: Path, opening: Opening) -> Subject:
+    target = None if opening.target is None else load_target(opening.target)
     inputs, outputs = _read_interface(path)
-    samples = draw_samples(inputs) if data is None else load_samples(data, inputs)
-    if samples is None:
-        raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")
-    is_open = data is None and not all(spec.is_static for spec in inputs)
+    sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
 
     def target_for(kind: str) -> Target:
         return target or plain_target(kind)
@@ -96,14 +120,38 @@ def _open_model(path: Path, target: Target | None, data: str | None) -> Subject:
             precision=chosen.precision,
             outputs=outputs,
             check=_check(path, chosen),
-            samples=_first(samples),
+            samples=sample,
         )
 
-    notes = ["dimensions without a size were run with the size 1"] if is_open else []
+    notes = [] if opening.data is not None else list(_describe_unset(inputs, opening))
     # ONNX Runtime replays saved optimisations as the file states them.
     if path.suffix == ".ort" and target is not None and REPLAY_SAVED in target.session.config:
         notes.append("optimisations saved in the file were not replayed: only the digests of a bundle vouch for them")
-    return Subject(name=path.name, target_for=target_for, job_for=job_for, default_device="host", notes=tuple(notes))
+    return Subject(
+        name=path.name,
+        target_for=target_for,
+        job_for=job_for,
+        default_device="host",
+        batch=opening.batch or 1,
+        notes=tuple(notes),
+    )
+
+
+def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) -> Samples:
+    wanted = inputs if opening.batch is None else cut_rows(inputs)
+    if opening.data is not None:
+        return load_samples(opening.data, wanted)
+    samples = draw_samples(size_inputs(wanted, opening.dims), opening.batch or 1)
+    if samples is None:
+        raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")
+    return samples
+
+
+def _describe_unset(inputs: tuple[TensorSpec, ...], opening: Opening) -> Iterator[str]:
+    unset = find_unset(inputs if opening.batch is None else cut_rows(inputs), opening.dims)
+    if unset:
+        names = ", ".join(f"'{name}'" for name in sorted(unset))
+        yield f"without a --dim, {names} ran with the size 1"
 
 
 def _read_interface(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -126,7 +174,3 @@ def _check(path: Path, target: Target) -> CheckReport:
         node_list=(),
         advice=(),
     )
-
-
-def _first(samples: Samples) -> Samples:
-    return select_samples(samples, (0,))

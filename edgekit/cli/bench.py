@@ -3,14 +3,26 @@
 from pathlib import Path
 
 import click
+import msgspec
 
 from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
+from edgekit.bench.subject import Opening
 from edgekit.cli import options
 from edgekit.cli.limits import limit
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_bench, show_json, showing_progress
 from edgekit.devices.register import DeviceChoice
+from edgekit.errors import UsageError
+
+_MOST_BATCH = 65536
+
+
+def _read_batches(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    words = [] if value is None else value.split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= _MOST_BATCH for word in words):
+        raise click.BadParameter(f"'{value}' is no list of sizes: 1,2,4,8")
+    return tuple(dict.fromkeys(map(int, words)))
 
 
 @click.command(short_help="Time a bundle or a model on devices, or two of them in interleaved rounds.")
@@ -27,6 +39,8 @@ from edgekit.devices.register import DeviceChoice
     "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in rounds interleaved with SUBJECT."
 )
 @click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+@click.option("--batch", "batches", metavar="N,N", callback=_read_batches, help="Batch sizes to time, such as 1,2,4,8.")
+@options.DIM
 @click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
 @options.JSON
 @options.verbosity
@@ -40,25 +54,33 @@ def command(
     threads: int,
     against: Path | None,
     target: str | None,
+    batches: tuple[int, ...],
+    dims: tuple[str, ...],
     data: str | None,
     as_json: bool,
     volume: int,
 ) -> int:
     """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
 
-    Without --runs each device runs until its median is known to 2 % or its time is over. Emulators are timed too, but
-    the result says that it is not the device's time. With --against both run in interleaved rounds on each device.
+    Cold start, the session and its first run, stands apart, and runs count once their times are steady. Without --runs
+    each device runs until its median is known to 2 % or its time is over. Emulators are timed too, but the result says
+    that it is not the device's time. With --against both run in interleaved rounds on each device.
 
     \b
     Example:
       edgekit bench bundles/model-xnnpack --on adb:R5CT1234 --on ssh:pi@board
       edgekit bench new.onnx --against old.onnx --on host --json
+      edgekit bench model.onnx --on host --dim sequence=128 --batch 1,4,8
 
     Exit code 0: something was timed and nothing failed. 1: not so. 2: the usage or an input is wrong.
     """
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
     effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads)
+    opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
+    openings = [msgspec.structs.replace(opening, batch=batch) for batch in batches] or [opening]
+    if against is not None and len(openings) > 1:
+        raise UsageError("--against compares one batch size", hint=f"give one: --batch {batches[0]}")
     with showing_progress(volume) as progress:
-        report = bench_on(subject, choice, effort, against=against, target=target, data=data, progress=progress)
+        report = bench_on(subject, choice, effort, openings, against=against, progress=progress)
     show_json(report) if as_json else show_bench(report)
     return YES if report.succeeded else NO

@@ -9,29 +9,36 @@ from edgekit.bench.report import BenchReport, Comparison
 from edgekit.report.tables import make_table
 
 _BAD, _UNKNOWN = "red", "yellow"
+_NOTHING = ("-",) * 7
 
 
 def table_bench(report: BenchReport) -> Table:
     """Returns the times as a table: a row a device."""
     # No mean: one pause of the system moves it, and not the median.
-    table = make_table("device", "evidence", "provider", "median", "p95", "p99", "runs", "load", "memory")
+    batched = any(run.batch > 1 for run in report.runs)
+    columns = ["p50", "p95", "p99", "per second", "runs", "load", "first", "memory"]
+    table = make_table("device", "evidence", "provider", *(["batch"] if batched else []), *columns)
     for run in report.runs:
+        batch = [str(run.batch)] if batched else []
         if run.failure is not None:
-            table.add_row(run.device, run.evidence.value, run.provider, Text("failed", _BAD), "-", "-", "-", "-", "-")
+            table.add_row(run.device, run.evidence.value, run.provider, *batch, Text("failed", _BAD), *_NOTHING)
             continue
         table.add_row(
             run.device,
             run.evidence.value,
             run.provider.removesuffix("ExecutionProvider"),
+            *batch,
             f"{run.median_ms:.3g} ms",
             f"{run.p95_ms:.3g} ms",
             f"{run.p99_ms:.3g} ms",
+            f"{run.throughput_per_s:.3g}",
             str(run.iterations),
             f"{run.load_ms:.0f} ms",
+            f"{run.first_ms:.3g} ms",
             f"{run.peak_rss_bytes / 1e6:.0f} MB",
         )
     for skip in report.skipped:
-        table.add_row(skip.device, "-", "-", Text("skipped", _UNKNOWN), "-", "-", "-", "-", "-")
+        table.add_row(skip.device, "-", "-", *(["-"] if batched else []), Text("skipped", _UNKNOWN), *_NOTHING)
     return table
 
 

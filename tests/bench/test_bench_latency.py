@@ -10,6 +10,7 @@ from edgekit.bench.latency import (
     count_needed,
     find_drift,
     find_false_times,
+    find_steady,
     median_interval,
     summarize_latency,
 )
@@ -118,3 +119,24 @@ def test_what_cannot_be_compared_is_an_error(rounds: list[tuple[float, float]]) 
 def test_times_that_cannot_be_are_not_believed(times: tuple[float, ...], elapsed_ms: float, words: str | None) -> None:
     found = find_false_times(times, elapsed_ms)
     assert (found is None) if words is None else (found is not None and words in found)
+
+
+def test_warming_up_ends_where_the_times_are_steady() -> None:
+    warm = [30.0, *(10 + 5 * math.exp(-index / 6) for index in range(30))]
+    cuts = [find_steady([*warm, *noise(seed, 100)], 50) for seed in range(50)]
+    assert 10 <= np.median(cuts) <= 35
+    assert min(cuts) >= 10
+    assert find_steady([*warm, *noise(6, 100)], 5) == 5
+
+
+def test_only_the_first_of_steady_times_is_left_out() -> None:
+    cuts = [find_steady(noise(seed, 100), 50) for seed in range(200)]
+    assert np.median(cuts) <= 20
+    assert min(cuts) == 1
+    assert find_steady([3.0], 0) == 0
+    assert find_steady([3.0, 2.0], 1) == 1
+
+
+def test_a_pause_of_the_system_is_no_warm_up() -> None:
+    calm = [10.0 + 0.01 * (index % 7) for index in range(100)]
+    assert find_steady([*calm[:22], 400.0, *calm[23:]], 50) == find_steady(calm, 50)

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from bundle_models import make_bundle
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.bench.bench import bench_on, bench_subject
+from edgekit.bench.bench import bench_on, bench_subjects
 from edgekit.bench.blocks import Effort
 from edgekit.bench.interleaved import ROUNDS
-from edgekit.bench.subject import open_subject
+from edgekit.bench.subject import Opening, open_subject
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
@@ -73,6 +74,8 @@ def test_a_model_is_timed_on_this_machine(tmp_path: Path) -> None:
     assert run.load_ms > 0
     assert run.peak_rss_bytes > 1 << 20
     assert run.warmup >= 1
+    assert run.first_ms > 0
+    assert run.model_bytes == (tmp_path / "m.onnx").stat().st_size
     assert "this is not the device's time" in run.warnings[0]
 
 
@@ -89,7 +92,7 @@ def test_a_bundle_is_timed_as_an_app_would_load_it(tmp_path: Path) -> None:
     report = bench_on(bundle.folder, HOST, QUICK)
     assert (report.subject, report.runs[0].failure) == (bundle.folder.name, None)
     with pytest.raises(UsageError, match="--target means nothing"):
-        bench_on(bundle.folder, HOST, QUICK, target="nnapi")
+        bench_on(bundle.folder, HOST, QUICK, [Opening(target="nnapi")])
     bundle.find_model("onnx").write_bytes(b"altered")
     with pytest.raises(BundleError, match="altered"):
         bench_on(bundle.folder, HOST, QUICK)
@@ -98,7 +101,7 @@ def test_a_bundle_is_timed_as_an_app_would_load_it(tmp_path: Path) -> None:
 def test_an_ort_file_is_timed(tmp_path: Path) -> None:
     config = {"session.save_model_format": "ORT"}
     CpuSession(matmul_model(tmp_path / "m.onnx", 16), SessionSettings(config=config, save_to=tmp_path / "m.ort"))
-    report = bench_on(tmp_path / "m.ort", HOST, QUICK, target="nnapi")
+    report = bench_on(tmp_path / "m.ort", HOST, QUICK, [Opening(target="nnapi")])
     assert report.runs[0].failure is None
     assert "not replayed" in report.notes[0]
 
@@ -107,7 +110,8 @@ def test_sizes_that_are_not_known_become_one_and_a_note_says_so(tmp_path: Path) 
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }'
     report = bench_on(parse_model(text, tmp_path / "m.onnx"), HOST, QUICK)
     assert report.runs[0].failure is None
-    assert "size 1" in report.notes[0]
+    assert report.notes == ("without a --dim, 'N' ran with the size 1",)
+    assert bench_on(tmp_path / "m.onnx", HOST, QUICK, [Opening(dims={"N": 3})]).notes == ()
 
 
 def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
@@ -133,31 +137,101 @@ def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_that_changes_under_way_is_warned_of(tmp_path: Path, phone: Phone, warning: str) -> None:
-    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path)
-    (run,) = bench_subject(subject, [phone], QUICK).runs
+    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
+    (run,) = bench_subjects([subject], [phone], QUICK).runs
     assert any(warning in line for line in run.warnings)
-    (steady,) = bench_subject(subject, [Phone()], Effort(runs=120)).runs
+    (steady,) = bench_subjects([subject], [Phone()], Effort(runs=120)).runs
     assert steady.warnings == ()
 
 
 def test_a_device_that_fails_or_is_not_there_is_a_finding(tmp_path: Path) -> None:
-    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path)
+    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
     phones = [Phone(failure="it fell"), Phone(missing=Missing(reason="offline", command="adb devices")), Phone()]
-    report = bench_subject(subject, phones, QUICK)
+    report = bench_subjects([subject], phones, QUICK)
     assert [run.failure for run in report.runs] == ["it fell", None]
     assert [skip.reason for skip in report.skipped] == ["offline"]
     assert not report.succeeded
-    assert not bench_subject(subject, phones[1:2], QUICK).succeeded
+    assert not bench_subjects([subject], phones[1:2], QUICK).succeeded
 
 
 def test_times_that_cannot_be_are_no_comparison(tmp_path: Path) -> None:
-    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path)
-    report = bench_subject(subject, [Phone(scale=0.0)], QUICK, against=subject)
+    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
+    report = bench_subjects([subject], [Phone(scale=0.0)], QUICK, against=subject)
     assert "times that cannot be" in str(report.comparisons[0].failure)
     assert not report.succeeded
 
 
 def test_data_gives_the_sample(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", t0=np.ones((2, 8, 8), np.float32))
-    report = bench_on(matmul_model(tmp_path / "m.onnx", 8), HOST, QUICK, data=str(tmp_path / "d.npz"))
+    report = bench_on(matmul_model(tmp_path / "m.onnx", 8), HOST, QUICK, [Opening(data=str(tmp_path / "d.npz"))])
     assert report.runs[0].failure is None
+
+
+class Echo(Phone, frozen=True, kw_only=True):
+    """Keeps the shapes of the samples that it got in a list."""
+
+    shapes: list[tuple[int, ...]]
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        self.shapes.append(next(iter(job.samples))["x"].shape)
+        return Phone.run_job(self, job, work)
+
+
+def batched_model(path: Path) -> Path:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[N,T] x, float[4] w) => (float[N,T] y)'
+        " { s = ReduceSum(w)  y = Mul(x, s) }"
+    )
+    return parse_model(text, path)
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_each_batch_is_one_run_of_so_many_samples(tmp_path: Path, data: bool) -> None:
+    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
+    np.savez(tmp_path / "d.npz", x=rows, w=np.ones((3, 4), np.float32))
+    opening = Opening(data=str(tmp_path / "d.npz")) if data else Opening(dims={"T": 3})
+    subjects = [
+        open_subject(batched_model(tmp_path / "m.onnx"), tmp_path, msgspec.structs.replace(opening, batch=size))
+        for size in (1, 4)
+    ]
+    echo = Echo(shapes=[])
+    one, four = bench_subjects(subjects, [echo], QUICK).runs
+    assert set(echo.shapes) == {(1, 3), (4, 3)}
+    assert (one.batch, four.batch) == (1, 4)
+    assert math.isclose(four.throughput_per_s, 4 * 1e3 / four.median_ms)
+    if data:
+        # Three samples are taken over and over; what has no batch is the first's.
+        (sample,) = subjects[1].job_for(echo).samples
+        np.testing.assert_array_equal(sample["x"], rows[[0, 1, 2, 0]])
+        assert sample["w"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [
+        (Opening(batch=2, dims={"N": 2}), "no dynamic dimension 'N'"),
+        (Opening(dims={"M": 2}), "no dynamic dimension 'M'"),
+        (Opening(dims={"N": 2}, data="d.npz"), "--dim means nothing beside --data"),
+    ],
+)
+def test_sizes_that_contradict_are_refused(tmp_path: Path, opening: Opening, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_subject(batched_model(tmp_path / "m.onnx"), tmp_path, opening)
+
+
+def test_a_batch_needs_a_dynamic_first_axis(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no input has a dynamic first axis"):
+        open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening(batch=2))
+    with pytest.raises(UsageError, match="--dim means nothing for a bundle"):
+        open_subject(make_bundle(tmp_path).folder, tmp_path, Opening(dims={"N": 2}))
+
+
+def test_sizes_follow_from_the_names_in_a_formula(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x, float[K] w) => (float[B,4] y) { y = Relu(x) }'
+    path = parse_model(text, tmp_path / "m.onnx")
+    proto = onnx.load(path)
+    proto.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "2*past"
+    onnx.save(proto, path)
+    subject = open_subject(path, tmp_path, Opening(dims={"past": 3}, batch=2))
+    (sample,) = subject.job_for(Phone()).samples
+    assert {name: value.shape for name, value in sample.items()} == {"x": (2, 4), "w": (6,)}

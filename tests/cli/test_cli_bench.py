@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 KEYS = {
     "device", "provider", "median_ms", "mean_ms", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "std_ms",
-    "throughput_per_s", "load_ms", "peak_rss_bytes", "warmup", "iterations", "threads",
+    "throughput_per_s", "load_ms", "first_ms", "batch", "model_bytes", "peak_rss_bytes",
+    "warmup", "iterations", "threads",
 }  # fmt: skip
 BENCH = ["bench", str(MODEL), "--on", "host", "--runs", "10", "-q"]
 
@@ -56,6 +57,9 @@ def test_bench_takes_devices_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
         ([*BENCH, "--runs", "0"], "--runs"),
         ([*BENCH, "--seconds", "nan"], "--seconds"),
         ([*BENCH, "--target", "qnnn"], "did you mean 'qnn'"),
+        ([*BENCH, "--batch", "1,0"], "no list of sizes"),
+        ([*BENCH, "--batch", "2"], "no input has a dynamic first axis"),
+        ([*BENCH, "--batch", "1,2", "--against", str(MODEL)], "--against compares one batch size"),
         ([*BENCH, "--on-file", "none.toml"], "cannot read 'none.toml'"),
         ([*BENCH, "--against", "none.onnx"], "no file 'none.onnx'"),
         (["verify", "--recheck", "v.json", "--on-file", "d.toml"], "--on-file means nothing here"),
