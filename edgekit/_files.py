@@ -8,6 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Generator, Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -97,14 +98,13 @@ def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None
     Raises:
         OutputError: the folder cannot be written, or there is such a file.
     """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            try:
-                file.writelines(chunks)
-            except BaseException:
-                path.unlink()
-                raise
+    opener = partial(os.open, mode=mode)
+    with _made(path.parent), writing(path), open(path, "xb", opener=opener) as file:
+        try:
+            file.writelines(chunks)
+        except BaseException:
+            path.unlink()
+            raise
 
 
 def copy_into(source: Path | bytes, target: IO[bytes]) -> None:
@@ -125,17 +125,17 @@ def replacing_file(path: Path) -> Generator[Path]:
     """
     if path.name in {"", ".."}:
         raise OutputError(f"cannot write '{path}': it is a folder", hint="give the name of a file")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its place, not in /tmp: a rename is at once only within a file system.
-        folder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
-    try:
-        temporary = folder / path.name
-        yield temporary
+    with _made(path.parent):
         with writing(path):
-            temporary.replace(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            # Beside its place, not in /tmp: a rename is at once only within a file system.
+            folder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
+        try:
+            temporary = folder / path.name
+            yield temporary
+            with writing(path):
+                temporary.replace(path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -213,22 +213,28 @@ def staged_entries(path: Path) -> Generator[Path]:
 def _holder(path: Path) -> Generator[Path]:
     if path.exists() and not path.is_dir():
         raise OutputError(f"'{path}' is a file, not a folder", hint="give another --out")
-    made = _missing_parents(path)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        holder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
+    with _made(path.parent):
+        with writing(path):
+            holder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
+        try:
+            yield holder
+        finally:
+            shutil.rmtree(holder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Generator[None]:
+    """Makes a folder and those that it lies in; what was made for nothing, as the block left it empty, is gone."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield holder
+        yield
     finally:
-        shutil.rmtree(holder, ignore_errors=True)
-        for parent in made:
+        for place in missing:
             with contextlib.suppress(OSError):
-                # Fails where the result now lies in it, and so removes only what was made for nothing.
-                parent.rmdir()
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    return [parent for parent in path.parents if not parent.exists()]
+                # Fails where the result now lies in it.
+                place.rmdir()
 
 
 def _publish(entry: Path, place: Path, holder: Path) -> None:
@@ -246,14 +252,14 @@ def work_folder(parent: Path | None = None) -> Generator[Path]:
     Raises:
         OutputError: `parent` cannot be written.
     """
-    with writing(parent or Path(tempfile.gettempdir())):
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".edgekit-" if parent else "edgekit-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    place = parent or Path(tempfile.gettempdir())
+    with _made(place):
+        with writing(place):
+            folder = Path(tempfile.mkdtemp(prefix=".edgekit-" if parent else "edgekit-", dir=place))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def move_file(source: Path, path: Path) -> None:

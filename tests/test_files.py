@@ -1,11 +1,22 @@
 """Files appear whole or not at all."""
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
-from edgekit._files import one_at_a_time, replacing_file, require_place, safe_join, staged_folder, write_file
+from edgekit._files import (
+    one_at_a_time,
+    replacing_file,
+    require_place,
+    safe_join,
+    staged_entries,
+    staged_folder,
+    work_folder,
+    write_file,
+)
 from edgekit.errors import BundleError, OutputError
 
 
@@ -67,3 +78,16 @@ def test_a_place_where_nothing_can_be_written_is_refused_beforehand(tmp_path: Pa
     for place, reason in ((tmp_path, "it is a folder"), (tmp_path / "file" / "r.html", "file' is no folder")):
         with pytest.raises(OutputError, match=reason):
             require_place(place)
+
+
+@pytest.mark.parametrize("way", [replacing_file, staged_folder, staged_entries, work_folder])
+def test_folders_made_for_nothing_are_gone_again(tmp_path: Path, way: Callable[[Path], Any]) -> None:
+    with pytest.raises(ValueError, match="stop"), way(tmp_path / "a/b/c"):
+        raise ValueError("stop")
+    assert list(tmp_path.iterdir()) == []
+    # What was there stays, and so does what somebody else put into a new one meanwhile.
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(ValueError, match="stop"), way(tmp_path / "kept/b/c"):
+        (tmp_path / "kept/b/theirs").write_bytes(b"")
+        raise ValueError("stop")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "kept", "theirs"]

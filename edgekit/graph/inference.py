@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import helper, shape_inference
 
+from edgekit.graph.caution import has_long_vector, hide_untyped, may_have_long_vector, show_typed
 from edgekit.graph.constants import is_small
 from edgekit.model.model import iterate_graphs
 
@@ -37,21 +38,39 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     large = [tensor for tensor in proto.graph.initializer if _is_aside(tensor)]
     light = _copy_light(proto)
     alike = _write_alike(light)
-    inferred = light
-    # With data propagation shapes are followed through Shape, Gather and Concat; onnx raises there on some models that
-    # it can infer without.
-    for data_prop in (True, False):
-        with contextlib.suppress(shape_inference.InferenceError, ValueError, RuntimeError, TypeError):
-            inferred = shape_inference.infer_shapes(light, data_prop=data_prop)
-            break
-    if alike:
+    hidden = hide_untyped(light)
+    inferred = _infer(light)
+    if hidden and show_typed(light, inferred):
+        inferred = _infer(light)
+    if alike or hidden:
         for node, original in zip(_nodes(inferred), _nodes(proto), strict=True):
-            if original.domain == _CONTRIB:
+            if original.domain == _CONTRIB or node.domain != original.domain:
                 node.CopyFrom(original)
+    if len(light.opset_import) != len(proto.opset_import):
+        del inferred.opset_import[:], inferred.functions[:]
+        inferred.opset_import.extend(proto.opset_import)
+        inferred.functions.extend(proto.functions)
     # Large initializers went in as inputs at the end; they come back as what they were.
     del inferred.graph.input[len(proto.graph.input) :]
     inferred.graph.initializer.extend(tensor if is_small(tensor) else _empty(tensor) for tensor in large)
     return inferred
+
+
+def _infer(light: onnx.ModelProto) -> onnx.ModelProto:
+    if may_have_long_vector(light):
+        first = _try_inference(light, data_prop=False)
+        if first is None or has_long_vector(first):
+            return first or light
+    # With data propagation shapes are followed through Shape, Gather and Concat; onnx raises there on some models that
+    # it can infer without.
+    propagated = None if has_long_vector(light) else _try_inference(light, data_prop=True)
+    return propagated or _try_inference(light, data_prop=False) or light
+
+
+def _try_inference(light: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto | None:
+    with contextlib.suppress(shape_inference.InferenceError, ValueError, RuntimeError, TypeError):
+        return shape_inference.infer_shapes(light, data_prop=data_prop)
+    return None
 
 
 def _is_aside(tensor: onnx.TensorProto) -> bool:

@@ -211,8 +211,8 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
     for name, attribute in given.items():
         if form.attributes.get(name, attribute.type) != attribute.type and not attribute.ref_attr_name:
             yield f"{where} has the attribute '{name}' of another type than its operator wants"
-    if not domain and node.op_type == "Loop":
-        yield from _check_loop(node, where, given.get("body"))
+    if not domain and node.op_type in _CHECKS:
+        yield from _CHECKS[node.op_type](node, where, given)
     # onnx's inference of shapes does not come to an end on what is no equation.
     yield from (
         f"{where} has an equation that is none" for name in given if name == "equation" and _is_odd(given[name])
@@ -223,10 +223,21 @@ def _is_odd(equation: onnx.AttributeProto) -> bool:
     return _EQUATION.fullmatch(equation.s) is None
 
 
-def _check_loop(node: onnx.NodeProto, where: str, body: onnx.AttributeProto | None) -> Iterator[str]:
+def _check_loop(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:
+    body = given.get("body")
     # The body takes the turn, the condition and what is carried; it gives the condition, what is carried, and scans.
     if body is not None and (len(body.g.input) != len(node.input) or len(body.g.output) != 1 + len(node.output)):
         yield f"{where} and its body do not have the same number of inputs and outputs"
+
+
+def _check_split(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:
+    # onnx's inference of shapes looks up the size of each output in a list of `num_outputs`: the process ends.
+    parts = given.get("num_outputs")
+    if parts is not None and not parts.ref_attr_name and parts.i < len(node.output):
+        yield f"{where} has {len(node.output)} outputs, and num_outputs says {parts.i}"
+
+
+_CHECKS = {"Loop": _check_loop, "Split": _check_split}
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:

@@ -170,3 +170,54 @@ def test_the_order_of_the_file_is_kept() -> None:
     graph = view_part(helper.make_graph(nodes, "g", [], []), 17)
     assert [node.op_type for node in graph.nodes] == ["Relu", "Abs"]
     assert [node.op_type for node in sort_nodes(graph)] == ["Abs", "Relu"]
+
+
+@pytest.mark.parametrize(
+    ("domain", "op", "given"),
+    [
+        ("", "EyeLike", {"dtype": 7}),
+        ("", "RegexFullMatch", {"pattern": "a"}),
+        ("ai.onnx.ml", "LabelEncoder", {"keys_int64s": [1], "values_floats": [1.0]}),
+        ("ai.onnx.ml", "DictVectorizer", {"int64_vocabulary": [1]}),
+    ],
+)
+def test_inference_outlives_operators_that_read_a_type_where_none_is(domain: str, op: str, given: Any) -> None:
+    odd = helper.make_node("Odd", [], ["a"], domain="odd")
+    node = helper.make_node(op, ["a"], ["y"], domain=domain, **given)
+    graph = helper.make_graph([odd, node], "g", [], [])
+    domains = [helper.make_opsetid(name, version) for name, version in (("", 22), ("ai.onnx.ml", 4), ("odd", 1))]
+    model = helper.make_model(graph, opset_imports=domains)
+    # Of what has no type nothing follows, and nothing is lost either: onnx alone ends the process here.
+    inferred = infer_model(model)
+    assert list(inferred.graph.node) == list(model.graph.node)
+    assert list(inferred.opset_import) == domains
+
+
+def test_an_operator_that_needs_a_type_is_inferred_where_there_is_one() -> None:
+    graph = view("(float[2,3] x) => (z) { y = Relu(x)  z = EyeLike<dtype=7>(y) }")
+    assert (graph.values["z"].dtype, graph.values["z"].shape) == ("int64", (2, 3))
+    assert {node.domain for node in graph.nodes} == {""}
+
+
+def test_a_type_that_is_made_further_down_is_none_yet() -> None:
+    graph = view("(float[2,3] x) => (z) { z = EyeLike<dtype=7>(y)  y = Relu(x) }")
+    assert graph.values["y"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Data of the input itself, and of a vector that only inference knows to be so long.
+        "(int64[9999999999] x) => (z) { z = Cast<to=6>(x) }",
+        "(int64[1] x) => (z) <int64[1] n = {9999999999}> { y = Expand(x, n) z = Cast<to=6>(y) }",
+    ],
+)
+def test_data_of_very_long_vectors_are_not_followed(text: str) -> None:
+    graph = view(text)
+    assert graph.values["z"].shape == (9999999999,)
+
+
+def test_data_are_followed_beside_large_numbers_that_make_no_vector() -> None:
+    text = """(float[4,6] x) => (z) <int64[1] zero = {0}, int64[1] end = {9223372036854775807}, int64[1] one = {1}> {
+        s = Shape(x) t = Slice(s, one, end) r = Concat<axis=0>(one, t) z = Expand(x, r) }"""
+    assert view(text).values["z"].shape == (4, 6)

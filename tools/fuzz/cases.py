@@ -198,7 +198,7 @@ def _build(case: Case) -> list[str]:
         more += ["--golden", case.take("bundles")]
     if case.rng.random() < 0.2:
         more += ["--eval", case.take("data/net.npz"), "--labels", case.take("data/labels.npy")]
-    verify = "--verify" if case.rng.random() < 0.05 else "--no-verify"
+    verify = "--verify" if case.rng.random() < 0.2 else "--no-verify"
     return [model, *case.data(model), "--target", case.target(), *more, verify, *case.dims(), *case.out("out")]
 
 
@@ -333,8 +333,8 @@ PLANS: tuple[tuple[str, float, Callable[[Case], list[str]]], ...] = (
     ("diff", 10, _diff),
     ("verify", 12, _verify_files),
     ("verify", 8, _verify_recheck),
-    ("verify", 0.7, _verify_device),
-    ("bench", 0.5, _bench),
+    ("verify", 2, _verify_device),
+    ("bench", 1.5, _bench),
     ("package", 9, _package),
     ("sign", 5, _sign),
     ("join", 5, _join),
