@@ -204,8 +204,8 @@ def parse_data(source: str | None, preprocess: Path | None) -> Data | None:
 
 def _parse_size(name: str, value: str) -> int:
     # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
-    if not value.isascii() or not value.isdigit() or not 0 < int(value) < 2**31:
-        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint="a whole number from 1")
+    if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
+        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint="a whole number from 0")
     return int(value)
 
 

@@ -139,7 +139,7 @@ def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, capsys: pyte
     report = _json([*arguments, "--out", str(tmp_path / "p.onnx")], capsys)["model"]
     assert [spec["name"] for spec in (*report["inputs"], *report["outputs"])] == ["x", "z"]
     assert report["outputs"][0]["shape"] == [2, 3]
-    for wrong in (["--shape", "x=2"], ["--shape", "q=2,3"], ["--shape", "x=2,0"], ["--freeze", "k=two"]):
+    for wrong in (["--shape", "x=2"], ["--shape", "q=2,3"], ["--shape", "x=2,-1"], ["--freeze", "k=two"]):
         assert run_command(["prepare", str(model), *wrong, "--out", str(tmp_path / "q.onnx")]) == 2
     assert not (tmp_path / "q.onnx").exists()
 

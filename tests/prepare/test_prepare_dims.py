@@ -44,8 +44,8 @@ def test_missing_dims_are_all_named_with_their_options(tmp_path: Path) -> None:
         ({"M": 1}, "no dynamic dimension 'M'", "valid: N, S, z:0"),
         ({"batch": 1}, "no dynamic dimension 'batch'", "valid: N, S, z:0"),
         ({"z:O": 1}, "no dynamic dimension 'z:O'", "did you mean 'z:0'"),
-        ({"N": 0}, "'N=0' is no size", "from 1 to"),
-        ({"N": 2**31 + 1}, "is no size", "from 1 to"),
+        ({"N": -1}, "'N=-1' is no size", "from 0 to"),
+        ({"N": 2**31 + 1}, "is no size", "from 0 to"),
         ({"N": 2, "x:0": 3}, "'N' is given both 2 and 3", "one number"),
     ],
 )
@@ -148,3 +148,13 @@ def test_an_input_without_a_rank_gets_one(tmp_path: Path) -> None:
     assert prepare_model(load_model(path), tmp_path / "out.onnx", {"x:0": 2, "x:1": 5}).outputs[0].shape == (2, 5)
     with pytest.raises(UsageError, match="input 'x' has no rank"):
         prepare_model(load_model(path), tmp_path / "out.onnx", {})
+
+
+def test_the_past_of_a_first_step_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    text = "g (float[2,past] p, float[2,new] x) => (float[2,?] y) { y = Concat<axis = 1>(p, x) }"
+    proto = onnx.load(str(make_model(text, path).path))
+    proto.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "past + new"
+    onnx.save(proto, str(path))
+    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {"past": 0, "new": 3})
+    assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(2, 0), (2, 3), (2, 3)]

@@ -153,6 +153,13 @@ def test_ratio_is_20_db_for_a_tenth() -> None:
     assert ratio_db(*powers_of(point, ones, ones * np.nan)) == -20
 
 
+def test_what_is_silent_or_empty_in_both_has_lost_nothing() -> None:
+    point = ComparedTensor(tensor="y", reader="", centred=False)
+    for same in (np.zeros(10), np.zeros((2, 0))):
+        assert ratio_db(*powers_of(point, same, same)) == 80
+    assert ratio_db(*powers_of(point, np.zeros(10), np.ones(10))) == -20
+
+
 def test_shift_of_all_logits_is_no_error() -> None:
     point = ComparedTensor(tensor="z", reader="n", centred=True)
     assert ratio_db(*powers_of(point, np.arange(4.0), np.arange(4.0) + 5)) == 80

@@ -44,8 +44,8 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
             key, or a dynamic dimension that got no number.
     """
     for key, size in dims.items():
-        if not 1 <= size <= _MAX_DIM:
-            raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 1 to 2147483648")
+        if not 0 <= size <= _MAX_DIM:
+            raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
     for value in _real_inputs(graph):
         _give_rank(value, dims)
     sizes = _resolve_keys(graph, dims)
@@ -116,7 +116,7 @@ def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[s
                 f"'{name}' is given as {derived[name]} and comes to {size}", hint="leave one of the numbers out"
             )
     for name, size in derived.items():
-        if not 1 <= size <= _MAX_DIM:
+        if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")
     return derived
 

@@ -12,6 +12,9 @@ def ratio_db(signal: float, noise: float) -> float:
     """Returns signal over noise in dB, within -20 and 80."""
     if not np.isfinite(noise):
         return _WORST_DB
+    # What is silent or empty in both, such as the past of a first step, has lost nothing.
+    if noise == 0:
+        return _BEST_DB
     tiny = np.finfo(np.float64).tiny
     return float(np.clip(10 * (np.log10(max(signal, tiny)) - np.log10(max(noise, tiny))), _WORST_DB, _BEST_DB))
 
