@@ -42,6 +42,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One choice of ranges and rounding, and the signal-to-noise ratio that it reached on held-out samples.
 
     `relieved` names the tensors that were taken out of 8 bits; `equalized`: channels of unequal size were equalized.
+    `eight_bit_share` is the share of the weights, by their number, that kept 8 bits where the others got 4.
     """
 
     method: str
@@ -49,6 +50,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     relieved: tuple[str, ...]
     sqnr_db: float
     equalized: bool = False
+    eight_bit_share: float = 0.0
 
 
 class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

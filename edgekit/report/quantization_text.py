@@ -31,6 +31,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"- {trial.step}: {drop}, {trial.sqnr_db:.1f} dB, {work}"
     for tried in report.steps:
         more = ", channels equalized" if tried.equalized else ""
+        more += f", {tried.eight_bit_share:.1%} of the weights keep 8 bits" if tried.eight_bit_share else ""
         more += f", {len(tried.relieved)} out of 8 bits" if tried.relieved else ""
         yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
     if report.left_out:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from quantize_models import conv_net, random_samples
+from quantize_models import conv_net, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -16,6 +16,12 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.check_plan import require_plan
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
+from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.mixed_precision.weight_bits import ENOUGH_DB, WeightError, choose_kept, rank_weights
+from edgekit.quantize.plan import draft_plan
+from edgekit.quantize.qdq.build import round_weights
 from edgekit.quantize.rounding.four_bits import pack_int4, search_scale
 from edgekit.quantize.rounding.gptq import FOUR_LIMIT, lowest, round_gptq, round_nearest, weight_scale
 from edgekit.target import Precision, load_target
@@ -110,3 +116,77 @@ def test_a_model_of_opset_21_needs_no_operators_of_onnx_runtime(tmp_path: Path) 
     plan = plan_quantization(net, calibration, load_target("qnn"), "w4a8", method="minmax")
     made = quantize_model(net, plan, calibration, tmp_path / "q.onnx")
     assert {node.domain for node in onnx.load(str(made.model.path)).graph.node} == {""}
+
+
+def errors_of(*pairs: tuple[int, float]) -> list[WeightError]:
+    return [WeightError(name=f"w{index}", size=size, noise=noise) for index, (size, noise) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "most", "kept"),
+    [
+        (((10, 0.1), (10, 0.02)), 1.0, set[str]()),
+        (((10, 0.1), (10, 0.02)), 0.05, {"w0"}),
+        (((100, 0.1), (1, 0.05), (100, 0.001)), 0.11, {"w1"}),
+        (((100, 0.1), (1, 0.05), (100, 0.001)), 0.01, {"w1", "w0"}),
+        (((100, 0.1), (1, 0.05), (40, 0.001)), 0.001, {"w1", "w2"}),
+        (((10, 0.1), (10, 0.02)), 0.001, {"w0"}),
+    ],
+)
+def test_what_costs_most_for_its_size_keeps_8_bits(
+    pairs: tuple[tuple[int, float], ...], most: float, kept: set[str]
+) -> None:
+    assert choose_kept(errors_of(*pairs), most, 1e-4) == kept
+
+
+def narrow_net(folder: Path) -> Model:
+    """A net of which one small layer has a weight that 4 bits do not hold: its rows mix sizes a hundredfold."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+      net (float[1,3,8,8] x) => (float[1,8,8,8] y) {
+        a = Conv<kernel_shape=[1,1]>(x, w1, b1)
+        b = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(a, w2)
+        c = Relu(b)
+        y = Conv<kernel_shape=[1,1]>(c, w3)
+      }"""
+    rng = np.random.default_rng(3)
+    torn = rng.normal(size=(16, 3, 1, 1)) * np.array([1.0, 0.03, 0.03]).reshape(1, 3, 1, 1)
+    balance = rng.normal(size=(16, 16, 3, 3)) / 12
+    return make_model(
+        text,
+        folder / "narrow.onnx",
+        {"b1": (16,), "w3": (8, 16, 1, 1)},
+        {"w1": torn.astype(np.float32), "w2": balance.astype(np.float32)},
+    )
+
+
+def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
+    net = narrow_net(tmp_path)
+    samples = [
+        {"x": row["x"] * np.array([1, 30, 30], np.float32).reshape(1, 3, 1, 1)} for row in random_samples(net, 24)
+    ]
+    calibration = calibrate_model(net, make_samples(samples), work=tmp_path / "work")
+    plan = plan_quantization(net, calibration, load_target("qnn"), "w4a16")
+    assert "w1" not in plan.bits
+    assert "w2" in plan.bits
+    best = plan.judged[0]
+    assert 0 < best.eight_bit_share < 0.2
+    assert best.sqnr_db >= ENOUGH_DB
+    assert best.sqnr_db > max(entry.sqnr_db for entry in plan.judged if not entry.eight_bit_share) + 3
+    made = quantize_model(net, plan, calibration, tmp_path / "q.onnx")
+    assert made.quantized_nodes
+
+
+def test_each_weight_is_ranked_by_what_it_alone_costs(tmp_path: Path) -> None:
+    net = narrow_net(tmp_path)
+    calibration = calibrate_model(net, random_samples(net, 24), work=tmp_path / "work")
+    graph = read_float_graph(net)
+    plan = draft_plan(net, graph, calibration, load_target("qnn"), "w4a16")
+    draft = Draft(graph=graph, calibration=calibration, plan=msgspec.structs.replace(plan, rounding="gptq"))
+    errors = {error.name: error for error in rank_weights(draft, place_draft(draft))}
+    assert {name: error.size for name, error in errors.items()} == {"w1": 48, "w2": 2304, "w3": 128}
+    # Each alone, through the whole of the quantizer.
+    for name, error in errors.items():
+        alone = msgspec.structs.replace(draft.plan, bits={name: 4})
+        qdq = round_weights(place_draft(draft), graph, alone, draft.statistics)
+        ratio = judge_candidate(qdq, draft.compared, draft.statistics)
+        assert -10 * np.log10(error.noise) == pytest.approx(ratio, abs=2)

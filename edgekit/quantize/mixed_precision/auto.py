@@ -30,6 +30,7 @@ from edgekit.quantize.mixed_precision.relief import (
     relieve_plan,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
+from edgekit.quantize.mixed_precision.weight_bits import keep_eight
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
@@ -174,10 +175,13 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
 def _finish(subject: _Subject, judged: Judged) -> Finished:
     lead = judged.candidates[0]
     draft = judged.draft.choose(lead.method, lead.rounding)
+    plan, kept = keep_eight(draft, lead, subject.memo.budget)
+    lead = max((lead, *kept), key=lambda candidate: candidate.sqnr_db)
+    draft = msgspec.structs.replace(draft, plan=plan)
     thorough = subject.method == "best"
     if not is_relievable(draft.plan) or (not thorough and lead.sqnr_db >= COLLAPSED_DB):
-        return Finished(plan=draft.plan, ratio_db=lead.sqnr_db)
+        return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
     schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)
     plan, tried = relieve_plan(draft, lead, schedule, subject.memo, widens=widens)
-    return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=tried)
+    return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=(*kept, *tried))

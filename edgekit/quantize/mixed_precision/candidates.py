@@ -193,7 +193,7 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     if best != "minmax":
         yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",), budget)
     chosen = draft.choose(best, "nearest")
-    placed = _place(chosen)
+    placed = place_draft(chosen)
     has_layers = bool(read_layers(draft.graph))
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
@@ -215,7 +215,7 @@ def needs_moments(reached_db: float, unrounded_db: float, floor_db: float) -> bo
 def _judge_ranges(draft: Draft) -> float:
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
     whole = msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, axes={}))
-    stripped = strip_weights(_place(whole), draft.graph)
+    stripped = strip_weights(place_draft(whole), draft.graph)
     return judge_candidate(stripped, draft.compared, draft.statistics, keep_float_weights=True)
 
 
@@ -226,7 +226,7 @@ def _judge_roundings(
 
     `placed` holds the draft with Q and DQ nodes if they were placed before.
     """
-    placed = placed or _place(draft)
+    placed = placed or place_draft(draft)
     for rounding in roundings:
         if rounding != roundings[0] and not budget.allows(f"rounding {rounding}"):
             continue
@@ -242,5 +242,10 @@ def _judge_roundings(
         )
 
 
-def _place(draft: Draft) -> onnx.ModelProto:
+def place_draft(draft: Draft) -> onnx.ModelProto:
+    """Returns the QDQ form of a draft with every weight rounded to the nearest.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
     return place_plan(draft.graph, draft.plan, "the candidate")

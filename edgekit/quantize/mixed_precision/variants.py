@@ -1,11 +1,14 @@
 """Variants of a QDQ graph: with float weights, and with a switch for each activation."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
+from edgekit.model.tensors import Array
 
 SWITCHES = "edgekit.switches"
 """The input that says which activations are quantized."""
@@ -60,6 +63,51 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
     if all(entry.domain != "com.microsoft" for entry in proto.opset_import):
         proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     return proto, names
+
+
+def switch_weights(graph: Graph, few: onnx.ModelProto, eight: onnx.ModelProto, nodes: Sequence[str]) -> onnx.ModelProto:
+    """Returns the float graph with the rounded weights and biases of some layers, a switch between two forms for each.
+
+    The extra input SWITCHES, bool [N], says for each of `nodes` whether it has the weight and bias of `few` or those of
+    `eight`, both QDQ forms of the graph.
+    """
+    proto = _copy(graph.model)
+    forms = [_dequantize_layers(qdq, set(nodes)) for qdq in (few, eight)]
+    for node in list(proto.graph.node):
+        if node.name not in nodes:
+            continue
+        switch = f"{node.name}.edgekit.switch"
+        index = numpy_helper.from_array(np.array(nodes.index(node.name)), f"{node.name}.edgekit.index")
+        proto.graph.initializer.append(index)
+        proto.graph.node.append(helper.make_node("Gather", [SWITCHES, index.name], [switch]))
+        for place, values in forms[0][node.name].items():
+            names = [f"{node.name}.edgekit.{place}.{form}" for form in ("few", "eight", "used")]
+            for name, value in zip(names, (values, forms[1][node.name][place]), strict=False):
+                proto.graph.initializer.append(numpy_helper.from_array(value, name))
+            proto.graph.node.append(helper.make_node("Where", [switch, *names[:2]], names[2:]))
+            node.input[place] = names[2]
+    proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(nodes)]))
+    return proto
+
+
+def _dequantize_layers(qdq: onnx.ModelProto, nodes: set[str]) -> dict[str, dict[int, Array]]:
+    """Returns by node what its constant inputs stand for, float32, by the place of each."""
+    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
+    made = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
+    found: dict[str, dict[int, Array]] = {}
+    for node in qdq.graph.node:
+        if node.name in nodes:
+            sources = {place: made[name] for place, name in enumerate(node.input) if name in made and place}
+            found[node.name] = {place: _dequantize(source, stored) for place, source in sources.items()}
+    return found
+
+
+def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> Array:
+    """Returns what a constant behind a DequantizeLinear with a zero point of 0 stands for."""
+    integers, scale = (numpy_helper.to_array(stored[name]) for name in node.input[:2])
+    axis = next((item.i for item in node.attribute if item.name == "axis"), 1)
+    shape = [-1 if index == axis else 1 for index in range(integers.ndim)] if scale.ndim else ()
+    return np.asarray(integers.astype(np.float32) * scale.reshape(shape))
 
 
 def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
