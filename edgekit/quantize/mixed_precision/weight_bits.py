@@ -1,4 +1,4 @@
-"""Weights that 4 bits hurt most keep 8: ranked by what each costs for its size, as few as bring the model near enough."""
+"""Weights that 4 bits hurt most for their size keep 8, as few as bring the model near enough."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -38,8 +38,8 @@ class WeightError(msgspec.Struct, frozen=True, kw_only=True):
 def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan, tuple[Candidate, ...]]:
     """Returns the plan of a draft with 8 bits for the weights that 4 hurt most for their size, and what was tried.
 
-    As few keep 8 bits as bring the ratio to ENOUGH_DB, that of images to ENOUGH_IMAGE_DB, and no more than half of all. `lead` says how the plan itself
-    was judged.
+    As few keep 8 bits as bring the ratio to ENOUGH_DB, that of images to ENOUGH_IMAGE_DB, and no more than half of
+    all. `lead` says how the plan itself was judged.
 
     Raises:
         UsageError: the statistics are gone.
