@@ -80,6 +80,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "report": (
         ("junit", "markdown", "pages"),
+        ("headline",),
         ("text",),
         ("bench_text", "changes", "checked", "packaged", "quantization_text", "quantized"),
         ("summary", "tables"),

@@ -64,7 +64,7 @@ def command(
     )
     show_doubts(doubts)
     if as_json:
-        show_json({**to_plain(report), "allowed": doubts, "size_bytes": report.size_bytes})
+        show_json({**to_plain(report), "allowed": doubts})
         return YES
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")

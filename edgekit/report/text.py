@@ -259,7 +259,13 @@ def describe_evidence(verify: VerifyReport | None) -> str:
     """Returns the kinds of evidence among the runs, best first."""
     if verify is None or not verify.runs:
         return "none"
-    return ", ".join(dict.fromkeys(f"{run.evidence.value} ({run.device})" for run in sorted(verify.runs, key=_rank)))
+    ranked = sorted(verify.runs, key=_rank)
+    return ", ".join(dict.fromkeys(_name_evidence(run) for run in ranked))
+
+
+def _name_evidence(run: RunReport) -> str:
+    kind = run.evidence.value
+    return kind if run.device == kind else f"{kind} ({run.device})"
 
 
 def _rank(run: RunReport) -> int:

@@ -205,14 +205,17 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     required: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
 
-    @property
-    def comparison(self) -> tuple[DeviceFigures, ...]:
-        """The devices that ran, side by side; empty where there is only one."""
+    def list_figures(self) -> tuple[DeviceFigures, ...]:
+        """Returns the devices that ran, in their order, each with its worst figures."""
         first: dict[str, str] = {}
         for run in self.runs:
             first.setdefault(run.outputs_sha256, run.device)
-        figures = tuple(_describe_device(run, first) for run in self.runs)
-        return figures if len(figures) > 1 else ()
+        return tuple(_describe_device(run, first) for run in self.runs)
+
+    @property
+    def comparison(self) -> tuple[DeviceFigures, ...]:
+        """The devices that ran, side by side; empty where there is only one."""
+        return self.list_figures() if len(self.runs) > 1 else ()
 
     @property
     def advice(self) -> str | None:
@@ -221,10 +224,13 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         if not shares:
             return None
         share, step = max(shares)
+        # Of what was added: a later step may take some of it back.
+        added = sum(part for part, _ in shares if part > 0)
         lost = next((found.accuracy_loss for found in self.attribution if found.step == step), None)
         cost = f" and {100 * lost:.1f} points of accuracy" if lost else ""
         where = f", first in layer '{self.first_bad_layer}'" if self.first_bad_layer and step == "quantize" else ""
-        return f"{min(share, 1.0):.0%} of the error{cost} comes from the step '{step}'{where}: {_ADVICE[step]}"
+        part = share / added if added else 0.0
+        return f"{part:.0%} of the error{cost} comes from the step '{step}'{where}: {_ADVICE[step]}"
 
     @property
     def passed(self) -> bool:

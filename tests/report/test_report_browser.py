@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from demo_paths import CALIBRATION, MODEL
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -16,12 +17,23 @@ from test_report_junit import BAD, DEAD, GOOD, _hostile, _report
 from test_report_render import HOSTILE
 from test_report_render import _report as _build
 
+from edgekit.check.check import check_model
+from edgekit.check.recommend import recommend_target
 from edgekit.data.samples import Samples
-from edgekit.report.pages.charts import Picture, draw_image, draw_worst, place_bars
-from edgekit.report.pages.html import render_build, render_comparison, render_verify
+from edgekit.jobs.quantize import QuantizeOptions, quantize_for
+from edgekit.model.model import load_model
+from edgekit.recipe import Data, Recipe
+from edgekit.report.checked import CheckSummary
+from edgekit.report.headline import describe_verified, headline_build, headline_verify
+from edgekit.report.pages.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
+from edgekit.report.pages.check_page import render_check
+from edgekit.report.pages.html import render_build, render_comparison, render_quantization, render_verify
+from edgekit.report.pages.strip import draw_strip
+from edgekit.target import load_target
 from edgekit.verify.causes.attribute import share_loss
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
@@ -87,7 +99,7 @@ def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: webdriv
     assert _column(browser, "device") == ["a", "b", "phone"]
     head.send_keys(Keys.ENTER)
     assert _column(browser, "device") == ["phone", "b", "a"]
-    numbers = browser.find_elements(By.CSS_SELECTOR, "table.filtered thead th")[4]
+    numbers = browser.find_elements(By.CSS_SELECTOR, "table.filtered thead th")[3]
     numbers.click()
     assert _column(browser, "samples")[-1] == "12"
     browser.find_element(By.ID, "failing").click()
@@ -174,22 +186,74 @@ def test_a_page_of_the_largest_build_stays_small_and_whole(browser: webdriver.Ch
     assert [picture.sample for picture in pictures] == list(range(6))
     assert pictures[0].caption == "sample 0: y0 on a; y0 on b; y0 on c"
     page = render_build(_build(bundles=bundles), {bundle.target: pictures for bundle in bundles})
-    assert len(page.encode()) < 2_000_000
+    assert len(page.encode()) < 500_000
     assert "http:" not in page
     assert "https:" not in page
     assert _open(browser, page, tmp_path / "b.html") == []
     assert len(browser.find_elements(By.CSS_SELECTOR, "figure img")) == 24
 
 
-def test_a_page_fits_a_narrow_window(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    report = msgspec.structs.replace(_full(), bundle="a_model_with_a_rather_long_name_and_a_version_2.1.0-nnapi")
-    _open(browser, render_verify(report), tmp_path / "v.html")
-    size = {"width": 380, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+LONG = "a_model_with_a_rather_long_name_and_a_version_2.1.0-nnapi"
+# What lies beyond the right edge, but in a drawing, which one may push.
+CUT_OFF = """
+const edge = document.documentElement.clientWidth + 1;
+document.querySelectorAll("details").forEach((closed) => closed.open = true);
+return [...document.querySelectorAll("body *")].filter((part) => !part.closest(".drawing"))
+  .filter((part) => part.getBoundingClientRect().right > edge).map((part) => part.outerHTML.slice(0, 200));
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A page of each kind, with long names."""
+    check = check_model(load_model(MODEL), load_target("coreml"))
+    options, data = QuantizeOptions(method="minmax", layers=True), Data(source=str(CALIBRATION))
+    recipe = Recipe(targets=("nnapi",), samples=16)
+    quantized = quantize_for(MODEL, data, tmp_path_factory.mktemp("q") / "q.onnx", recipe, options)
+    summary = CheckSummary(
+        model=LONG, sha256="a" * 64, targets={"coreml": check}, recommended=recommend_target({"coreml": check}, {})
+    )
+    full = msgspec.structs.replace(_full(), bundle=LONG)
+    build = _build(bundles=(msgspec.structs.replace(_build().bundles[0], verify=full, check=check),))
+    output = msgspec.structs.replace(GOOD.outputs[0], name=LONG)
+    models = ModelComparison(a=LONG, b="float", samples=8, outputs=(output,), layers=LAYERS, device="arm64")
+    return {
+        "build": render_build(build),
+        "check": render_check(summary),
+        "compare": render_comparison(models, min_sqnr_db=15.0),
+        "quantize": render_quantization(quantized),
+        "verify": render_verify(full),
+    }
+
+
+@pytest.mark.parametrize("width", [380, 800, 1400])
+@pytest.mark.parametrize("kind", ["build", "check", "compare", "quantize", "verify"])
+def test_nothing_is_cut_off(
+    kind: str, width: int, pages: dict[str, str], browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    root = "document.documentElement"
-    hidden = browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth")
+    assert _open(browser, pages[kind], tmp_path / "p.html") == []
+    found = browser.execute_script(CUT_OFF)
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert hidden == 0
+    assert found == []
+    assert len(pages[kind].encode()) < 500_000
+
+
+def test_a_strip_shows_who_takes_which_stretch(
+    pages: dict[str, str], browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    check = check_model(load_model(MODEL), load_target("coreml"))
+    stretches = draw_strip(check)
+    assert {part.place for part in stretches} == {"taken", "left"}
+    assert sum(part.width for part in stretches) == pytest.approx(100)
+    assert [part.title.split(":")[0] for part in stretches] == ["partition 0", "CPU", "partition 1"]
+    _open(browser, pages["check"], tmp_path / "p.html")
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".strip i")) == len(stretches)
+    many = msgspec.structs.replace(
+        check, node_list=tuple(msgspec.structs.replace(check.node_list[0], partition=at) for at in range(1000))
+    )
+    assert len(draw_strip(many)) == 200
 
 
 def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -207,6 +271,48 @@ def test_samples_are_those_that_ran() -> None:
     stopped = msgspec.structs.replace(GOOD, samples=3, planned_samples=8)
     assert stopped.find_places(16) == (0, 2, 4)
     assert msgspec.structs.replace(GOOD, samples=4).find_places(16) == (0, 4, 8, 12)
+
+
+def test_shares_add_up_to_a_hundred() -> None:
+    steps = [AttributionStep(step="quantize", sqnr_db=1.0, top1_agreement=None, accuracy=None, noise_share=part)
+             for part in (1.27, 0.4, -0.67, 0.4)]  # fmt: skip
+    shares = [bar.share for bar in place_bars(steps)]
+    assert shares == [62, 19, 32, 19]
+    assert [share_out([None]), share_out([0.0, -1.0]), share_out([1 / 3] * 3)] == [[None], [0, 0], [34, 33, 33]]
+
+
+def _stream(rows: np.ndarray) -> Samples:
+    return Samples(source="rows", count=len(rows), read=lambda: ({"y": row[None]} for row in rows))
+
+
+def test_the_answers_of_the_worst_sample_and_what_became_what() -> None:
+    wanted = np.array([[0.1, 0.9, 0.0], [0.8, 0.1, 0.1], [0.7, 0.2, 0.1]], np.float32)
+    got = np.array([[0.1, 0.8, 0.1], [0.2, 0.1, 0.7], [0.2, 0.1, 0.7]], np.float32)
+    one, other = (_stream(rows) for rows in (wanted, got))
+    (output,) = compare_outputs(one, other)
+    assert describe_answers(output) == ": float class 0 (0.8), here class 2 (0.7)"
+    assert [(change.wanted, change.got, change.samples) for change in output.changes] == [(0, 2, 2)]
+    run = msgspec.structs.replace(GOOD, outputs=(output,))
+    page = render_verify(_report(run))
+    assert "class 0 became 2 in 2" in page
+    plain = msgspec.structs.replace(output, top1_agreement=None)
+    assert describe_answers(plain) == ": float 0.8, here 0.7"
+
+
+def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
+    assert (
+        headline_verify(_report(GOOD))
+        == "It does what the float model does on emulated: at worst 100.0% top-1, 30.0 dB."
+    )
+    assert headline_verify(_report(GOOD, BAD)).startswith("It fails: arm64: output 'y' has cosine 0.999")
+    assert headline_verify(_report()).startswith("Nothing ran")
+    good, *_ = _build().bundles
+    passing = msgspec.structs.replace(good, verify=_report(GOOD), failure=None)
+    assert headline_build(_build(bundles=(passing,))) == "1 of 1 bundle does what the float model does."
+    failed = msgspec.structs.replace(good, target="qnn", path=None, failure="no room")
+    assert headline_build(_build(bundles=(passing, failed))).endswith("; qnn: no room.")
+    assert describe_verified(_build(bundles=(passing,), golden_samples=8)) == "8 others verified on each device"
+    assert describe_verified(_build(bundles=(passing,), golden_samples=400)).startswith("400 kept back, of which 8 ran")
 
 
 def test_the_waterfall_begins_where_the_step_before_ended() -> None:

@@ -8,16 +8,17 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from edgekit.data.samples import Samples, select_samples
+from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.tensors import Array
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
 # The chart is 1000 units wide: with more points none could be told from its neighbour.
-_MOST_LAYERS, _MOST_LOCATED = 400, 200
+_MOST_LAYERS, _MOST_LOCATED, _MOST_WORST = 150, 100, 40
 _MOST_DB = 80.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
 _THUMB = 112
@@ -25,9 +26,14 @@ _MOST_PICTURES = 6
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of the waterfall; `left` and `width` in percent of the widest place; `falls` where the step took away."""
+    """A step of the waterfall; `left` and `width` in percent of the widest place; `falls` where the step took away.
+
+    `share` says in whole percent how much of all that was added came from this step; those of all steps sum to 100. A
+    step that took error away has none of it: then `share` is how much of it that was, None where nothing was measured.
+    """
 
     step: AttributionStep
+    share: int | None
     left: float
     width: float
     falls: bool
@@ -74,24 +80,43 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
     # Without any loss all ends are 0, and the scale would be divided by it.
     low, high = min(ends), max(*ends, 1e-9)
     scale = 100.0 / (high - low)
+    shares = share_out([step.noise_share for step in steps])
     return tuple(
         Bar(
             step=step,
+            share=share,
             left=(min(start, end) - low) * scale,
             # A step that changes nothing is still to be seen.
             width=max(abs(end - start) * scale, 0.4),
             falls=end < start,
         )
-        for step, start, end in zip(steps, ends, ends[1:], strict=False)
+        for step, share, start, end in zip(steps, shares, ends, ends[1:], strict=False)
     )
 
 
+def share_out(parts: Sequence[float | None]) -> list[int | None]:
+    """Returns parts in percent of the sum of those above zero; the rounding leaves these a sum of 100."""
+    gained = sum(part for part in parts if part and part > 0)
+    if not gained:
+        return [None if part is None else 0 for part in parts]
+    exact = [None if part is None else 100 * abs(part) / gained for part in parts]
+    whole = [None if value is None else int(value) for value in exact]
+    adds = [index for index, part in enumerate(parts) if part and part > 0]
+    # Largest remainders first (Hamilton's method), so that no share is more than one off.
+    missing = 100 - sum(whole[index] or 0 for index in adds)
+    for index in sorted(adds, key=lambda index: (exact[index] or 0) % 1, reverse=True)[:missing]:
+        whole[index] = (whole[index] or 0) + 1
+    return whole
+
+
 def place_layers(layers: Sequence[LayerReport], located: Located | None = None) -> Chart:
-    """Returns the first layers as points, decibels from 0 to 80 upwards; what is not finite lies at the bottom.
+    """Returns layers as points, decibels from 0 to 80 upwards; what is not finite lies at the bottom.
+
+    Of many layers those are shown that add the most by themselves, and others spread evenly.
 
     The bad layer is that which `located` names, or else the first that stands out.
     """
-    shown = layers[: _MOST_LAYERS if located is None else _MOST_LOCATED]
+    shown = _choose_layers(layers, _MOST_LAYERS if located is None else _MOST_LOCATED)
     named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
     bad = find_first_bad(layers) if located is None else named
     # One layer alone stands at the left.
@@ -107,6 +132,12 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
         for index, layer in enumerate(shown)
     )
     return Chart(points=points, grid=tuple(GridLine(y=_height(db), db=db) for db in (0, 20, 40, 60, 80)))
+
+
+def _choose_layers(layers: Sequence[LayerReport], most: int) -> list[LayerReport]:
+    ranked = sorted(range(len(layers)), key=lambda index: _height(layers[index].own_sqnr_db), reverse=True)
+    kept = {*ranked[:_MOST_WORST], *spread_indices(len(layers), most - _MOST_WORST)}
+    return [layers[index] for index in sorted(range(len(layers)) if len(layers) <= most else kept)]
 
 
 def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
@@ -150,10 +181,14 @@ def draw_image(value: Array) -> str | None:
     shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
     image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
     image.thumbnail((_THUMB, _THUMB))
-    buffer = BytesIO()
-    image.save(buffer, "PNG", optimize=True)
     # In the page itself: a report is one file, and loads nothing.
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return min((_encode(image, form) for form in ("png", "jpeg")), key=len)
+
+
+def _encode(image: Image.Image, form: str) -> str:
+    buffer = BytesIO()
+    image.save(buffer, form, optimize=True, quality=80)
+    return f"data:image/{form};base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _find_planes(value: Array) -> Array | None:
@@ -170,10 +205,23 @@ def _find_planes(value: Array) -> Array | None:
 def _list_worst(count: int, run: RunReport) -> list[tuple[int, str]]:
     indices = run.find_places(count)
     return [
-        (indices[output.worst_sample], f"{output.name} on {run.device}")
+        (indices[output.worst_sample], f"{output.name} on {run.device}{describe_answers(output)}")
         for output in run.outputs
         if output.worst_sample is not None and output.worst_sample < len(indices)
     ]
+
+
+def describe_answers(output: OutputReport) -> str:
+    """Returns what both sides say in the worst sample, "" where that is no number."""
+    answers = output.worst_answers
+    if answers is None:
+        return ""
+    ranks = output.top1_agreement is not None
+    said = (
+        f"class {side.place} ({side.value:.4g})" if ranks else f"{side.value:.4g}"
+        for side in (answers.wanted, answers.got)
+    )
+    return ": float {}, here {}".format(*said)
 
 
 def _height(db: float | None) -> float:

@@ -16,6 +16,7 @@ from edgekit.report.checked import (
 )
 from edgekit.report.pages.drawing import draw_blocks
 from edgekit.report.pages.pages import make_page
+from edgekit.report.pages.strip import draw_strip
 from edgekit.report.tables import format_bytes
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
@@ -27,6 +28,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "remarks": list_remarks,
     "fates": describe_fates,
     "blocks": draw_blocks,
+    "strip": draw_strip,
 }
 
 

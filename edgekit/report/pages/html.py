@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from edgekit.evidence import Evidence
 from edgekit.report.checked import describe_taken
+from edgekit.report.headline import describe_verified, headline_build, headline_verify
 from edgekit.report.pages.charts import Picture, place_bars, place_layers
 from edgekit.report.pages.layer_chart import BAR_WIDTH, CHART_HEIGHT, draw_layers
 from edgekit.report.pages.pages import make_page
+from edgekit.report.pages.strip import draw_strip
 from edgekit.report.quantization_text import describe_prediction
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import format_bytes
@@ -36,19 +38,34 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "located": list_located,
     "score": format_score,
     "difference": describe_difference,
+    "strip": draw_strip,
 }
 
 
 def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
     """Returns a build as an HTML page; `pictures` holds the worst samples by target."""
-    return make_page("build", _FILTERS, report=report, pictures=pictures or {}, evidence_kinds=list(Evidence))
+    return make_page(
+        "build",
+        _FILTERS,
+        report=report,
+        headline=headline_build(report),
+        verified=describe_verified(report),
+        pictures=pictures or {},
+        evidence_kinds=list(Evidence),
+    )
 
 
 def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str:
     """Returns a verification as an HTML page."""
-    remarks = list(list_verify_remarks(report))
-    kinds = list(Evidence)
-    return make_page("verify", _FILTERS, report=report, remarks=remarks, pictures=pictures, evidence_kinds=kinds)
+    return make_page(
+        "verify",
+        _FILTERS,
+        report=report,
+        headline=headline_verify(report),
+        remarks=list(list_verify_remarks(report)),
+        pictures=pictures,
+        evidence_kinds=list(Evidence),
+    )
 
 
 def render_comparison(

@@ -26,6 +26,15 @@ for (const table of document.querySelectorAll("table.sortable")) {
     head.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
   });
 }
+for (const table of document.querySelectorAll("table")) {
+  const heads = [...(table.rows[0]?.querySelectorAll("th") ?? [])].map((head) => head.textContent.trim());
+  if (heads.length === 0) continue;
+  table.classList.add("cards");
+  table.rows[0].classList.add("heads");
+  for (const row of table.rows) {
+    for (const cell of row.querySelectorAll("td:not([colspan])")) cell.dataset.label = heads[cell.cellIndex] ?? "";
+  }
+}
 const filter = document.getElementById("filter");
 const failing = document.getElementById("failing");
 if (filter && failing) {

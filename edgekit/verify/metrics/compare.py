@@ -12,6 +12,7 @@ from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import mean_iou
+from edgekit.verify.metrics.answers import Answers, count_changes, find_answers
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.metrics.sketch import Floats, sketch_samples
@@ -35,7 +36,7 @@ class MeasuredSample(msgspec.Struct, frozen=True, kw_only=True):
 
     `shapes` are those of both sides, the second None where nothing came back. `stale_energy` is the error against the
     reference of the sample before, `reference_step` and `got_step` how far each side moved since that sample; all None
-    for the first sample. `sketches` are those of reference and output.
+    for the first sample. `sketches` are those of reference and output, `answers` what both say.
     """
 
     errors: SampleErrors | None
@@ -45,6 +46,7 @@ class MeasuredSample(msgspec.Struct, frozen=True, kw_only=True):
     reference_step: float | None = None
     got_step: float | None = None
     sketches: tuple[Floats, Floats] | None = None
+    answers: Answers | None = None
 
 
 class MeasuredOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +177,8 @@ def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | No
     none: list[None] = [None] * len(errors)
     steps = zip(*_measure_steps(wanted, found, before), strict=True)
     sketches = zip(sketch_samples(wanted), sketch_samples(found), strict=True) if is_numeric(wanted) else none
-    for sample, (stale, reference_step, got_step), sketch in zip(errors, steps, sketches, strict=True):
+    answers = find_answers(wanted, found, errors)
+    for sample, (stale, reference_step, got_step), sketch, answer in zip(errors, steps, sketches, answers, strict=True):
         yield MeasuredSample(
             errors=sample,
             mismatch=None,
@@ -184,6 +187,7 @@ def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | No
             reference_step=reference_step,
             got_step=got_step,
             sketches=None if sample.non_finite else sketch,
+            answers=answer,
         )
 
 
@@ -239,13 +243,14 @@ def _report(name: str, rows: Sequence[MeasuredSample], trouble: str | None) -> O
         worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
         return _place_worst(_match_all(facts, errors), rows, worst)
     worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
-    return _place_worst(_measure_all(facts, errors), rows, worst)
+    changes = count_changes((row.errors, row.answers) for row in rows if row.errors is not None)
+    return _place_worst(msgspec.structs.replace(_measure_all(facts, errors), changes=changes), rows, worst)
 
 
 def _place_worst(facts: OutputReport, rows: Sequence[MeasuredSample], worst: int) -> OutputReport:
     """Returns the facts with the worst of the samples that could be measured."""
-    index, errors = [(index, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
-    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position)
+    index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
+    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
 
 
 def _agree_in_shape(rows: Sequence[MeasuredSample]) -> float | None:

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from edgekit.target import Thresholds
+from edgekit.verify.metrics.answers import Answers, ClassChange
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -25,7 +26,8 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     share of samples that have the reference's, and `samples` counts those alone. `elements` counts the values over all
     samples; an output that is empty on the float model in every sample has none and proves nothing. Decibels are
     clamped to plus and minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite,
-    `worst_position` the flat index in it. `mismatch` says in words why the output cannot be compared, or what is wrong
+    `worst_position` the flat index in it, `worst_answers` what both sides say there; `changes` count which class became
+    which other one. `mismatch` says in words why the output cannot be compared, or what is wrong
     with it beyond its distance, None if nothing is; `suspect` names a usual mistake that explains what came back.
     """
 
@@ -52,6 +54,8 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     reference_non_finite: Count = 0
     worst_sample: Count | None = None
     worst_position: Count | None = None
+    worst_answers: Answers | None = None
+    changes: tuple[ClassChange, ...] = ()
     mismatch: str | None = None
     suspect: str | None = None
 
