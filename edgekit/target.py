@@ -81,13 +81,16 @@ class Quantization(_Strict, frozen=True, kw_only=True):
 class Conversion(_Strict, frozen=True, kw_only=True):
     """Which files the target loads: `forms` in the order of preference, the first is the one an app should load.
 
-    `unusable` says of other forms why its provider cannot use them.
+    `unusable` says of other forms why its provider cannot use them. Without `saves_fusions` the runtime style holds
+    none for the nodes that stay on the CPU: where a provider changes the layout of a loaded graph, they would be
+    replayed across the Transposes that then lie in between, and skip them.
     """
 
     forms: tuple[Form, ...]
     cpu: Literal["arm", "x64"]
     reason: str
     unusable: dict[Form, str] = {}
+    saves_fusions: bool = True
 
 
 class Platform(_Strict, frozen=True, kw_only=True):

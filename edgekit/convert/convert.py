@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_file, move_file, work_folder
-from edgekit._ort import VERSION
+from edgekit._ort import VERSION, Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
 from edgekit.convert.equality import Equality
 from edgekit.convert.forms import ORT_FILES, Source, Written, write_context_form, write_onnx_form, write_ort_form
@@ -99,6 +99,7 @@ def convert_model(
         options = OrtOptions(style="full", cpu=target.conversion.cpu)
         writers: Mapping[Form, Callable[[], Written]] = {
             **_portable_writers(source, stamped, work, options),
+            "runtime": lambda: write_ort_form(source, work, _choose_runtime(target)),
             "context": lambda: write_context_form(stamped, target, work, context),
         }
         written: dict[Form, Written] = {form: writers[form]() for form in forms}
@@ -141,6 +142,11 @@ def _portable_writers(
         "full": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="full")),
         "runtime": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="runtime")),
     }
+
+
+def _choose_runtime(target: Target) -> OrtOptions:
+    conversion = target.conversion
+    return OrtOptions(style="runtime", cpu=conversion.cpu, level=Level.ALL if conversion.saves_fusions else Level.BASIC)
 
 
 def _publish(

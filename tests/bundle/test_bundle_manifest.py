@@ -66,7 +66,11 @@ def test_a_bundle_of_version_1_stays_open(tmp_path: Path) -> None:
     (folder / "golden" / "expected.npz").unlink()
     del new["files"]["golden/expected.npz"]
     old = json.loads(V1)
-    told = {key: new[key] for key in ("files", "settings", "minimum_ort", "thresholds", "verification") if key in old}
+    told = {
+        key: new[key]
+        for key in ("files", "settings", "minimum_ort", "session_config", "thresholds", "verification")
+        if key in old
+    }
     (folder / "manifest.json").write_bytes(encode_json({**old, **told}))
     bundle = open_bundle(folder)
     assert bundle.golden.has_labels

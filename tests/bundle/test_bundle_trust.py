@@ -94,7 +94,7 @@ def test_a_target_of_ones_own_learns_at_once_that_a_bundle_cannot_pass_a_key(tmp
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("session_config", {}),
+        ("session_config", {"session.set_denormal_as_zero": "1"}),
         ("provider", "CPUExecutionProvider"),
         ("platforms", {}),
         ("minimum_ort", "1.2"),

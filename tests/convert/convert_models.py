@@ -21,7 +21,7 @@ RUNTIME = OrtOptions(style="runtime", cpu="arm")
 def all_forms() -> Target:
     """The CPU provider, which loads files of every form."""
     target = load_target("cpu")
-    conversion = msgspec.structs.replace(target.conversion, forms=("runtime", "full", "onnx"))
+    conversion = msgspec.structs.replace(target.conversion, forms=("runtime", "full", "onnx"), saves_fusions=True)
     return msgspec.structs.replace(target, conversion=conversion)
 
 

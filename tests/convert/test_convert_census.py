@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnxruntime as ort
 import pytest
-from convert_models import ARM, RUNTIME, make_float, make_qdq, write_form
+from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, write_form
 
 from edgekit.convert.convert import convert_model
 from edgekit.convert.ort_form import OrtOptions
@@ -63,7 +64,7 @@ def test_int8_that_cannot_stick_is_found(tmp_path: Path, style: Any) -> None:
 def test_int8_that_did_not_stick_is_an_error_with_names(tmp_path: Path) -> None:
     model = make_qdq(tmp_path / "m.onnx", activation="int8", weight="uint8")
     with pytest.raises(ModelError, match=r"2 nodes of 'model.runtime.ort' .* 'conv1' \(Conv\), 'conv2' \(Conv\)"):
-        convert_model(model, load_target("nnapi"), tmp_path / "out")
+        convert_model(model, all_forms(), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -79,8 +80,19 @@ def test_signed_activations_stick_on_arm_only(tmp_path: Path) -> None:
 
 def test_a_float_activation_in_between_is_told_apart(tmp_path: Path) -> None:
     model = make_qdq(tmp_path / "m.onnx", between="LeakyRelu")
-    converted = convert_model(model, load_target("nnapi"), tmp_path / "out")
+    converted = convert_model(model, all_forms(), tmp_path / "out")
     assert [(node.name, node.activation) for node in converted.unfused["runtime"]] == [
         ("conv1", "com.microsoft.FusedConv"),
         ("conv2", "com.microsoft.FusedConv"),
     ]
+
+
+@pytest.mark.parametrize(("saves", "found"), [(False, "Conv"), (True, "QLinearConv")])
+def test_a_target_whose_provider_changes_the_layout_saves_no_fusions(tmp_path: Path, saves: bool, found: str) -> None:
+    target = load_target("nnapi")
+    assert not target.conversion.saves_fusions
+    conversion = msgspec.structs.replace(target.conversion, saves_fusions=saves)
+    model = make_qdq(tmp_path / "m.onnx")
+    converted = convert_model(model, msgspec.structs.replace(target, conversion=conversion), tmp_path / "out")
+    assert converted.census["runtime"][found] == 2
+    assert len(read_graph(tmp_path / "out/model.runtime.ort").saved) == (2 if saves else 0)

@@ -10,6 +10,7 @@ from devices_models import make_job, qdq_conv, text_model
 from test_devices_android_nnapi import FLOAT_OPERATIONS, float_model, network_of, require_device, tensor
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI, X86_64, Android
 from edgekit.devices.android.nnapi.compute import Computer
@@ -18,6 +19,7 @@ from edgekit.devices.android.nnapi.network import OperandType
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
+from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Platform, load_target
 
@@ -207,3 +209,30 @@ def test_pooling_over_nothing_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(DeviceError, match="pooling over nothing but pads"):
         Computer().take_network(network_of(17, operands), np.array(numbers, np.int32).tobytes())
+
+
+@pytest.mark.parametrize(("level", "is_right"), [(Level.BASIC, True), (Level.ALL, False)])
+def test_saved_fusions_skip_the_transposes_of_a_changed_layout(
+    tmp_path: Path, work: Path, level: Level, is_right: bool
+) -> None:
+    # NNAPI takes the first DQ; the Transpose is then moved into the group of the Conv, which stays on the CPU.
+    weights = ", ".join(map(str, np.random.default_rng(3).integers(-100, 100, 108)))
+    path = text_model(
+        tmp_path / "model.onnx",
+        f"(uint8[1,3,3,3] x) => (int8[1,4,1,1] y) <int8[4,3,3,3] w = {{{weights}}}, float s = {{0.02}}, "
+        "float t = {0.2}, float v = {0.01}, uint8 u = {128}, int8 z = {0}> "
+        "{ a = DequantizeLinear(x, s, u) b = QuantizeLinear(a, s, z)"
+        " c = Transpose<perm=[0,3,1,2]>(b) d = DequantizeLinear(c, s, z) e = DequantizeLinear(w, v, z) f = Conv(d, e)"
+        " y = QuantizeLinear(f, t, z) }",
+    )
+    rows = [{"x": np.random.default_rng(4).integers(0, 255, (1, 3, 3, 3)).astype(np.uint8)}]
+    target, samples = load_target("nnapi"), Samples(source="rows", count=1, read=lambda: iter(rows))
+    job = msgspec.structs.replace(make_job(path, "nnapi"), target=target, samples=samples)
+    write_ort(load_model(path), tmp_path / "m.ort", OrtOptions(style="runtime", cpu="arm", level=level))
+    require_device()
+    android = Android(cpu=X86_64, evidence=Evidence.SAME_EP)
+    done = android.run_job(msgspec.structs.replace(job, model=tmp_path / "m.ort"), work)
+    assert done.failure is None
+    assert NNAPI in {node.provider for node in done.placement}
+    right = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(rows[0])["y"]
+    assert np.array_equal(next(iter(done.outputs))["y"], right) == is_right

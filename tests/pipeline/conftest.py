@@ -41,7 +41,7 @@ def nnapi(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("targets") / "nnapi"
     shutil.copytree(Path(__file__).parents[2] / "targets" / "nnapi", folder)
     text = (folder / "target.toml").read_text()
-    arm = '[[verification]]\ndevice = "android"\nform = "runtime"\nsamples = 8\n'
+    arm = '[[verification]]\ndevice = "android"\nform = "onnx"\nsamples = 8\n'
     assert arm in text
     (folder / "target.toml").write_text(text.replace(arm, ""))
     return str(folder)
