@@ -1,4 +1,4 @@
-"""What this machine is, for reports whose figures depend on it, and its memory."""
+"""What this machine is, for reports whose figures depend on it; its memory, and work spread over its cores."""
 
 import ctypes
 import gc
@@ -6,8 +6,14 @@ import importlib
 import os
 import platform
 import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from threadpoolctl import threadpool_limits
 
 
 def find_module(name: str) -> Any:
@@ -21,6 +27,11 @@ def find_module(name: str) -> Any:
 resource = find_module("resource")
 
 _CPU_INFO = Path("/proc/cpuinfo")
+# Each piece of work at a time needs memory of its own: chosen by hand.
+_MOST_AT_ONCE = 4
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def describe_machine() -> dict[str, str]:
@@ -48,6 +59,44 @@ def own_peak_bytes(*, with_child: bool = False) -> int:
     return sum(peak_bytes(resource.getrusage(one)) for one in who)
 
 
+def count_cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def single_blas_thread() -> AbstractContextManager[object]:
+    """Returns a context in which numpy's products of matrices take one thread each.
+
+    Those of OpenBLAS wait for each other in a loop, which beside other threads costs ten times the work itself; and
+    what one thread sums up does not depend on the number of cores.
+    """
+    limits: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
+    return limits
+
+
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], at_once: int | None = None
+) -> Iterator[tuple[Item, Result]]:
+    """Yields each item with its result, in order; `at_once` are worked on at a time, else as many as there are cores.
+
+    Threads serve what leaves Python, such as a run of ONNX Runtime. Items are read as they are needed.
+
+    Raises:
+        Exception: whatever reading an item or the function raises, after the results of the items before.
+    """
+    at_once = min(count_cores(), _MOST_AT_ONCE) if at_once is None else at_once
+    if at_once == 1:
+        yield from ((item, function(item)) for item in items)
+        return
+    ahead: deque[tuple[Item, Future[Result]]] = deque()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            yield from _run_ahead(pool, function, items, at_once, ahead)
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
 def release_memory() -> None:
     """Gives memory that is free again back to the system, where the C library can (`malloc_trim` of glibc)."""
     gc.collect()
@@ -55,6 +104,33 @@ def release_memory() -> None:
     trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _run_ahead(
+    pool: ThreadPoolExecutor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    at_once: int,
+    ahead: deque[tuple[Item, Future[Result]]],
+) -> Iterator[tuple[Item, Result]]:
+    source, failure = iter(items), None
+    while True:
+        try:
+            item = next(source)
+        except StopIteration:
+            break
+        except Exception as error:  # noqa: BLE001 # raised below, in its turn
+            failure = error
+            break
+        ahead.append((item, pool.submit(function, item)))
+        if len(ahead) > at_once:
+            first, future = ahead.popleft()
+            yield first, future.result()
+    while ahead:
+        first, future = ahead.popleft()
+        yield first, future.result()
+    if failure is not None:
+        raise failure
 
 
 def _name_cpu() -> str:

@@ -2,13 +2,16 @@ import platform
 import resource
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from threadpoolctl import threadpool_info
 
 from edgekit.devices.far import ort_runner
-from edgekit.machine import describe_machine, own_peak_bytes, peak_bytes
+from edgekit.machine import describe_machine, map_in_order, own_peak_bytes, peak_bytes, single_blas_thread
 
 
 def test_it_says_what_figures_depend_on_and_names_no_host() -> None:
@@ -30,3 +33,45 @@ def test_the_peak_of_memory_has_the_unit_of_the_system(monkeypatch: pytest.Monke
 
 def test_a_child_is_counted_with_its_parent() -> None:
     assert own_peak_bytes(with_child=True) >= own_peak_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_results_come_in_order_and_items_are_read_as_they_are_needed(at_once: int) -> None:
+    read = list[int]()
+
+    def items() -> Iterator[int]:
+        for item in range(9):
+            read.append(item)
+            yield item
+
+    for count, (item, square) in enumerate(map_in_order(lambda item: item * item, items(), at_once)):
+        assert (item, square) == (count, count * count)
+        assert len(read) <= count + at_once + 1
+
+
+def test_two_are_worked_on_at_a_time() -> None:
+    both = threading.Barrier(2, timeout=20)
+    assert [found for _, found in map_in_order(lambda _: both.wait() >= 0, range(4), 2)] == [True] * 4
+
+
+def test_what_was_done_before_a_failure_is_handed_over_first() -> None:
+    def items() -> Iterator[int]:
+        yield from (4, 2)
+        raise ValueError("no more")
+
+    done = list[float]()
+    with pytest.raises(ValueError, match="no more"):
+        done.extend(found for _, found in map_in_order(lambda item: 8 / item, items(), 3))
+    assert done == [2, 4]
+    with pytest.raises(ZeroDivisionError):
+        list(map_in_order(lambda item: 8 / item, (4, 0, 2), 2))
+
+
+def test_matrices_are_multiplied_by_one_thread_for_a_while() -> None:
+    def threads() -> set[int]:
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    before = threads()
+    with single_blas_thread():
+        assert threads() == {1}
+    assert threads() == before

@@ -21,6 +21,7 @@ from edgekit.prepare import ready_model
 from edgekit.prepare.fix import SPELLINGS, Fix
 from edgekit.progress import Budget, Progress
 from edgekit.quantize import Calibration, calibrate_model
+from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision
@@ -58,7 +59,8 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The model made ready, its samples split, and what the float model makes of the golden ones.
 
-    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized.
+    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized. By the
+    `reference` plans are judged.
     """
 
     source: Model
@@ -69,6 +71,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     samples: SampleSets
     golden: Golden
     calibration: Calibration | ModelError | None
+    reference: FloatReference
     preprocess: Preprocess | None
     recorded: Mapping[str, Recorded]
 
@@ -116,6 +119,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         golden=golden,
         # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
         calibration=None if is_quantized else _calibrate(prepared, samples, outputs, job, "calibration"),
+        reference=FloatReference(prepared, samples.calibration, outputs),
         preprocess=data.preprocess,
         recorded=recorded,
     )
@@ -162,8 +166,11 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     if choose_precision(target, job.recipe.precision) in INTEGERS:
         name = f"{target.name}-calibration"
         calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, name)
+    reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs)
     fixes = (*inputs.fixes, *fixes)
-    return msgspec.structs.replace(inputs, prepared=better.model, fixes=fixes, calibration=calibration)
+    return msgspec.structs.replace(
+        inputs, prepared=better.model, fixes=fixes, calibration=calibration, reference=reference
+    )
 
 
 def _describe(share: TargetShare) -> str:

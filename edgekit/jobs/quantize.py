@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
-from edgekit.quantize.accuracy.predict import Prediction, drop_predictor
+from edgekit.quantize.accuracy.predict import MOST_SAMPLES, FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
@@ -33,7 +34,8 @@ from edgekit.recipe import Data, Recipe, choose_precision, load_targets
 from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.target import INTEGERS, Precision, Target, TaskLimit
-from edgekit.verify.tasks.drop import TOP1, drop_meter
+from edgekit.verify.tasks.drop import MOST_SAMPLES as MOST_LABELLED
+from edgekit.verify.tasks.drop import TOP1, measure_drop_from
 from edgekit.verify.tasks.tasks import find_metric
 
 # Methods that choose a range method by what they measure.
@@ -156,9 +158,11 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     samples, limit = limit_samples(every, recipe.samples), recipe.metric or TOP1
     # Before the calibration, which takes the most time.
     labels = _read_labels(data.labels, limit, every, samples)
-    measure = drop_predictor(fixed.model, samples, outputs)
+    most = MOST_SAMPLES if labels is None else MOST_LABELLED
+    reference = FloatReference(fixed.model, samples, outputs, most=most)
+    measure = reference.predict_drop
     if labels is not None:
-        measure = drop_meter(fixed.model, samples, labels, limit, outputs)
+        measure = partial(measure_drop_from, reference, labels=labels, limit=limit)
     facts = check_samples(samples)
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)

@@ -21,7 +21,6 @@ from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.quantize import Calibration, QuantizedModel, quantize_model
-from edgekit.quantize.accuracy.predict import drop_predictor
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import Recipe, choose_precision
@@ -194,7 +193,7 @@ def _quantize(
         calibration=inputs.calibration,
         target=target,
         precision=precision,
-        measure=drop_predictor(inputs.prepared, inputs.samples.calibration, inputs.outputs),
+        measure=inputs.reference.predict_drop,
         work=work,
         memo=job.memo,
         progress=job.progress,

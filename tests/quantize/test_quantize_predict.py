@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,10 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
-from edgekit.quantize.accuracy.predict import Prediction, drop_predictor, predict_drop, wanted_samples
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.drop import drop_meter, measure_drop
+from edgekit.verify.tasks.drop import measure_drop, measure_drop_from
 
 CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
   <float[4] b = {BIAS}> { y = Add(x, b) }"""
@@ -60,8 +61,11 @@ def test_what_outputs_mean_is_found_once_for_all_quantized_models(samples: Sampl
 
     counted = msgspec.structs.replace(samples, read=read)
     for predict, expected in (
-        (drop_predictor(good, counted), predict_drop(good, bad, samples)),
-        (drop_meter(good, counted, [0] * 100), measure_drop(good, bad, samples, [0] * 100)),
+        (FloatReference(good, counted).predict_drop, predict_drop(good, bad, samples)),
+        (
+            partial(measure_drop_from, FloatReference(good, counted), labels=[0] * 100),
+            measure_drop(good, bad, samples, [0] * 100),
+        ),
     ):
         reads.clear()
         assert predict(bad) == expected
@@ -495,3 +499,12 @@ def test_boxes_are_no_classes_on_any_axis(tmp_path: Path, shape: tuple[int, int,
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{dims}] x) => (float[{dims}] y) {{ y = Neg(x) }}'
     kinds = read_output_kinds(read_float_graph(make_model(text, tmp_path / "m.onnx")), rows, {})
     assert kinds["y"].kind == "values"
+
+
+def test_the_float_model_runs_once_for_several_quantized_ones(samples: Samples, tmp_path: Path) -> None:
+    good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
+    reference = FloatReference(good, samples)
+    first = reference.predict_drop(bad)
+    # What it gave is known: without its file nothing changes.
+    good.path.unlink()
+    assert reference.predict_drop(bad) == first

@@ -28,6 +28,8 @@ BENCHES = (
     Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),
     Bench("speed", "graph_speed.py", "the one view of a graph: seconds and memory; beside onnx-ir with --ir"),
     Bench("speed", "build_zoo.py", "seconds and memory of a build for four targets"),
+    Bench("speed", "quantize_ratio.py", "plain quantize costs at most 3 times ONNX Runtime's quantize_static"),
+    Bench("speed", "quantize_ratio.py --growth", "and grows with the nodes, not with their square"),
     Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
     Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),
     Bench("speed", "convert_speed.py", "both ORT styles against ONNX Runtime's converter"),

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cached_property
 
 import msgspec
 import numpy as np
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
@@ -29,6 +30,8 @@ FAITHFUL_DB = 30.0
 _GUESSED_FROM = 4
 # How a head is decoded is told by what is shown, and not every image shows something: a choice, for the time.
 _DECODED_FROM = 16
+# What the float model gave is kept up to so much, and computed anew beyond: a choice.
+_MOST_KEPT_BYTES = 64 << 20
 AP = "mean AP of detections"
 """What a detector loses whose raw head can be decoded."""
 
@@ -86,43 +89,113 @@ def predict_drop(
 ) -> Prediction:
     """Runs both models over at most MOST_SAMPLES samples, spread evenly, and returns what the difference will cost.
 
-    The float model's probabilities stand for the truth: where a decision changes, the expected loss is the
-    probability of the float model's class less that of the other one (after D. Guillory et al., "Predicting with
-    confidence on unseen distributions", 2021: difference of confidences). For maps of classes it is the loss of mean
-    overlap. Images are held against a truth that the float model is taken to meet with 36 dB. Other values lose as
-    much of their spread as the differences have. An output that makes one decision counts alone, else the worst does.
-    `outputs` states what outputs are, which is guessed of the others.
+    For several quantized models of one float model keep a `FloatReference`.
 
     Raises:
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    return drop_predictor(model, samples, outputs)(quantized)
+    return FloatReference(model, samples, outputs).predict_drop(quantized)
 
 
-def drop_predictor(
-    model: Model, samples: Samples, outputs: Mapping[str, StatedOutput] | None = None
-) -> Callable[[Model], Prediction]:
-    """Returns `predict_drop` of one float model for many quantized ones, which finds out once what its outputs mean."""
-    parts = cache(partial(read_parts, model, samples, outputs))
+class FloatReference:
+    """What a float model gives for samples, to hold quantized models against: it runs once for all of them.
 
-    def predict(quantized: Model) -> Prediction:
-        likeness = Likeness(parts())
-        for pair in run_pairs(model, quantized, samples, MOST_SAMPLES):
+    `outputs` states what outputs are, which is guessed of the others. At most `most` samples count, spread evenly.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        samples: Samples,
+        outputs: Mapping[str, StatedOutput] | None = None,
+        *,
+        most: int = MOST_SAMPLES,
+    ) -> None:
+        self._model, self._samples, self._outputs = model, samples, outputs or {}
+        self.indices = spread_indices(samples.count, most)
+        self._session: CpuSession | None = None
+        self._known: dict[int, Tensors] = {}
+        self._room = _MOST_KEPT_BYTES
+
+    def predict_drop(self, quantized: Model) -> Prediction:
+        """Returns what a quantized model will cost.
+
+        The float model's probabilities stand for the truth: where a decision changes, the expected loss is the
+        probability of the float model's class less that of the other one (after D. Guillory et al., "Predicting with
+        confidence on unseen distributions", 2021: difference of confidences). For maps of classes it is the loss of
+        mean overlap. Images are held against a truth that the float model is taken to meet with 36 dB. Other values
+        lose as much of their spread as the differences have. An output that makes one decision counts alone, else the
+        worst does.
+
+        Raises:
+            RuntimeRefusal: ONNX Runtime refuses a model.
+        """
+        likeness = Likeness(self.parts)
+        for pair in self.run_pairs(quantized):
             likeness.add(pair)
         return likeness.predict()
 
-    return predict
+    def run_pairs(self, quantized: Model) -> Iterator[Pair]:
+        """Yields what both models give for each sample.
 
+        Raises:
+            RuntimeRefusal: ONNX Runtime refuses a model.
+        """
+        integer = CpuSession(quantized.path, SessionSettings(threads=1))
 
-def run_pairs(model: Model, quantized: Model, samples: Samples, most: int) -> Iterator[Pair]:
-    """Yields what two models give for at most `most` samples, spread evenly.
+        def run(sample: tuple[int, Tensors]) -> Pair:
+            return Pair(expected=self._run(*sample), found=integer.run(sample[1]))
 
-    Raises:
-        RuntimeRefusal: ONNX Runtime refuses a model.
-    """
-    floating, integer = CpuSession(model.path, SessionSettings()), CpuSession(quantized.path, SessionSettings())
-    for sample in select_samples(samples, spread_indices(samples.count, most)):
-        yield Pair(expected=floating.run(sample), found=integer.run(sample))
+        if not self._known.keys() >= {*self.indices}:
+            self._open()
+        for (index, _), pair in map_in_order(run, self._read(self.indices)):
+            self._keep(index, pair.expected)
+            yield pair
+        if self._known.keys() >= {*self.indices}:
+            self._session = None
+
+    @cached_property
+    def parts(self) -> tuple["Part", ...]:
+        """What counts of the outputs, and how, from what the float model gives for a few samples."""
+        few = self._run_few(_GUESSED_FROM)
+        readings = read_output_kinds(read_float_graph(self._model), few, self._outputs)
+        return _choose_parts(readings, self._find_head(few[0]), _shapes(few[0]))
+
+    def _read(self, indices: Sequence[int]) -> Iterator[tuple[int, Tensors]]:
+        return zip(indices, select_samples(self._samples, indices), strict=False)
+
+    def _open(self) -> CpuSession:
+        self._session = self._session or CpuSession(self._model.path, SessionSettings(threads=1))
+        return self._session
+
+    def _run(self, index: int, sample: Tensors) -> Tensors:
+        return self._known[index] if index in self._known else self._open().run(sample)
+
+    def _run_few(self, count: int) -> list[Tensors]:
+        few = list[Tensors]()
+        for index, sample in self._read(spread_indices(self._samples.count, count)):
+            few.append(self._run(index, sample))
+            self._keep(index, few[-1])
+        return few
+
+    def _keep(self, index: int, answers: Tensors) -> None:
+        size = sum(value.nbytes for value in answers.values())
+        if index not in self._known and size <= self._room:
+            self._room -= size
+            # What ONNX Runtime returns keeps the memory of its whole session.
+            self._known[index] = {name: value.copy() for name, value in answers.items()}
+
+    def _find_head(self, first: Tensors) -> Head | None:
+        """Returns how outputs of a detector are decoded, as far as they are not stated to be something else."""
+        stated = self._outputs
+
+        def keep(outputs: Tensors) -> dict[str, Array]:
+            return {name: each for name, each in outputs.items() if name not in stated or stated[name].kind == "scores"}
+
+        image = find_image(next(iter(self._samples)))
+        if image is None or not may_be_head(keep(first)):
+            return None
+        return find_head([keep(outputs) for outputs in self._run_few(_DECODED_FROM)], image)
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,18 +209,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     record: Callable[[Tensors, Tensors], Array]
     judge: Callable[[Sequence[Array]], Loss]
-
-
-def read_parts(model: Model, samples: Samples, outputs: Mapping[str, StatedOutput] | None = None) -> tuple[Part, ...]:
-    """Returns what counts of the outputs of a float model, and how, from what it gives for a few samples.
-
-    Raises:
-        RuntimeRefusal: ONNX Runtime refuses the model.
-    """
-    stated, session = outputs or {}, CpuSession(model.path, SessionSettings())
-    few = [session.run(sample) for sample in select_samples(samples, spread_indices(samples.count, _GUESSED_FROM))]
-    readings = read_output_kinds(read_float_graph(model), few, stated)
-    return _choose_parts(readings, _find_head(session, samples, few[0], stated), _shapes(few[0]))
 
 
 class Likeness:
@@ -209,21 +270,6 @@ def _with_loss(prediction: Prediction, loss: Loss, part: Part) -> Prediction:
         drop_interval=(round(low, 6), round(high, 6)),
         source=part.source or ("the float model's confidence" if loss.agreement is not None else "the differences"),
     )
-
-
-def _find_head(
-    session: CpuSession, samples: Samples, first: Tensors, stated: Mapping[str, StatedOutput]
-) -> Head | None:
-    """Returns how the outputs of a detector are decoded, as far as they are not stated to be something else."""
-
-    def keep(outputs: Tensors) -> dict[str, Array]:
-        return {name: value for name, value in outputs.items() if name not in stated or stated[name].kind == "scores"}
-
-    image = find_image(next(iter(samples)))
-    if image is None or not may_be_head(keep(first)):
-        return None
-    chosen = select_samples(samples, spread_indices(samples.count, _DECODED_FROM))
-    return find_head([keep(session.run(sample)) for sample in chosen], image)
 
 
 def _choose_parts(

@@ -9,6 +9,7 @@ from edgekit._files import digest_bytes
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.graph.graph import Graph
+from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.progress import Progress, say_nothing
@@ -104,7 +105,8 @@ def calibrate_model(
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)
-    found = measure_samples(task, progress or say_nothing)
+    with single_blas_thread():
+        found = measure_samples(task, progress or say_nothing)
     if fitting:
         save_held_out(work, found.held_out)
         save_moments(work / "moments.npz", found.statistics.moments())

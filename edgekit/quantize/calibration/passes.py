@@ -17,7 +17,7 @@ from edgekit.data.data_check import digest_sample
 from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, Node
-from edgekit.machine import release_memory
+from edgekit.machine import map_in_order, release_memory
 from edgekit.model.model import Model, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
@@ -189,32 +189,39 @@ def _measure_extremes(run: Measurements) -> None:
 
 
 def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
-    """Takes in samples one by one and yields after each: then the statistics hold exactly the samples seen."""
+    """Takes in samples one by one and yields after each: then the statistics hold exactly the samples seen.
+
+    Several run at a time, and are taken in in their order.
+    """
     task = run.task
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    session = CpuSession(
-        task.work / "instrumented.onnx", SessionSettings(level=Level.ALL), subject=task.model.path.name
-    )
+    session = CpuSession(task.work / "instrumented.onnx", SessionSettings(threads=1), subject=task.model.path.name)
+
+    def run_one(sample: Tensors) -> tuple[bytes, Tensors | RuntimeRefusal]:
+        digest = digest_sample(sample)
+        try:
+            return digest, session.run(sample)
+        except RuntimeRefusal as error:
+            return digest, error
+
     began = told = time.monotonic()
-    for done, (index, sample) in enumerate(zip(todo, select_samples(task.samples, todo), strict=False)):
+    runs = map_in_order(run_one, select_samples(task.samples, todo))
+    for done, (index, (sample, (digest, values))) in enumerate(zip(todo, runs, strict=False)):
         now = time.monotonic()
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
             run.cache.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
-        digest = digest_sample(sample)
         # Two passes and a cache take samples by their position: a source that shuffles would mix them up.
         if task.cache is not None and task.cache.digests[index] != digest:
             raise DataError(
                 f"sample {index} of '{task.samples.source}' is another one than before",
                 hint="it must give the same at each pass",
             )
-        try:
-            values = session.run(sample)
-        except RuntimeRefusal as error:
-            text = f"sample {index} of '{task.samples.source}' does not run: {error.message}"
-            raise DataError(text, hint="mend the sample or the model") from error
+        if isinstance(values, RuntimeRefusal):
+            text = f"sample {index} of '{task.samples.source}' does not run: {values.message}"
+            raise DataError(text, hint="mend the sample or the model") from values
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
         run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))

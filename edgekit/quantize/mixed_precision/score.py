@@ -8,8 +8,9 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
+from edgekit.machine import map_in_order
 from edgekit.model.model import MAX_PROTOBUF_BYTES, count_weight_bytes, save_proto
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.weights.float_weights import OPTIMIZER
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
@@ -39,8 +40,11 @@ def judge_candidate(
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
     session = open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights)
     powers = {each: np.zeros(2) for each in compared}
-    for inputs, expected in read_held_out(statistics):
-        found = session.run(inputs)
+
+    def run(held: tuple[Tensors, Tensors]) -> Tensors:
+        return session.run(held[0])
+
+    for (_, expected), found in map_in_order(run, read_held_out(statistics)):
         for each, name in names.items():
             powers[each] += powers_of(each, expected[each.tensor], found[name])
     return join_ratios([ratio_db(*power) for power in powers.values()])
@@ -72,10 +76,10 @@ def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool) 
     source = proto.SerializeToString() if fits else path
     disabled = (OPTIMIZER,) if keep_float_weights else ()
     try:
-        return CpuSession(source, SessionSettings(config=dict(_PRECISE), disabled_optimizers=disabled))
+        return CpuSession(source, SessionSettings(threads=1, config=dict(_PRECISE), disabled_optimizers=disabled))
     except RuntimeRefusal:
         # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
-        return CpuSession(source, SessionSettings(disabled_optimizers=disabled))
+        return CpuSession(source, SessionSettings(threads=1, disabled_optimizers=disabled))
 
 
 def has_held_out(statistics: Path) -> bool:

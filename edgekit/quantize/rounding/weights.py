@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
+from edgekit.machine import map_in_order, single_blas_thread
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer, read_layers
@@ -86,7 +87,7 @@ def round_qdq_weights(
             if place.limit == FOUR_LIMIT:
                 _write(initializers, place, **_round_plainly(graph, layer, place))
         return
-    with open_moments(statistics / "moments.npz") as stored:
+    with single_blas_thread(), open_moments(statistics / "moments.npz") as stored:
 
         def read(layer: Layer) -> InputMoments | None:
             moments = stored(layer.node)
@@ -94,8 +95,10 @@ def round_qdq_weights(
                 return moments
             return scale_moments(moments, layer, np.asarray(factors[layer.node]))
 
-        for layer, place in places.values():
-            corrected = _correct_layer(graph, layer, place, read, statistics, rounding)
+        def correct(place: tuple[Layer, _QdqLayer]) -> dict[str, Array] | None:
+            return _correct_layer(graph, *place, read, statistics, rounding)
+
+        for (_, place), corrected in map_in_order(correct, places.values()):
             if corrected is not None:
                 _write(initializers, place, **corrected)
 

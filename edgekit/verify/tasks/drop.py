@@ -1,17 +1,16 @@
 """What quantizing costs by a metric of the task: measured on labelled samples."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from edgekit.data.labels import Label
-from edgekit.data.samples import Samples, spread_indices
+from edgekit.data.samples import Samples
 from edgekit.errors import DataError
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
-from edgekit.quantize.accuracy.predict import Likeness, Prediction, read_parts, run_pairs
+from edgekit.quantize.accuracy.predict import FloatReference, Likeness, Prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import compare_records, read_record
@@ -41,32 +40,23 @@ def measure_drop(
         MissingExtraError: the metric needs a package that is not installed.
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    return drop_meter(model, samples, labels, limit, outputs)(quantized)
+    return measure_drop_from(FloatReference(model, samples, outputs, most=MOST_SAMPLES), quantized, labels, limit)
 
 
-def drop_meter(
-    model: Model,
-    samples: Samples,
-    labels: Sequence[Label],
-    limit: TaskLimit = TOP1,
-    outputs: Mapping[str, StatedOutput] | None = None,
-) -> Callable[[Model], Prediction]:
-    """Returns `measure_drop` of one float model for many quantized ones, which finds out once what its outputs mean."""
-    parts = cache(partial(read_parts, model, samples, outputs))
-    kept = [labels[index] for index in spread_indices(samples.count, MOST_SAMPLES)]
-
-    def measure(quantized: Model) -> Prediction:
-        likeness, mine, theirs = Likeness(parts()), list[Any](), list[Any]()
-        for pair, label in zip(run_pairs(model, quantized, samples, MOST_SAMPLES), kept, strict=True):
-            likeness.add(pair)
-            mine.append(read_record(limit, pair.expected, label))
-            try:
-                theirs.append(read_record(limit, pair.found, label))
-            except DataError:
-                return _with_all_lost(likeness.predict(), limit)
-        return _with_drop(likeness.predict(), compare_records(limit, mine, theirs))
-
-    return measure
+def measure_drop_from(
+    reference: FloatReference, quantized: Model, labels: Sequence[Label], limit: TaskLimit = TOP1
+) -> Prediction:
+    """Returns the true drop against a float model that is held against several; else as `measure_drop`."""
+    likeness, mine, theirs = Likeness(reference.parts), list[Any](), list[Any]()
+    kept = [labels[index] for index in reference.indices]
+    for pair, label in zip(reference.run_pairs(quantized), kept, strict=True):
+        likeness.add(pair)
+        mine.append(read_record(limit, pair.expected, label))
+        try:
+            theirs.append(read_record(limit, pair.found, label))
+        except DataError:
+            return _with_all_lost(likeness.predict(), limit)
+    return _with_drop(likeness.predict(), compare_records(limit, mine, theirs))
 
 
 def _with_drop(prediction: Prediction, report: TaskReport) -> Prediction:

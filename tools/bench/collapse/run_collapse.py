@@ -30,7 +30,7 @@ from edgekit.model.model import load_model
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize import calibrate_model, quantize_model
-from edgekit.quantize.accuracy.predict import drop_predictor
+from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.target import Target, load_target
 
@@ -100,7 +100,7 @@ def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) ->
         began = time.perf_counter()
         search = Search(
             model=prepared, calibration=calibration, target=target, precision="int8", work=work,
-            measure=drop_predictor(prepared, samples),
+            measure=FloatReference(prepared, samples).predict_drop,
         )  # fmt: skip
         plan, _ = plan_sparingly(search)
         middle = time.perf_counter()
