@@ -3,8 +3,11 @@
     python tools/placement_agreement.py --target qnn --source real --source quantized --work DIR [--set soc_model=36]
     python tools/placement_agreement.py --target nnapi --source node --known --work DIR --set api_level=31
 
+    python tools/placement_agreement.py --target coreml --source node --work DIR --set model_format=NeuralNetwork
+
 QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
-Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike.
+Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike; Core ML
+in the library for the iOS simulator (`edgekit devices install ios-sim`).
 Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
 made. A DQ whose name the change of the layout gave to another place is counted apart: the provider took a DQ of that
 name, and left what the model's DQ feeds. Sessions that fail are counted apart too, against the nodes that check calls
@@ -44,7 +47,7 @@ from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
 # Which share of the nodes must agree.
-_LEAST = {"nnapi": 0.998, "qnn": 0.99, "xnnpack": 0.998}
+_LEAST = {"coreml": 0.998, "nnapi": 0.998, "qnn": 0.99, "xnnpack": 0.998}
 _QNN = "QNNExecutionProvider"
 
 
@@ -91,7 +94,7 @@ def main() -> int:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=["nnapi", "qnn", "xnnpack"], default="qnn")
+    parser.add_argument("--target", choices=sorted(_LEAST), default="qnn")
     parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--seeds", nargs=2, type=int, default=(SEEDS.start, SEEDS.stop), metavar=("FROM", "TO"))
@@ -113,7 +116,7 @@ def _observe(path: Path, target: Target, work: Path) -> ObservedPlacement:
     kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{path.stem}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        seen = observe_qnn(path, target) if target.name == "qnn" else observe_android(path, target)
+        seen = observe_qnn(path, target) if target.name == "qnn" else observe_release(path, target)
         kept.write_bytes(msgspec.json.encode(seen))
     return msgspec.json.decode(kept.read_bytes(), type=ObservedPlacement)
 
@@ -163,10 +166,11 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
     }
 
 
-def observe_android(path: Path, target: Target) -> ObservedPlacement:
-    """Returns where the provider in Android's binary puts each node."""
+def observe_release(path: Path, target: Target) -> ObservedPlacement:
+    """Returns where the provider in a release binary for phones puts each node."""
+    device = find_device("ios-sim" if target.name == "coreml" else "android:x86_64", target)
     try:
-        return observe_placement(load_model(path), target, find_device("android:x86_64", target), samples=0)
+        return observe_placement(load_model(path), target, device, samples=0)
     except EdgekitError as error:
         return ObservedPlacement(providers={}, failure=error.message)
 

@@ -51,7 +51,8 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "devices": (
         ("observe", "register"),
         ("find",),
-        ("android", "remote"),
+        ("android", "ios", "remote"),
+        ("release",),
         ("local",),
         ("bundled", "emulators", "parallel", "self_test"),
         ("labelled", "process"),

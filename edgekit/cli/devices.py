@@ -42,11 +42,14 @@ def list_command(target: str | None, as_json: bool) -> int:
 @command.command(name="install")
 @click.argument("name")
 @click.option("--library", type=click.Path(path_type=Path), metavar="FILE", help="ONNX Runtime for android: an .aar.")
+@click.option(
+    "--framework", type=click.Path(path_type=Path), metavar="FOLDER", help="ONNX Runtime for ios-sim: an .xcframework."
+)
 @options.verbosity
-def install_command(name: str, library: Path | None, volume: int) -> int:
+def install_command(name: str, library: Path | None, framework: Path | None, volume: int) -> int:
     """Install what the device NAME needs into your cache."""
     with showing_progress(volume) as progress:
-        install_device(name, progress, library=library)
+        install_device(name, progress, library=library, framework=framework)
     missing = find_device(name, plain_target(name.partition(":")[0])).find_missing()
     show_line(f"'{name}' can run" if missing is None else f"'{name}' is installed, but {missing.reason}")
     return YES

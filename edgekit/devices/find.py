@@ -15,6 +15,11 @@ from edgekit.devices.device import Device, DeviceStatus
 from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.emulators.qnn_sim import PROVIDER as QNN
+from edgekit.devices.ios.installed import find_installed as find_ios
+from edgekit.devices.ios.installed import install_ios
+from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
+from edgekit.devices.ios.ios import PROVIDERS as IOS
+from edgekit.devices.ios.ios import IosSimulator, find_ios_versions
 from edgekit.devices.local.coreml import PROVIDER as COREML
 from edgekit.devices.local.coreml import UNITS, CoreMl
 from edgekit.devices.local.emulated import Emulated
@@ -35,6 +40,7 @@ _DEVICES: dict[str, Device] = {
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
     "android": Android(),
     "android:x86_64": Android(cpu=X86_64, evidence=Evidence.SAME_EP),
+    IOS_SIMULATOR: IosSimulator(),
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
     "arm64:native": Arm64Native(),
@@ -55,6 +61,7 @@ _PROVIDERS = {
     "qnn-htp-sim": frozenset({QNN}),
     "coreml": frozenset({COREML}),
     "android": ANDROID,
+    IOS_SIMULATOR: IOS,
 }
 
 _INSTALLERS: dict[str, Callable[[Progress], None]] = {
@@ -66,6 +73,7 @@ _INSTALLERS: dict[str, Callable[[Progress], None]] = {
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {
     "qnn-htp-sim": find_qnn_versions,
     "android": find_android_versions,
+    IOS_SIMULATOR: find_ios_versions,
     "arm64": find_arm64_versions,
 }
 
@@ -123,22 +131,30 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     )
 
 
-def install_device(name: str, progress: Progress, *, library: Path | None = None) -> None:
+def install_device(
+    name: str, progress: Progress, *, library: Path | None = None, framework: Path | None = None
+) -> None:
     """Installs what a device needs into the user's cache; what is there already is left alone.
 
-    `progress` is told each step in words. `library` is ONNX Runtime's archive for `android` in place of the pinned one.
+    `progress` is told each step in words. `library` is ONNX Runtime's archive for `android` in place of the pinned one,
+    `framework` its folder `onnxruntime.xcframework` for `ios-sim`.
 
     Raises:
         UsageError: there is no such device, or it comes in another way, which the hint tells.
         DeviceError: a step of the installation failed; nothing half is left.
     """
     device = _known_device(name)
+    if library is not None and not isinstance(device, Android):
+        raise UsageError(f"'{name}' takes no --library", hint="edgekit devices install android --library FILE.aar")
+    if framework is not None and not isinstance(device, IosSimulator):
+        raise UsageError(f"'{name}' takes no --framework", hint="edgekit devices install ios-sim --framework FOLDER")
     if isinstance(device, Android):
         _install_android(device, progress, library)
         return
+    if isinstance(device, IosSimulator):
+        _install_ios(progress, framework)
+        return
     missing = device.find_missing()
-    if library is not None:
-        raise UsageError(f"'{name}' takes no --library", hint="edgekit devices install android --library FILE.aar")
     install = _INSTALLERS.get(name.partition(":")[0])
     if missing is None:
         progress(f"'{name}' can run already")
@@ -159,6 +175,13 @@ def _install_android(device: Android, progress: Progress, library: Path | None) 
         f"ONNX Runtime {installed.version} of {installed.archive} for {', '.join(installed.abis)}"
         f" with {', '.join(installed.providers)}"
     )
+
+
+def _install_ios(progress: Progress, framework: Path | None) -> None:
+    installed = find_ios()
+    if framework is not None or installed is None or not installed.is_pinned:
+        installed = install_ios(progress, framework)
+    progress(f"ONNX Runtime {installed.version} of {installed.framework} for the iOS simulator")
 
 
 def _rate(device: Device, target: Target) -> Device:

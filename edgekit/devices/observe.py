@@ -29,8 +29,11 @@ _ORACLES = {
     qnn_sim.PROVIDER: ("qnn-htp-sim",),
     android.NNAPI: ("android", "android:x86_64"),
     android.XNNPACK: ("android", "android:x86_64"),
-    coreml.PROVIDER: ("coreml",),
+    coreml.PROVIDER: ("coreml", "ios-sim"),
 }
+
+# What they take is built, and loaded, with the session.
+_PLACED_AT_LOAD = frozenset({android.NNAPI, coreml.PROVIDER})
 
 # What ONNX Runtime's layout change adds to the name of a node that it makes anew.
 _TOKEN = re.compile(r"_token_\d+$")
@@ -174,15 +177,15 @@ def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tupl
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
     """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
 
-    Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor is NNAPI's run,
-    whose networks need not be computed for this. XNNPACK's is made without the fusions that would rename what the CPU
-    keeps.
+    Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor are NNAPI's and
+    Core ML's run, whose networks need not be computed for this. XNNPACK's is made without the fusions that would rename
+    what the CPU keeps.
 
     Raises:
         DeviceError: the device is not there.
         ModelError: the model cannot be lowered to what the device reads.
     """
-    drawn = draw_samples(model, 0 if target.provider == android.NNAPI else samples)
+    drawn = draw_samples(model, 0 if target.provider in _PLACED_AT_LOAD else samples)
     job = Job(
         model=model.path,
         target=target,

@@ -4,7 +4,7 @@ import msgspec
 
 from edgekit.target import Session, Target, load_target
 
-_TARGETS = {"qnn-htp-sim": "qnn", "android": "xnnpack", "coreml": "coreml"}
+_TARGETS = {"qnn-htp-sim": "qnn", "android": "xnnpack", "coreml": "coreml", "ios-sim": "coreml"}
 
 
 def plain_target(kind: str) -> Target:

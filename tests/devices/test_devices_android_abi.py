@@ -12,9 +12,9 @@ from far_root.keeper import require
 
 from edgekit.devices.android.android import find_emulator
 from edgekit.devices.android.archive import MACHINES
-from edgekit.devices.android.compilers import Compiler, find_compiler
 from edgekit.devices.android.elf import read_library
 from edgekit.devices.android.stand_in import android_sources, list_stand_ins, write_imports
+from edgekit.devices.release.compilers import Compiler, find_compiler
 
 pytestmark = pytest.mark.slow
 

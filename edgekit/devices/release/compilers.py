@@ -25,6 +25,11 @@ def find_compiler(machine: str) -> Compiler | None:
     c, cpp = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++")
     if c is not None and cpp is not None:
         return Compiler(machine=machine, c=(c,), cpp=(cpp,))
+    return find_zig(machine)
+
+
+def find_zig(machine: str) -> Compiler | None:
+    """Returns the compilers of the wheel ziglang for `x86_64` or `aarch64`, which have libc++ and musl, or None."""
     if importlib.util.find_spec("ziglang") is None:
         return None
     zig = (sys.executable, "-m", "ziglang")

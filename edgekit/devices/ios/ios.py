@@ -1,0 +1,89 @@
+"""ONNX Runtime for the iOS simulator in a process of this machine, with the Core ML provider that an app links."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.ios.installed import Installed, explain_machine, find_installed
+from edgekit.devices.local.coreml import PROVIDER, provider_options
+from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
+from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.link import LocalLink
+from edgekit.devices.process.pipe import run_over
+from edgekit.evidence import Evidence
+
+NAME = "ios-sim"
+PROVIDERS = frozenset({PROVIDER})
+
+_DEFAULT_IOS = "17"
+_INSTALL = f"edgekit devices install {NAME}"
+_LOG = "EDGEKIT_IOS_LOG"
+
+
+class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
+    """The release library for the iOS simulator; its Core ML provider partitions, builds and writes what it would."""
+
+    evidence: Evidence = Evidence.SAME_EP
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return NAME
+
+    def find_missing(self) -> Missing | None:
+        """Returns what is lacking on this machine."""
+        if reason := explain_machine():
+            return Missing(reason=reason, command=None)
+        if find_installed() is None:
+            return Missing(reason="ONNX Runtime for the iOS simulator is not installed", command=_INSTALL)
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job in the Core ML provider, on the release of iOS that the target says.
+
+        Raises:
+            DeviceError: the device is not installed, or cannot run here.
+            TargetError: the target has an option that the provider does not know.
+        """
+        require_device(self.name, self.find_missing())
+        installed = find_installed()
+        runner = Runner(device=self.name, evidence=self.evidence)
+        provider = job.target.provider
+        if installed is None or provider not in {PROVIDER, CPU_PROVIDER}:
+            return refuse_run(runner, f"'{self.name}' runs {PROVIDER}, not {provider}")
+        models = work / "models"
+        models.mkdir()
+        link = LocalLink(name=self.name, folder=work, inside=str(work), enter=_enter(job.target.settings, models))
+        far = _describe_job(job, installed)
+        run = run_over(link, [str(installed.program), "--pipe"], job, far, work, runner=runner)
+        return msgspec.structs.replace(run, versions={**run.versions, "framework": installed.framework})
+
+
+def _describe_job(job: Job, installed: Installed) -> FarJob:
+    platform = job.target.session.platforms.get("ios")
+    far = describe_job(job, provider=job.target.provider)
+    options = dict(far.provider_options if platform is None else platform.provider_options)
+    return msgspec.structs.replace(
+        far,
+        provider_options=provider_options(options) if job.target.provider == PROVIDER else {},
+        runtime=str(installed.library),
+        threads=job.threads or 1,
+    )
+
+
+def _enter(settings: Mapping[str, str], models: Path) -> tuple[str, ...]:
+    """Returns the start of the command: which iOS it is, and where the provider writes its models."""
+    facts = [f"EDGEKIT_IOS={settings.get('ios', _DEFAULT_IOS)}", f"EDGEKIT_COREML_MODELS={models}"]
+    # The simulator's library reports its use where it is not told otherwise.
+    facts += ["ORT_DISABLE_TELEMETRY=1", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]
+    return ("env", *facts)
+
+
+def find_ios_versions() -> dict[str, str]:
+    """Returns the version of ONNX Runtime that is installed, and the framework's name."""
+    installed = find_installed()
+    return {} if installed is None else {"onnxruntime": installed.version, "framework": installed.framework}

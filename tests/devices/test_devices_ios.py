@@ -1,0 +1,227 @@
+"""The library for the iOS simulator: what is taken out of a framework, what is refused, and what its provider does."""
+
+import plistlib
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, text_model
+
+from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.ios.framework import open_framework
+from edgekit.devices.ios.installed import Installed, device_folder, find_installed
+from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.ios.stand_in import list_stand_ins, place_import
+from edgekit.devices.local.coreml import PROVIDER
+from edgekit.devices.observe import Observed, observe_placement, observe_target
+from edgekit.errors import DeviceError, EdgekitError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.model.model import load_model
+from edgekit.target import load_target
+
+SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
+
+
+def present() -> IosSimulator:
+    device = find_device("ios-sim", load_target("coreml"))
+    missing = device.find_missing()
+    if missing is not None:
+        # zig compiles its C++ library first, for a minute and more: CI has not the time.
+        pytest.skip(f"ios-sim is not installed: {missing.reason}: {missing.command}")
+    assert isinstance(device, IosSimulator)
+    return device
+
+
+def object_of(imports: tuple[str, ...], *, cpu: int = 0x01000007) -> bytes:
+    """A Mach-O object that defines one function and leaves others to be found."""
+    names = b"\0" + b"".join(name.encode() + b"\0" for name in ("_own", *imports))
+    places = [names.index(name.encode() + b"\0") for name in ("_own", *imports)]
+    symbols = struct.pack("<IBBHQ", places[0], 0x0F, 1, 0, 0)
+    symbols += b"".join(struct.pack("<IBBHQ", place, 0x01, 0, 0, 0) for place in places[1:])
+    at = 32 + 24
+    head = struct.pack("<8I", 0xFEEDFACF, cpu, 3, 1, 1, 24, 0, 0)
+    return head + struct.pack("<6I", 2, 24, at, len(imports) + 1, at + len(symbols), len(names)) + symbols + names
+
+
+def archive_of(*members: bytes) -> bytes:
+    """A static library as Apple's tools write it, with long names before the data."""
+    out = b"!<arch>\n"
+    for data in (b"an index", *members):
+        name = b"a_long_name_of_an_object.o\0\0"
+        head = f"#1/{len(name):<13}{0:<12}{0:<6}{0:<6}{644:<8}{len(name) + len(data):<10}`\n".encode()
+        out += head + name + data + b"\n" * (len(data) % 2)
+    return out
+
+
+def universal_of(parts: Mapping[int, bytes]) -> bytes:
+    at = 8 + 20 * len(parts)
+    head, body = struct.pack(">4sI", b"\xca\xfe\xba\xbe", len(parts)), b""
+    for cpu, part in parts.items():
+        head += struct.pack(">5I", cpu, 3, at + len(body), len(part), 0)
+        body += part
+    return head + body
+
+
+def framework_of(folder: Path, library: bytes, *, version: str = "1.29.0") -> Path:
+    (folder / SLICE).mkdir(parents=True)
+    (folder / SLICE / "onnxruntime").write_bytes(library)
+    (folder / SLICE / "Info.plist").write_bytes(plistlib.dumps({"CFBundleShortVersionString": version}))
+    return folder
+
+
+def test_the_object_for_this_cpu_is_taken_out_of_a_framework(tmp_path: Path) -> None:
+    mine = object_of(("_open", "_OBJC_CLASS_$_NSData"))
+    library = universal_of({0x0100000C: archive_of(object_of(())), 0x01000007: archive_of(mine)})
+    found = open_framework(framework_of(tmp_path / "onnxruntime.xcframework", library))
+    assert (found.name, found.version) == ("onnxruntime.xcframework", "1.29.0")
+    assert found.imports == ("_OBJC_CLASS_$_NSData", "_open")
+    assert found.data == mine
+
+
+def bad_libraries() -> dict[str, tuple[bytes, str, str]]:
+    mine = object_of(("_open",))
+    good = universal_of({7: b"", 0x01000007: archive_of(mine)})
+    return {
+        "text": (b"no library", "1.29.0", "is no static library"),
+        "arm only": (universal_of({0x0100000C: archive_of(mine)}), "1.29.0", "no part for x86-64"),
+        "cut off": (good[:-60], "1.29.0", "is cut off"),
+        "two objects": (archive_of(mine, mine), "1.29.0", "has 2 objects where one was expected"),
+        "no object": (archive_of(b"text"), "1.29.0", "has 0 objects"),
+        "other cpu": (archive_of(object_of((), cpu=0x0100000C)), "1.29.0", "its object is not for x86-64"),
+        "cut object": (archive_of(mine[:40]), "1.29.0", "is damaged"),
+        "too old": (good, "1.20.0", "is ONNX Runtime '1.20.0'"),
+        "no version": (good, "new", "is ONNX Runtime 'new'"),
+    }
+
+
+@pytest.mark.parametrize("case", sorted(bad_libraries()))
+def test_a_bad_framework_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    library, version, words = bad_libraries()[case]
+    with pytest.raises(DeviceError, match=words) as caught:
+        open_framework(framework_of(tmp_path / "a.xcframework", library, version=version))
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_folder_that_is_no_framework_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        open_framework(tmp_path / "a.xcframework")
+    with pytest.raises(DeviceError, match="holds no ios-arm64_x86_64-simulator"):
+        open_framework(tmp_path)
+    framework_of(tmp_path / "b.xcframework", b"")
+    (tmp_path / "b.xcframework" / SLICE / "Info.plist").unlink()
+    with pytest.raises(DeviceError, match="does not say its version"):
+        open_framework(tmp_path / "b.xcframework")
+
+
+def test_other_devices_take_no_framework_and_this_one_no_library() -> None:
+    with pytest.raises(UsageError, match="'android' takes no --framework"):
+        install_device("android", lambda _: None, framework=Path("a.xcframework"))
+    with pytest.raises(UsageError, match="'ios-sim' takes no --library"):
+        install_device("ios-sim", lambda _: None, library=Path("a.aar"))
+
+
+def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> None:
+    own = list_stand_ins()
+    assert place_import("_open", own) == "darwin_open"
+    assert place_import("_realpath$DARWIN_EXTSN", own) == "darwin_realpath"
+    assert place_import("_strlen", own) == "strlen"
+    assert place_import("__ZNSt3__15mutex4lockEv", own) == "darwin__ZNSt3__15mutex4lockEv"
+    assert place_import("_OBJC_CLASS_$_NSData", own) == "apple_object"
+
+
+def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
+    facts = Installed(framework="a", sha256="", version="1.29.0", sources="other")
+    device_folder().mkdir(parents=True)
+    (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
+    assert find_installed() is None
+    (status,) = (status for status in list_devices() if status.name == "ios-sim")
+    assert (status.available, status.command) == (False, "edgekit devices install ios-sim")
+
+
+def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    missing = IosSimulator().find_missing()
+    assert missing is not None
+    assert (missing.reason, missing.command) == ("the simulator's code runs on x86-64 Linux only", None)
+    with pytest.raises(DeviceError, match="cannot be installed here: the simulator's code"):
+        install_device("ios-sim", lambda _: None)
+
+
+@pytest.mark.parametrize("model_format", ["MLProgram", "NeuralNetwork"])
+def test_the_provider_itself_says_where_nodes_go(model_format: str, tmp_path: Path) -> None:
+    device = present()
+    body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
+    target = load_target("coreml", {"model_format": model_format})
+    seen = observe_placement(load_model(text_model(tmp_path / "m.onnx", body)), target, device)
+    assert seen.failure is None
+    assert (seen.providers["n0"], seen.providers["n1"]) == (PROVIDER, "CPUExecutionProvider")
+
+
+@pytest.mark.parametrize(("ios", "taken"), [("15", False), ("16", True)])
+def test_the_release_of_ios_is_what_the_target_says(ios: str, taken: bool, tmp_path: Path) -> None:
+    """Core ML 6, which came with iOS 16, has 16-bit inputs of operators that Core ML 5 has not."""
+    device = present()
+    body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
+    body += " { y = Slice(x, s, e, a) }"
+    seen = observe_placement(
+        load_model(text_model(tmp_path / "m.onnx", body)), load_target("coreml", {"ios": ios}), device
+    )
+    assert (seen.providers["n0"] == PROVIDER) == taken
+
+
+def test_check_holds_its_rules_against_the_provider(tmp_path: Path) -> None:
+    present()
+    observed = observe_target(load_model(float_conv(tmp_path / "f.onnx")), load_target("coreml"))
+    assert isinstance(observed, Observed)
+    assert (observed.device, observed.evidence, observed.failure) == ("ios-sim", Evidence.SAME_EP, None)
+    assert (observed.nodes, observed.taken, observed.disagreements) == (2, 2, ())
+
+
+def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(tmp_path: Path, work: Path) -> None:
+    """It is thrown and caught inside the library, through frames that Apple's compiler described."""
+    device = present()
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"no model")
+    job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), model=broken)
+    run = device.run_job(job, work)
+    assert run.failure is not None
+    assert "Load model from" in run.failure
+    assert "Protobuf parsing failed" in run.failure
+
+
+def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present()
+    kept = device_folder()
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
+    device_folder().mkdir(parents=True)
+    for path in kept.iterdir():
+        data = path.read_bytes()
+        (device_folder() / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".o" else data)
+    (device_folder() / "edgekit-runner").chmod(0o755)
+    with_half = IosSimulator().run_job(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), work)
+    assert "is cut off" in str(with_half.failure)
+
+
+def test_an_unknown_option_is_refused_before(tmp_path: Path, work: Path) -> None:
+    device = present()
+    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml")
+    session = msgspec.structs.replace(job.target.session, provider_options={"Units": "ALL"}, platforms={})
+    target = msgspec.structs.replace(job.target, session=session)
+    with pytest.raises(EdgekitError, match="'Units' is no option"):
+        device.run_job(msgspec.structs.replace(job, target=target), work)
+
+
+def test_two_runs_in_a_row_place_alike(tmp_path: Path) -> None:
+    device = present()
+    model = load_model(float_conv(tmp_path / "f.onnx"))
+    seen = [observe_placement(model, load_target("coreml"), device).providers for _ in range(2)]
+    assert seen[0] == seen[1]
+    assert np.all([provider == PROVIDER for provider in seen[0].values()])
