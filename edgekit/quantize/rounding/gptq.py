@@ -14,9 +14,10 @@ REDUCED_LIMIT = 64
 """The largest one of which two, each times 255, add up within 16 bits (32640): `reduce_range` of ORT's quantizer."""
 FOUR_LIMIT = 7
 """The largest 4-bit weight. The smallest is -8: with 15 steps one more counts, and Qualcomm's HTP takes it."""
-# How many inputs are rounded before the others learn of the errors, in one product of matrices instead of as many outer
-# products (GPTQ, "Lazy Batch-Updates", with 128); the result is the same. Chosen by hand.
-_BLOCK = 64
+# So many inputs learn of each other's errors one at a time; halves of more do in one product of matrices instead of as
+# many outer products (GPTQ, "Lazy Batch-Updates", by halves). The result is the same. Chosen by hand, as is the size
+# of a triangle that LAPACK inverts.
+_ROWS, _BLOCK = 8, 64
 # GPTQ, "Cholesky Reformulation": 1 % of the mean of the diagonal.
 _DAMPING = 0.01
 # The second moment of an input that never fired, beside the others; and where all are 0. Cholesky needs it above 0.
@@ -136,18 +137,25 @@ def _invert_lower(lower: Array) -> Array:
 
 def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
     """Rounds rows [inputs, groups, outputs] in order; changes `rows`."""
-    rounded, low = np.empty(rows.shape, np.int8), lowest(limit)
-    for start in range(0, len(rows), _BLOCK):
-        stop = min(start + _BLOCK, len(rows))
-        errors = np.empty((stop - start, *rows.shape[1:]), np.float32)
+    # [groups, inputs, outputs] are matrices whose products are one call.
+    rows = np.ascontiguousarray(rows.transpose(1, 0, 2))
+    rounded, errors, low = np.empty(rows.shape, np.int8), np.empty(rows.shape, np.float32), lowest(limit)
+
+    def round_span(start: int, stop: int) -> None:
+        if stop - start > _ROWS:
+            middle = (start + stop) // 2
+            round_span(start, middle)
+            spread = np.swapaxes(upper[:, start:middle, middle:stop], 1, 2) @ errors[:, start:middle]
+            rows[:, middle:stop] -= spread
+            round_span(middle, stop)
+            return
         for index in range(start, stop):
-            grid = np.clip(np.rint(rows[index] / scale), low, limit)
-            rounded[index] = grid
+            grid = np.clip(np.rint(rows[:, index] / scale), low, limit)
+            rounded[:, index] = grid
             # OBQ's update: what rounding one input costs, the best move of the others takes back as far as it can.
-            error = (rows[index] - grid * scale) / upper[:, index, index, None]
-            errors[index - start] = error
-            rows[index + 1 : stop] -= upper[:, index, index + 1 : stop].T[:, :, None] * error
-        if stop < len(rows):
-            spread = np.swapaxes(upper[:, start:stop, stop:], 1, 2) @ errors.transpose(1, 0, 2)
-            rows[stop:] -= spread.transpose(1, 0, 2)
-    return rounded
+            error = (rows[:, index] - grid * scale) / upper[:, index, index, None]
+            errors[:, index] = error
+            rows[:, index + 1 : stop] -= upper[:, index, index + 1 : stop, None] * error[:, None]
+
+    round_span(0, rows.shape[1])
+    return rounded.transpose(1, 0, 2)
