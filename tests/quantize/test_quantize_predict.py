@@ -341,14 +341,17 @@ def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
     chances = np.array([[[0.9, 0.8, 0.3], [0.1, 0.2, 0.7]]])
     worse = np.array([[[0.9, 0.2, 0.3], [0.1, 0.8, 0.7]]])
     record = measure.record(chances, worse, reading)
-    assert record.tolist() == pytest.approx(np.array([[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1]]))
+    sums = [[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1], [0.16, 0.16]]
+    assert record.tolist() == pytest.approx(np.array(sums))
     lost = ((1.7 / 2.3 - 0.9 / 2.1) + (0.7 / 1.3 - 0.9 / 2.1)) / 2
     loss = measure.judge([record] * 3)
     assert (loss.estimate, loss.agreement) == pytest.approx((lost, 2 / 3))
-    assert loss.interval == pytest.approx((lost, lost))
+    doubt = sum(0.48 * ((1 + own / union) / (3 * union)) ** 2 for own, union in ((1.7, 2.3), (0.7, 1.3)))
+    reach = 1.959964 * (16 * doubt) ** 0.5 / 2
+    assert loss.interval == pytest.approx((lost - reach, lost + reach))
     turned = measure.record(chances[..., :2], chances[:, ::-1, :2], reading)
     assert measure.judge([turned] * 3).estimate == pytest.approx(1.7 / 2)  # only the class that there was counts
-    rare = np.pad(record, ((0, 0), (0, 1))) + np.array([[0.0, 0, 1.0], [0, 0, 1.0]] + [[0, 0, 0]] * 4)
+    rare = np.pad(record, ((0, 0), (0, 1))) + np.array([[0.0, 0, 1.0], [0, 0, 1.0]] + [[0, 0, 0]] * 5)
     assert measure.judge([rare] * 3).estimate == pytest.approx(lost)
 
 
@@ -413,7 +416,23 @@ def test_tables_of_five_channels_and_sixteen_places_count_by_half(channels: int,
     record = np.array([[0.0], [1.0], [0.2], [1.0]]) * np.full(channels, float(places))
     loss = MEASURES["values"].judge([record] * 3)
     assert loss.estimate == pytest.approx(0.2 * 1.2 / 2 if halved else 0.2)
-    assert loss.interval == pytest.approx((0.0 if halved else 0.2, 0.2))
+    chance = 0.2 * 0.2**0.5
+    assert loss.interval == pytest.approx(((0.0 if halved else 0.2) - chance, 0.2 + chance))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kind"),
+    [(0, 1, "image"), (0, 250, "image"), (-1, 1, "image"), (-0.1, 1.3, "image"), (1, 10, "values"), (-9, 9, "values"),
+     (0, 0.05, "values"), (0, 900, "values"), (-200, 255, "values")],
+)  # fmt: skip
+def test_maps_of_numbers_are_images_where_they_reach_from_black_to_white(
+    low: float, high: float, kind: str, tmp_path: Path
+) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,16,16] x) => (float[1,1,16,16] y)
+      { y = Identity(x) }"""
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx"))
+    rows = [{"y": np.linspace(low, high, 256, dtype=np.float32).reshape(1, 1, 16, 16)}]
+    assert read_output_kinds(graph, rows, {})["y"].kind == kind
 
 
 def test_the_interval_of_losses_holds_one_change_more_than_was_seen() -> None:

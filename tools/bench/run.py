@@ -23,6 +23,7 @@ class Bench(NamedTuple):
 BENCHES = (
     Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
+    Bench("accuracy", "collapse/run_unseen.py", "families that no rule was made from: drop and estimate in plain mode"),
     Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
     Bench("accuracy", "detector_drop.py", "the AP that detectors are expected to lose against what labels show"),
     Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),

@@ -22,6 +22,9 @@ IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Grey, RGB and RGBA."""
 # Less is no picture: a choice.
 _LEAST_SIDE = 8
+_WHITES = (1.0, 255.0)
+# What the brightest pixel of a few images may be of white, overshoots of a net that sharpens among them: a choice.
+_LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
 # More along an axis are places rather than classes: a choice.
 _MOST_CLASSES = 8192
 # More places are no steps of one answer, but boxes or pixels in a row: a choice.
@@ -144,7 +147,7 @@ def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_s
         yield Reading(kind="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
         scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(values, squash)
-        yield next(scores, None) or _read_numbers(first)
+        yield next(scores, None) or _read_numbers(values)
 
 
 def _is_sequence(name: str, reading: Reading, outputs: Tensors) -> bool:
@@ -160,10 +163,18 @@ def _is_sequence(name: str, reading: Reading, outputs: Tensors) -> bool:
     return len(shape) == 3 and 1 in shape and not reading.squash and 1 < steps <= _MOST_STEPS and is_alone
 
 
-def _read_numbers(value: Array) -> Reading:
-    if value.shape[:1] == (1,) and may_be_image(value.shape):
+def _read_numbers(values: Sequence[Array]) -> Reading:
+    first = values[0]
+    if first.shape[:1] == (1,) and may_be_image(first.shape) and _are_pixels(values):
         return Reading(kind="image")
-    return Reading(kind="values", axis=_find_channels(value))
+    return Reading(kind="values", axis=_find_channels(first))
+
+
+def _are_pixels(values: Sequence[Array]) -> bool:
+    """Returns True if values reach from black to about white, of floats, bytes or what a Tanh makes; depths do not."""
+    low, high = (float(end([end(value) for value in values])) for end in (np.min, np.max))
+    whites = [white for white in _WHITES if white * _LEAST_WHITE <= high <= white * _MOST_WHITE]
+    return any(low >= -white * (_MOST_WHITE - 1) or (white == 1 and low >= -_MOST_WHITE) for white in whites)
 
 
 def _find_channels(value: Array) -> int:

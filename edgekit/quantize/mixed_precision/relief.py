@@ -8,6 +8,7 @@ from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.decided_logits import keep_winners
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.silu import clip_silu_tails
 from edgekit.quantize.graph.activations import find_before_activation
@@ -122,8 +123,8 @@ def relieve_step(
 
 
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration without what no reader notices, and with what other samples may show."""
-    return clip_silu_tails(graph, add_image_headroom(graph, calibration))
+    """Returns a calibration without what no reader notices, and with what wins and what other samples may show."""
+    return clip_silu_tails(graph, add_image_headroom(graph, keep_winners(graph, calibration)))
 
 
 def relieve_tensors(

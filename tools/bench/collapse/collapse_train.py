@@ -107,15 +107,30 @@ def _conv(arguments: list[Any], attributes: dict[str, Any]) -> Any:
 
 def _depthwise(x: Any, weight: Any, attributes: dict[str, Any]) -> Any:
     """Convolves each channel by itself, as a sum of shifted images, which XLA differentiates fast on a CPU."""
-    pads, (down, right) = attributes["pads"], attributes["strides"]
+    pads, (down, right), (apart, aside) = attributes["pads"], attributes["strides"], attributes["dilations"]
     padded = jnp.pad(x, ((0, 0), (0, 0), (pads[0], pads[2]), (pads[1], pads[3])))
-    height, width = padded.shape[2] - weight.shape[2] + 1, padded.shape[3] - weight.shape[3] + 1
+    height = padded.shape[2] - apart * (weight.shape[2] - 1)
+    width = padded.shape[3] - aside * (weight.shape[3] - 1)
     return sum(
-        padded[:, :, row : row + height : down, column : column + width : right]
+        padded[:, :, apart * row : apart * row + height : down, aside * column : aside * column + width : right]
         * weight[:, 0, row, column].reshape(1, -1, 1, 1)
         for row in range(weight.shape[2])
         for column in range(weight.shape[3])
     )
+
+
+def _conv_transpose(arguments: list[Any], attributes: dict[str, Any]) -> Any:
+    """Convolves what is spread out by the strides with the flipped weights [inputs, outputs, ...]."""
+    x, weight, *bias = arguments
+    rank = weight.ndim - 2
+    pads, sizes = attributes["pads"], weight.shape[2:]
+    around = [(size - 1 - pads[at], size - 1 - pads[rank + at]) for at, size in enumerate(sizes)]
+    flipped = jnp.flip(weight, range(2, weight.ndim)).swapaxes(0, 1)
+    y = lax.conv_general_dilated(
+        x, flipped, [1] * rank, around, lhs_dilation=attributes["strides"],
+        dimension_numbers=("NCHW", "OIHW", "NCHW") if rank == 2 else ("NCH", "OIH", "NCH"),
+    )  # fmt: skip
+    return y + bias[0].reshape((1, -1) + (1,) * rank) if bias else y
 
 
 def _depth_to_space(arguments: list[Any], attributes: dict[str, Any]) -> Any:
@@ -166,6 +181,7 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Clip": lambda x, _a: jnp.clip(x[0], x[1], x[2]),
     "Concat": lambda x, a: jnp.concatenate(x, a["axis"]),
     "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
     "DepthToSpace": _depth_to_space,
     "Div": lambda x, _a: x[0] / x[1],
     "Erf": lambda x, _a: jax.scipy.special.erf(x[0]),
@@ -173,6 +189,8 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Gather": lambda x, a: jnp.take(x[0], x[1], axis=a["axis"]),
     "Gemm": lambda x, _a: x[0] @ x[1].T + x[2],
     "GlobalAveragePool": lambda x, _a: x[0].mean((2, 3), keepdims=True),
+    "HardSigmoid": lambda x, a: jnp.clip(a["alpha"] * x[0] + a["beta"], 0, 1),
+    "HardSwish": lambda x, _a: x[0] * jnp.clip(x[0] / 6 + 0.5, 0, 1),
     "LayerNormalization": _layer_norm,
     "LeakyRelu": lambda x, a: jnp.where(x[0] > 0, x[0], x[0] * a["alpha"]),
     "Log": lambda x, _a: jnp.log(x[0]),
@@ -183,12 +201,14 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "PRelu": lambda x, _a: jnp.where(x[0] > 0, x[0], x[0] * x[1]),
     "Pow": lambda x, _a: x[0] ** int(x[1]),
     "ReduceMean": _mean,
+    "ReduceL2": lambda x, a: jnp.sqrt((x[0] ** 2).sum(tuple(a["axes"]), keepdims=True) + 1e-12),
     "Relu": lambda x, _a: jax.nn.relu(x[0]),
     "Reshape": _reshape,
     "Resize": _resize,
     "Sigmoid": lambda x, _a: jax.nn.sigmoid(x[0]),
     "Slice": _slice,
     "Softmax": lambda x, _a: jax.nn.softmax(x[0], axis=-1),
+    "Softplus": lambda x, _a: jax.nn.softplus(x[0]),
     "Sqrt": lambda x, _a: jnp.sqrt(x[0]),
     "Sub": lambda x, _a: x[0] - x[1],
     "Tanh": lambda x, _a: jnp.tanh(x[0]),

@@ -1,0 +1,64 @@
+"""Logits of maps and sequences: what wins there is cut by no range method."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from edgekit.graph.graph import Graph
+from edgekit.model.tensors import Tensors
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.held_out import read_held_out
+from edgekit.quantize.graph.compared_tensors import find_compared_tensors
+from edgekit.quantize.ranges.methods import TensorRange, snap_range
+
+# What may lie between logits and the output without another value being first.
+_ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
+# So many samples tell what an output is: a choice, for the time.
+_LOOKED_AT = 2
+
+
+def keep_winners(graph: Graph, calibration: Calibration) -> Calibration:
+    """Returns a calibration in which each range of logits that decide places or steps reaches as high as minmax.
+
+    A percentile cuts the highest of all values, which of a map are those of the surest places, often of one rare class.
+    Cut values are alike, and of those that are alike the first wins. Below, where nothing wins, a method may cut.
+    """
+    logits = frozenset(_find_logits(graph, calibration))
+    if not logits:
+        return calibration
+    exact = calibration.ranges["minmax"]
+
+    def reach(name: str, its: TensorRange) -> TensorRange:
+        return snap_range(TensorRange(low=its.low, high=max(its.high, exact[name].high))) if name in logits else its
+
+    return calibration.map_ranges(reach)
+
+
+def _find_logits(graph: Graph, calibration: Calibration) -> Iterator[str]:
+    """Yields the tensors with ranges that hold logits of many decisions, of which the first counts."""
+    shown = {each.tensor: each.reader for each in find_compared_tensors(graph, calibration.outputs) if not each.part}
+    readers = {node.name: node.op_type for node in graph.nodes}
+    rows = [{name: row[name] for name in shown.keys() & graph.outputs} for row in _read_few(calibration)]
+    readings = read_output_kinds(graph, rows, calibration.outputs) if rows else {}
+    for name, reader in shown.items():
+        if reader:
+            decides = readers[reader] in {"ArgMax", "LogSoftmax", "Softmax"} and len(graph.dims(name)) > 2
+        else:
+            reading = readings.get(name)
+            decides = reading is not None and reading.kind in {"map", "sequence"} and not reading.squash
+        if decides:
+            yield from _trace_orderly(graph, name)
+
+
+def _read_few(calibration: Calibration) -> list[Tensors]:
+    if not calibration.statistics:
+        return []
+    return [expected for _, expected in islice(read_held_out(Path(calibration.statistics)), _LOOKED_AT)]
+
+
+def _trace_orderly(graph: Graph, name: str) -> Iterator[str]:
+    yield name
+    while name in graph.producers and graph.producers[name].op_type in _ORDERLY:
+        name = graph.producers[name].input[0]
+        yield name

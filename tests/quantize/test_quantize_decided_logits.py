@@ -1,0 +1,81 @@
+"""Logits of maps and sequences keep their highest values, whatever a range method cuts elsewhere."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from quantize_models import make_model, make_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.model.model import Model
+from edgekit.model.outputs import StatedOutput
+from edgekit.model.tensors import Array
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.decided_logits import keep_winners
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.target import load_target
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,5,16,16] x)'
+RAW = HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Identity(l) }"
+TAILS = {
+    "raw": RAW,
+    "softmax": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Softmax<axis=1>(l) }",
+    "labels": HEAD + " => (int64[1,1,16,16] y) { l = Conv(x, w) y = ArgMax<axis=1>(l) }",
+    "pooled": HEAD + " => (float[1,5] y) { l = Conv(x, w) p = GlobalAveragePool(l) f = Flatten(p) y = Softmax(f) }",
+    "sigmoid": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Sigmoid(l) }",
+}
+METHOD = "percentile-99.9"
+
+
+def scenes(count: int = 24) -> list[Array]:
+    """Returns logits of places that are sure of a class, a few of them of a rare one that is surer by far."""
+    rng = np.random.default_rng(3)
+    found = rng.normal(0, 0.5, (count, 1, 5, 16, 16)).astype(np.float32)
+    kinds = rng.integers(0, 4, (count, 16, 16))
+    for index, image in enumerate(found):
+        np.put_along_axis(image[0], kinds[index][None], 6.0 + 0.1 * kinds[index][None], axis=0)
+        if index % 6 == 0:
+            image[0, 3, 0, 0], image[0, 4, 0, 0] = 13.0, 14.0
+    return list(found)
+
+
+def calibrated(text: str, folder: Path) -> tuple[Model, Calibration]:
+    eye = np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1)
+    model = make_model(text, folder / "m.onnx", constants={"w": eye})
+    return model, calibrate_model(model, make_samples([{"x": image} for image in scenes()]), work=folder / "work")
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"), [("raw", True), ("softmax", True), ("labels", True), ("pooled", False), ("sigmoid", False)]
+)
+def test_logits_of_places_reach_as_high_as_was_seen(tail: str, kept: bool, tmp_path: Path) -> None:
+    model, calibration = calibrated(TAILS[tail], tmp_path)
+    before, after = calibration.ranges, keep_winners(read_float_graph(model), calibration).ranges
+    assert before[METHOD]["l"].high < 8 < before["minmax"]["l"].high
+    assert after[METHOD]["l"].high == before["minmax" if kept else METHOD]["l"].high
+    assert after[METHOD]["l"].low == pytest.approx(before[METHOD]["l"].low, rel=0.01)
+    assert after[METHOD]["x"] == before[METHOD]["x"]
+    assert after["minmax"] == before["minmax"]
+
+
+def test_what_is_stated_to_be_values_may_be_cut(tmp_path: Path) -> None:
+    model, calibration = calibrated(RAW, tmp_path)
+    stated = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
+    assert keep_winners(read_float_graph(model), stated) == stated
+    nothing = msgspec.structs.replace(calibration, statistics="")
+    assert keep_winners(read_float_graph(model), nothing) == nothing
+
+
+def test_the_rare_class_wins_where_it_did(tmp_path: Path) -> None:
+    model, calibration = calibrated(RAW, tmp_path)
+    kept = keep_winners(read_float_graph(model), calibration)
+    target, image = load_target("cpu"), scenes()[0]
+    for own, winner in ((calibration, 3), (kept, 4)):
+        # What is read is as wide as what is made, so that only the logits differ.
+        ranges = {**own.ranges[METHOD], "x": own.ranges["minmax"]["x"]}
+        plan = plan_quantization(model, own, target, "int8", method="minmax")
+        plan = msgspec.structs.replace(plan, ranges=ranges)
+        path = quantize_model(model, plan, own, tmp_path / "q.onnx").model.path
+        (found,) = CpuSession(path, SessionSettings()).run({"x": image}).values()
+        assert found[0, :, 0, 0].argmax() == winner
