@@ -57,10 +57,10 @@ class TensorNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to build bundles of a model.
 
-    `dims` gives dynamic dimensions their sizes, `settings` parameters of targets their values. `samples` limits the
-    calibration samples. `max_drop` is how many percent of the golden samples may change their first class; it
-    replaces the targets' own `min_top1_agreement`. `thresholds` changes those limits of a target, by its
-    name, that it names; `metric` is a metric of the task that every target must keep.
+    `dims` gives dynamic dimensions their sizes, `freeze` makes inputs constants of one number, `settings` gives
+    parameters of targets their values. `samples` limits the calibration samples. `max_drop` is how many percent of the
+    golden samples may change their first class; it replaces the targets' own `min_top1_agreement`. `thresholds` changes
+    those limits of a target, by its name, that it names; `metric` is a metric of the task that every target must keep.
     With `fix` each target gets the rewrites of the graph by which it takes more.
     `outputs` says what outputs are, by name: else that is guessed from their values.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
@@ -68,6 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     targets: tuple[str, ...] = ("all",)
     dims: dict[str, int] = {}
+    freeze: dict[str, float] = {}
     settings: dict[str, str] = {}
     precision: PrecisionChoice = "auto"
     samples: int | None = None

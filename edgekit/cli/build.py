@@ -25,6 +25,8 @@ from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recip
 @click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
 @options.SET
 @options.DIM
+@options.SHAPE
+@options.FREEZE
 @click.option("--precision", type=click.Choice(PRECISIONS, case_sensitive=False), help="Default: auto.")
 @options.SAMPLES
 @click.option("--fix/--no-fix", default=None, help="Rewrite the graph where a target then takes more (the default).")
@@ -46,6 +48,8 @@ def command(
     targets: tuple[str, ...],
     settings: tuple[str, ...],
     dims: tuple[str, ...],
+    shapes: tuple[str, ...],
+    constants: tuple[str, ...],
     precision: PrecisionChoice | None,
     samples: int | None,
     fix: bool | None,
@@ -70,7 +74,8 @@ def command(
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
     chosen = msgspec.structs.replace(
         base,
-        dims={**base.dims, **options.parse_dims(dims)},
+        dims={**base.dims, **options.parse_sizes(dims, shapes, model)},
+        freeze={**base.freeze, **options.parse_numbers(constants)},
         settings={**base.settings, **options.parse_assignments(settings, "--set")},
         # Options win over the recipe; what was not given leaves it as it is.
         **{key: value for key, value in given.items() if value not in (None, ())},

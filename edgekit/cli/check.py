@@ -20,6 +20,7 @@ from edgekit.report.pages.check_page import render_check
 @options.TARGETS
 @options.SET
 @options.DIM
+@options.SHAPE
 @click.option("--observe", is_flag=True, help="Ask the real provider too, where one can run here.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
 @click.option("--compare-ort", is_flag=True, help="Say what ONNX Runtime's own checker says, and why that differs.")
@@ -30,6 +31,7 @@ def command(
     targets: tuple[str, ...],
     settings: tuple[str, ...],
     dims: tuple[str, ...],
+    shapes: tuple[str, ...],
     observe: bool,
     html: Path | None,
     compare_ort: bool,
@@ -46,7 +48,9 @@ def command(
     Exit code 0: no target's verdict is "no". 1: one is, or the vendor's own code refused the model.
     """
     recipe = Recipe(
-        targets=targets, settings=options.parse_assignments(settings, "--set"), dims=options.parse_dims(dims)
+        targets=targets,
+        settings=options.parse_assignments(settings, "--set"),
+        dims=options.parse_sizes(dims, shapes, model),
     )
     with showing_progress(volume) as progress:
         summary = check_targets(model, recipe, progress, observe=observe, compare_ort=compare_ort)

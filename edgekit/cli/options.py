@@ -10,7 +10,7 @@ import click
 
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
-from edgekit.model.model import Model
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.change_interface import LAYOUTS, Layout
 from edgekit.recipe import Data
 
@@ -44,6 +44,16 @@ DEVICE_SET = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the device android, as phone=pixel-6."
 )
 DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The size of a dynamic dimension.")
+SHAPE = click.option(
+    "--shape", "shapes", multiple=True, metavar="INPUT=1,3,224,224", help="All dimensions of an input."
+)
+FREEZE = click.option(
+    "--freeze",
+    "constants",
+    multiple=True,
+    metavar="INPUT=NUMBER",
+    help="Make an input a constant.",
+)
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
 CACHE = click.option(
     "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Keep the calibration; a killed one goes on."
@@ -116,6 +126,16 @@ def parse_dims(pairs: tuple[str, ...]) -> dict[str, int]:
         UsageError: a pair is malformed or its size is no positive whole number.
     """
     return {name: _parse_size(name, value) for name, value in parse_assignments(pairs, "--dim").items()}
+
+
+def parse_sizes(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, int]:
+    """Returns --dim and --shape of a model file together.
+
+    Raises:
+        EdgekitError: one is malformed, or contradicts the model.
+    """
+    # The model is read for its inputs alone: without --shape not at all.
+    return {**parse_dims(dims), **(parse_shapes(shapes, load_model(path)) if shapes else {})}
 
 
 def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:

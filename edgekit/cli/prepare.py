@@ -16,7 +16,7 @@ from edgekit.target import load_target
 @click.command(short_help="Fix shapes and clean the graph, as a provider will see it.")
 @options.MODEL
 @options.DIM
-@click.option("--shape", "shapes", multiple=True, metavar="INPUT=1,3,224,224", help="All dimensions of an input.")
+@options.SHAPE
 @click.option("--opset", type=int, metavar="N", help="Convert to this opset, up or down.")
 @click.option("--outputs", metavar="A,B", help="Keep these outputs only, and what they need.")
 @click.option("--freeze", "constants", multiple=True, metavar="INPUT=NUMBER", help="Make an input a constant.")

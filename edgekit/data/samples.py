@@ -1,7 +1,7 @@
 """Where sample inputs come from: they are streamed, one sample at a time."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,10 +41,17 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return self.read()
 
 
-def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preprocess | None = None) -> Samples:
+def load_samples(
+    source: str,
+    inputs: Sequence[TensorSpec],
+    preprocess: Preprocess | None = None,
+    *,
+    idle: Collection[str] = (),
+) -> Samples:
     """Opens sample inputs for a model with these inputs, and judges names, dtype and shape of the first.
 
-    Where the model takes one row and the data are batches, of any size and of several, each row is a sample.
+    Where the model takes one row and the data are batches, of any size and of several, each row is a sample. Arrays
+    with a name in `idle`, such as inputs that were frozen, are passed over.
 
     Raises:
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
@@ -56,7 +63,7 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
             f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors",
             hint="export the model with tensors as inputs",
         )
-    raw = _open_source(source, inputs, preprocess)
+    raw = _leave_out(_open_source(source, inputs, preprocess), idle)
 
     names = [spec.name for spec in inputs]
 
@@ -79,6 +86,17 @@ def load_samples(source: str, inputs: Sequence[TensorSpec], preprocess: Preproce
     # Reads the first, so that a wrong name or shape is told before any work starts.
     next(iter(samples))
     return samples
+
+
+def _leave_out(samples: Samples, names: Collection[str]) -> Samples:
+    if not names:
+        return samples
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            yield {name: value for name, value in sample.items() if name not in names}
+
+    return msgspec.structs.replace(samples, read=read)
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:

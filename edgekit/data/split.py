@@ -1,6 +1,6 @@
 """Samples read, split into those that calibrate and those that verify, and judged, in one visit."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,20 +35,22 @@ def read_sample_sets(
     kind: LabelKind = "class",
     preprocess: Preprocess | None = None,
     most: int | None = None,
+    idle: Collection[str] = (),
 ) -> SampleSets:
     """Returns the samples of `source` for the inputs of a model, at most so many as `most` to calibrate with.
 
     Without `evaluation` some of them are held out to verify with. `labels`, of the `kind` that a metric wants, are
-    those of the samples to verify with. Bad samples of these raise when they are read.
+    those of the samples to verify with. Bad samples of these raise when they are read. Arrays named in `idle` are
+    passed over.
 
     Raises:
         DataError: a file cannot be read, does not fit the inputs, or has another number of labels than samples.
     """
-    samples = load_samples(source, inputs, preprocess)
+    samples = load_samples(source, inputs, preprocess, idle=idle)
     if evaluation is None:
         samples, held_out = _hold_out(samples)
     else:
-        held_out = load_samples(evaluation, inputs, preprocess)
+        held_out = load_samples(evaluation, inputs, preprocess, idle=idle)
     samples = limit_samples(samples, most)
     return SampleSets(
         calibration=samples,

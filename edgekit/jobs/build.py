@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit.bundle.golden.golden import read_inputs
 from edgekit.data.data_check import warn_if_few
@@ -18,6 +20,7 @@ from edgekit.jobs.target_bundle import BuiltBundle, make_bundle
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.plain import to_json
+from edgekit.prepare.clean import freeze_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
@@ -54,33 +57,63 @@ def build(
     """
     start = time.monotonic()
     recipe, progress = recipe or Recipe(), progress or say_nothing
-    targets, source = load_targets(recipe), load_model(model)
+    targets, given = load_targets(recipe), load_model(model)
     # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
     with work_folder() as work, staged_entries(out) as staging:
         end = start + (time_budget_s or math.inf)
         job = BuildJob(
-            recipe=recipe, targets=targets, work=work, staging=staging, cache=cache, progress=progress, end=end
+            recipe=recipe,
+            targets=targets,
+            work=work,
+            staging=staging,
+            cache=cache,
+            progress=progress,
+            origin=given.sha256,
+            end=end,
         )
-        inputs = read_build_inputs(source, data, job)
+        inputs = read_build_inputs(_freeze(given, job), data, job)
         built = _build_all(inputs, job)
         reports = _verify_all(built, progress) if verify else {}
-        report = BuildReport(
-            model=source.name,
-            sha256=source.sha256,
-            verified=verify,
-            calibration_samples=inputs.samples.calibration.count,
-            data_warnings=_list_doubts(inputs),
-            golden_samples=inputs.golden.samples,
-            fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
-            bundles=tuple(_summarize(source, *each, reports, out) for each in zip(targets, built, strict=True)),
-            seconds=round(time.monotonic() - start, 2),
-            peak_rss_bytes=peak_rss_bytes(),
-            versions=list_versions(),
-            report=out / "report.html",
-        )
+        report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         write_file(staging / "report.json", to_json(report).encode())
         write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
     return report
+
+
+def _sum_up(
+    inputs: BuildInputs,
+    job: BuildJob,
+    built: Sequence[BuiltBundle | EdgekitError],
+    reports: Mapping[str, VerifyReport],
+    *,
+    verified: bool,
+    out: Path,
+    start: float,
+) -> BuildReport:
+    return BuildReport(
+        model=inputs.source.name,
+        sha256=job.origin,
+        verified=verified,
+        calibration_samples=inputs.samples.calibration.count,
+        data_warnings=_list_doubts(inputs),
+        golden_samples=inputs.golden.samples,
+        fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
+        bundles=tuple(_summarize(inputs.source, *each, reports, out) for each in zip(job.targets, built, strict=True)),
+        seconds=round(time.monotonic() - start, 2),
+        peak_rss_bytes=peak_rss_bytes(),
+        versions=list_versions(),
+        report=out / "report.html",
+    )
+
+
+def _freeze(given: Model, job: BuildJob) -> Model:
+    """Returns the model with the inputs that the recipe freezes as constants, or as it is where it freezes none."""
+    if not job.recipe.freeze:
+        return given
+    folder = job.work / "frozen"
+    folder.mkdir()
+    frozen = freeze_model(given, folder / given.path.name, job.recipe.freeze)
+    return msgspec.structs.replace(frozen, name=given.name)
 
 
 def _list_doubts(inputs: BuildInputs) -> tuple[str, ...]:

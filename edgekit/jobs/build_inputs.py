@@ -25,7 +25,7 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision
-from edgekit.target import INTEGERS, Target
+from edgekit.target import INTEGERS, Target, TaskLimit
 from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
@@ -33,7 +33,7 @@ from edgekit.verify.tasks.tasks import find_metric
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
 
-    `end` is when planning ends, by `time.monotonic()`.
+    `end` is when planning ends, by `time.monotonic()`. `origin` is the sha256 of the model file as it was given.
     """
 
     recipe: Recipe
@@ -42,6 +42,7 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     staging: Path
     cache: Path | None
     progress: Progress
+    origin: str
     memo: Memo = msgspec.field(default_factory=Memo)
     end: float = math.inf
 
@@ -83,9 +84,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         EdgekitError: the model, the data or the recipe is wrong.
     """
     # Before anything runs: a build of an hour must not end in a missing file of labels.
-    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
-    if metric is not None and (data.labels is None or data.evaluation is None):
-        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
+    metric = _find_metric(data, job)
     job.progress("prepare the model")
     fixed = ready_model(source, job.work, job.recipe.dims)
     prepared = fixed.model
@@ -99,6 +98,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         kind="class" if metric is None else find_metric(metric).labels,
         preprocess=data.preprocess,
         most=job.recipe.samples,
+        idle=job.recipe.freeze,
     )
     job.progress("run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
@@ -123,6 +123,18 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         preprocess=data.preprocess,
         recorded=recorded,
     )
+
+
+def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
+    metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
+    if metric is not None and (data.labels is None or data.evaluation is None):
+        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
+    if data.labels is not None and data.evaluation is None:
+        raise UsageError(
+            f"--labels '{data.labels}' say what --eval samples are, and there is no --eval",
+            hint="add --eval DATA, the samples that the labels belong to",
+        )
+    return metric
 
 
 def _calibrate(

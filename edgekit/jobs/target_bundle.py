@@ -23,7 +23,7 @@ from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.quantize import Calibration, QuantizedModel, quantize_model
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
-from edgekit.recipe import Recipe, choose_precision
+from edgekit.recipe import choose_precision
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import Step
@@ -71,7 +71,7 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
     notes += told
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
-    contents = _collect(inputs, target, precision, quantized, converted, check, job.recipe)
+    contents = _collect(inputs, target, precision, quantized, converted, check, job)
     contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
     models: dict[Step, Model] = {"prepare": inputs.prepared}
     if quantized is not None:
@@ -142,7 +142,7 @@ def _collect(
     quantized: QuantizedModel | None,
     converted: ConvertedModel,
     check: CheckReport,
-    recipe: Recipe,
+    job: BuildJob,
 ) -> Contents:
     return Contents(
         source=inputs.source,
@@ -152,14 +152,14 @@ def _collect(
         golden=inputs.golden,
         check=check,
         ancestry=Ancestry(
-            source=inputs.source.sha256,
+            source=job.origin,
             prepared=inputs.prepared.sha256,
             quantized=None if quantized is None else quantized.model.sha256,
             # A float model does not depend on the samples: with them its bundle would change for nothing.
             data=None if quantized is None else inputs.samples.facts.sha256,
         ),
         versions={**list_versions(), **converted.versions},
-        recipe=recipe,
+        recipe=job.recipe,
         preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
     )

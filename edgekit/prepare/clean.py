@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import msgspec
 import onnx
 
 from edgekit._files import replacing_file
-from edgekit.model.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto
+from edgekit.model.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto, save_proto
 from edgekit.model.skim import point_into, skim_model
 from edgekit.prepare.basic import keeps_external, optimize_basic
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
@@ -75,6 +76,18 @@ def prepare_model(
         _tidy(proto, origin)
         _write(proto, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
+
+
+def freeze_model(model: Model, out: Path, constants: Mapping[str, float]) -> Model:
+    """Writes a model with some inputs as constants of one number each, and returns it; the rest stays as it is.
+
+    Raises:
+        UsageError: a name that is no input, or a number that its type cannot hold.
+        OutputError: `out` cannot be written.
+    """
+    proto = read_proto(model)
+    freeze_inputs(proto.graph, constants)
+    return msgspec.structs.replace(save_proto(proto, out), custom_ops=model.custom_ops)
 
 
 def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
