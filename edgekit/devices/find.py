@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER, VERSION
-from edgekit.devices.android.android import NNAPI, X86_64, Android, find_android_versions
+from edgekit.devices.android.android import NNAPI, X86_64, XNNPACK, Android, find_android_versions
 from edgekit.devices.android.android import PROVIDERS as ANDROID
 from edgekit.devices.android.installed import find_installed, install_android
 from edgekit.devices.android.phone import read_phones
@@ -64,6 +64,9 @@ _PROVIDERS = {
     IOS_SIMULATOR: IOS,
 }
 
+# The providers of targets that a device does not run: for these another shows all that it would, and more.
+_REPLACED = {"emulated": (frozenset({NNAPI, XNNPACK}), "android")}
+
 _INSTALLERS: dict[str, Callable[[Progress], None]] = {
     "arm64": install_arm64,
 }
@@ -90,6 +93,12 @@ def find_device(name: str, target: Target) -> Device:
         UsageError: there is no such device, or it stands for another provider than the target's.
     """
     device = _known_device(name)
+    replaced, better = _REPLACED.get(name, (frozenset[str](), ""))
+    if target.provider in replaced:
+        raise UsageError(
+            f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself",
+            hint=f"--on {better}, or --on host for the CPU provider",
+        )
     if not _fits(name, target):
         providers = " and ".join(sorted(_PROVIDERS[name.partition(":")[0]]))
         raise UsageError(
@@ -214,6 +223,8 @@ def _fitting_names(target: Target) -> tuple[str, ...]:
 
 
 def _fits(name: str, target: Target) -> bool:
+    if target.provider in _REPLACED.get(name, (frozenset[str](), ""))[0]:
+        return False
     return target.provider in _PROVIDERS.get(name.partition(":")[0], {target.provider})
 
 

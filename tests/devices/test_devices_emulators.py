@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 TARGETS = {
     "host": "nnapi",
-    "emulated": "nnapi",
+    "emulated": "coreml",
     "qnn-htp-sim": "qnn",
     "android:x86_64": "xnnpack",
     "arm64": "xnnpack",

@@ -43,6 +43,15 @@ def test_a_device_of_another_provider_is_an_error_that_lists_the_fitting_ones() 
         find_device("qnn-htp-sim", load_target("xnnpack"))
 
 
+@pytest.mark.parametrize("name", ["nnapi", "xnnpack"])
+def test_what_android_shows_better_is_not_emulated(name: str) -> None:
+    target = load_target(name)
+    with pytest.raises(UsageError, match="that 'android' does not show"):
+        find_device("emulated", target)
+    assert "emulated" not in {status.name for status in list_devices(target)}
+    assert find_device("emulated", load_target("coreml")).name == "emulated"
+
+
 @pytest.mark.parametrize("target", ["coreml", "nnapi", "qnn", "xnnpack"])
 def test_every_device_that_a_target_names_exists(target: str) -> None:
     for plan in load_target(target).verification:
@@ -50,7 +59,7 @@ def test_every_device_that_a_target_names_exists(target: str) -> None:
 
 
 def test_every_name_finds_its_device() -> None:
-    targets = {"qnn-htp-sim": "qnn", "coreml": "coreml", "ios-sim": "coreml"}
+    targets = {"qnn-htp-sim": "qnn", "coreml": "coreml", "emulated": "coreml", "ios-sim": "coreml"}
     for name in device_names():
         kind = name.partition(":")[0]
         assert find_device(name, load_target(targets.get(kind, "nnapi"))).name.partition(":")[0] == kind

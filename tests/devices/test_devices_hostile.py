@@ -28,7 +28,7 @@ NAMES = (
     "a\nb", "a\tb", "-rf", "--help", "a b", "'", '"', "\\", "%s%n", "é☃", "\u202eabc", "\x1b[2J", "CON", ".", "..",
     "x" * 5000,
 )  # fmt: skip
-TARGETS = {"host": "nnapi", "emulated": "nnapi", "android:x86_64": "xnnpack", "arm64": "nnapi"}
+TARGETS = {"host": "nnapi", "emulated": "coreml", "android:x86_64": "xnnpack", "arm64": "nnapi"}
 
 DONE = {
     "status": "done", "message": "", "load_ms": 1, "latency_ms": [1], "peak_rss_bytes": 1, "versions": {},

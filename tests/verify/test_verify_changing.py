@@ -41,7 +41,7 @@ def test_the_bundle_opens_and_tests_what_has_a_fixed_shape(bundle: Bundle) -> No
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [("host", "nnapi"), ("host:native", "nnapi"), ("emulated", "nnapi"), ("android:x86_64", "xnnpack")],
+    [("host", "nnapi"), ("host:native", "nnapi"), ("emulated", "coreml"), ("android:x86_64", "xnnpack")],
 )
 def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: str) -> None:
     device = find_device(name, load_target(target))

@@ -131,6 +131,24 @@ def test_an_honest_device_that_happens_to_lie_near_the_float_model_is_no_replay(
     assert accused <= 1
 
 
+@pytest.mark.parametrize("certain", [0, 2])
+def test_a_probability_that_happens_to_be_right_is_no_replay(certain: int) -> None:
+    """Of two classes all is told by one number, and a sample that saturates tells nothing (seen: a text classifier)."""
+    rng, accused = np.random.default_rng(certain), 0
+    for _ in range(1000):
+        odds = np.append(rng.normal(size=3 - certain), np.full(certain, 20.0))
+        shares = [1 / (1 + np.exp(-(odds + rng.normal(scale=size, size=3)))) for size in (0.0, 0.1, 0.1)]
+        wanted, own, got = (np.stack([share, 1 - share], axis=1) for share in shares)
+        accused += describe_replay(list(zip(wanted, own, got, strict=True)), 3) is not None
+    assert accused <= 1
+
+
+def test_few_probabilities_still_convict_what_lies_too_near() -> None:
+    wanted = np.random.default_rng(0).dirichlet(np.ones(4), (3, 1))
+    own, near = (wanted + np.array([1, -1, 2, -2]) * size for size in (1e-2, 1e-5))
+    assert "the float model ran" in str(describe_replay(list(zip(wanted, own, near, strict=True)), 3))
+
+
 @pytest.mark.parametrize(
     "shuffle",
     [

@@ -24,6 +24,8 @@ _LEAST_VALUES = 16
 _MUCH_CLOSER = 100.0
 # So many values of a sample at most err on their own: they come from the same layers.
 _MOST_VALUES = 16
+# How far probabilities may add up to something else than one: 10,000 roundings of float32, and of fp16 a few.
+_SHARES = 1e-3
 
 
 def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
@@ -126,13 +128,30 @@ def describe_replay(values: Sequence[tuple[Array, Array, Array]], rows: int) -> 
             "the outputs are the float model's to the bit, and the bundle's own model does not give these:"
             " the reference was replayed, or another model ran"
         )
-    size = sum(wanted.size for wanted, _, _ in values)
-    if measure_chance(near, apart, min(size, _MOST_VALUES * rows)) >= CHANCE:
+    if measure_chance(near, apart, min(_count_free(values), _MOST_VALUES * rows)) >= CHANCE:
         return None
     return (
         f"the outputs lie {decibels(apart, near):.0f} dB nearer to the float model's than the bundle's own model does:"
         " the float model ran in its place, or the reference was replayed"
     )
+
+
+def _count_free(values: Sequence[tuple[Array, Array, Array]]) -> float:
+    """Returns how many errors of the bundle's own model carry the distance, at least one, and may go their own way.
+
+    The participation ratio, (sum of squares)^2 / sum of their squares: where one of many samples lies far away and the
+    others nowhere, as behind a softmax that saturates, the whole distance is one value's, which may be small on a
+    device by chance. Of probabilities, which add up to one, one follows from the others.
+    """
+    errors = [np.subtract(own, wanted, dtype=np.float64) for wanted, own, _ in values]
+    squares = np.concatenate([np.square(error).reshape(-1) for error in errors])
+    carriers = float(squares.sum()) ** 2 / float(np.square(squares).sum())
+    bound = sum(_is_shared_out(wanted) for wanted, _, _ in values)
+    return max(1.0, carriers * (1.0 - bound / squares.size))
+
+
+def _is_shared_out(value: Array) -> bool:
+    return value.size > 1 and float(value.min()) >= 0.0 and abs(float(value.sum()) - 1.0) < _SHARES
 
 
 def _is_half(value: Array) -> bool:
