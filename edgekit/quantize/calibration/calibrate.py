@@ -14,10 +14,11 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.calibration.cache import CacheSettings
+from edgekit.quantize.calibration.fitted import save_fitted
 from edgekit.quantize.calibration.held_out import save_held_out
 from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
-from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
+from edgekit.quantize.calibration.passes import CalibrationTask, Measurements, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph, set_weights_aside
@@ -108,8 +109,7 @@ def calibrate_model(
     with single_blas_thread():
         found = measure_samples(task, progress or say_nothing)
     if fitting:
-        save_held_out(work, found.held_out)
-        save_moments(work / "moments.npz", found.statistics.moments())
+        _save_statistics(work, samples, found)
     return Calibration(
         model_sha256=model.sha256,
         samples_sha256=digest_bytes(b"".join(found.seen[index] for index in sorted(found.seen))),
@@ -124,6 +124,12 @@ def calibrate_model(
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
     )
+
+
+def _save_statistics(work: Path, samples: Samples, found: Measurements) -> None:
+    save_held_out(work, found.held_out)
+    save_fitted(work, samples, found.fitted())
+    save_moments(work / "moments.npz", found.statistics.moments())
 
 
 def _make_task(

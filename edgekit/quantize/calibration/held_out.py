@@ -41,6 +41,10 @@ class HeldOut:
         self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
         return True
 
+    def positions(self) -> set[int]:
+        """Returns the positions, among those offered, of the samples that were taken."""
+        return {int(name.split(":", 1)[0]) for name in self.arrays}
+
     def restore(self, arrays: Tensors) -> bool:
         """Goes on from arrays that were collected before; returns False if they are none."""
         for name, array in arrays.items():

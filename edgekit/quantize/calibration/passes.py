@@ -80,6 +80,11 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
         held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
         return self.statistics.extremes() | self.statistics.sums() | held
 
+    def fitted(self) -> list[int]:
+        """Returns the samples that were measured and not held out."""
+        held = self.held_out.positions()
+        return [index for position, index in enumerate(self.task.indices) if position not in held]
+
     def restore(self, found: Checkpoint) -> bool:
         """Goes on from a checkpoint; returns False if it does not fit, and then this is of no use."""
         self.seen.clear()

@@ -29,6 +29,8 @@ FAITHFUL_DB = 40.0
 _METHODS_16 = ("minmax",)
 _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
+# What roundings of 4 bits gained over GPTQ on tools/bench/four_bits.py.
+_FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
 _LEARNED: tuple[Rounding, ...] = ("bias", *_SLOW)
 
 
@@ -198,7 +200,7 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ratios[best], floor_db):
-        for rounding in _SLOW:
+        for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
             if budget.allows(f"rounding {rounding}"):
                 yield from _judge_roundings(chosen, (rounding,), budget, placed)
 

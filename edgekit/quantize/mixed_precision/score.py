@@ -1,24 +1,17 @@
 """How near a quantized candidate comes to the float model on samples that were held out from fitting."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from edgekit._ort import CpuSession, SessionSettings
-from edgekit.errors import RuntimeRefusal
 from edgekit.machine import map_in_order
-from edgekit.model.model import MAX_PROTOBUF_BYTES, count_weight_bytes, save_proto
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.weights.float_weights import OPTIMIZER
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores
-
-# Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
-_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
+from edgekit.quantize.graph.sessions import open_graph
 
 
 def judge_candidate(
@@ -66,20 +59,6 @@ def powers_of(compared: ComparedTensor, expected: Array, found: Array) -> Array:
     if compared.centred:
         one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
     return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
-
-
-def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool) -> CpuSession:
-    """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
-    fits = count_weight_bytes(proto) < MAX_PROTOBUF_BYTES // 2
-    if not fits:
-        save_proto(proto, path)
-    source = proto.SerializeToString() if fits else path
-    disabled = (OPTIMIZER,) if keep_float_weights else ()
-    try:
-        return CpuSession(source, SessionSettings(threads=1, config=dict(_PRECISE), disabled_optimizers=disabled))
-    except RuntimeRefusal:
-        # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
-        return CpuSession(source, SessionSettings(threads=1, disabled_optimizers=disabled))
 
 
 def has_held_out(statistics: Path) -> bool:

@@ -16,7 +16,8 @@ from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
-from edgekit.quantize.mixed_precision.score import has_held_out, open_graph, powers_of
+from edgekit.quantize.graph.sessions import open_graph
+from edgekit.quantize.mixed_precision.score import has_held_out, powers_of
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph

@@ -12,8 +12,9 @@ from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.graph.layers import read_layers
+from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import FAITHFUL_DB, Draft, place_draft
-from edgekit.quantize.mixed_precision.score import judge_candidate, open_graph, powers_of
+from edgekit.quantize.mixed_precision.score import judge_candidate, powers_of
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_weights
 from edgekit.quantize.plan import Candidate, QuantPlan
 from edgekit.quantize.qdq.build import round_weights
@@ -23,8 +24,8 @@ ENOUGH_DB, ENOUGH_IMAGE_DB = 20.0, FAITHFUL_DB
 # No more of the weights, by their number, keep 8 bits: half of what 4 bits save would be gone. A choice.
 _MOST_KEPT = 0.5
 _SAMPLES = 4
-# Errors of layers are not quite independent: where the sum of what each costs alone was wrong, more are kept.
-_ROUNDS, _MARGIN_DB = 4, 2.0
+# Where the sum of what is left was wrong, more are kept.
+_ROUNDS, _MARGIN_DB = 3, 2.0
 
 
 class WeightError(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +50,11 @@ def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan
     tried: list[Candidate] = []
     if not plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return plan, ()
+    # One layer after another takes too long to be done for each weight: what each costs is told without.
+    quick = draft.choose(plan.method, "comq") if plan.rounding == "qronos" else draft
     placed = place_draft(draft)
-    eight = msgspec.structs.replace(plan, bits={})
-    least = _judge(draft, placed, eight)
-    errors = rank_weights(draft, placed)
+    least = _judge(draft, placed, msgspec.structs.replace(quick.plan, bits={}))
+    errors = scale_errors(rank_weights(quick, placed), 10 ** (-lead.sqnr_db / 10) - 10 ** (-least / 10))
     for _ in range(_ROUNDS):
         kept = choose_kept(errors, 10 ** (-min(aim, least - 0.5) / 10), 10 ** (-least / 10))
         bits = {name: count for name, count in draft.plan.bits.items() if name not in kept}
@@ -74,6 +76,12 @@ def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan
 def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
     return judge_candidate(qdq, draft.compared, draft.statistics)
+
+
+def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
+    """Returns errors that add up to what all together were seen to cost: they are not quite independent."""
+    factor = max(noise, 0.0) / max(sum(error.noise for error in errors), 1e-12)
+    return tuple(msgspec.structs.replace(error, noise=factor * error.noise) for error in errors)
 
 
 def choose_kept(errors: Sequence[WeightError], most_noise: float, least_noise: float) -> set[str]:

@@ -60,6 +60,18 @@ def round_nearest(matrix: Array, scale: Array, limit: int = LIMIT) -> Rounded:
     return Rounded(integers=integers, scale=scale)
 
 
+def split_pieces(matrix: Array, groups: int, size: int) -> Array:
+    """Returns a matrix [groups, outputs, inputs] in pieces of `size` inputs, [groups x pieces, outputs, size]."""
+    parts = matrix.reshape(groups, matrix.shape[1], -1, size)
+    return parts.transpose(0, 2, 1, 3).reshape(-1, matrix.shape[1], size)
+
+
+def join_pieces(split: Array, groups: int) -> Array:
+    """Returns pieces [groups x pieces, outputs, size] side by side again, [groups, outputs, inputs]."""
+    parts = split.reshape(groups, -1, *split.shape[1:])
+    return parts.transpose(0, 2, 1, 3).reshape(groups, split.shape[1], -1)
+
+
 def shrink_moment(moment: Array, samples: int) -> Array:
     """Returns a second moment pulled towards its diagonal by rho = K / (K + n/4), which few samples need."""
     # Shrinkage as of O. Ledoit and M. Wolf (J. Multivariate Analysis 88, 2004) with the first rho tried, not tuned; n/4

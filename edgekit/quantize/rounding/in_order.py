@@ -1,0 +1,153 @@
+"""Layers rounded one after another, each for what reaches it through the layers that were rounded before."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from edgekit._files import replacing_file
+from edgekit.graph.graph import Graph
+from edgekit.machine import map_in_order
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.calibration.fitted import read_fitted
+from edgekit.quantize.calibration.moments import block_sizes, patches_per_sample
+from edgekit.quantize.graph.layers import Layer, locate_patches
+from edgekit.quantize.graph.sessions import open_graph
+from edgekit.quantize.rounding.comq import round_comq
+from edgekit.quantize.rounding.four_bits import search_scale
+from edgekit.quantize.rounding.gptq import Rounded, join_pieces, round_gptq, split_pieces, weight_scale
+from edgekit.quantize.rounding.places import QdqLayer, write_layer
+
+# As in GPTQ: 1 % of the mean of the diagonal, and never 0.
+_DAMPING, _LEAST = 0.01, 1e-30
+
+Places = Mapping[str, tuple[Layer, QdqLayer]]
+"""Layers of the float graph by their node, and where they are in its QDQ form."""
+
+
+class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Patches [P, groups, inputs] of what a layer reads: in the float graph, and behind what was rounded."""
+
+    true: Array
+    rounded: Array
+
+
+def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places: Places) -> None:
+    """Rewrites the parameters of layers, in graph order, so that each makes up for the errors that reach it.
+
+    As Qronos does (S. Zhang et al., arXiv:2505.11695): with X the inputs of a layer in the float graph and Y those
+    behind the layers rounded before, W' = W X'Y (Y'Y)^-1 comes nearest to W X, and W' is rounded with the moment Y'Y.
+    Here both moments are pulled towards what is known without samples (`shrink_moment`), or W' would learn the samples
+    by heart, and weights of 4 bits are rounded by COMQ instead of GPTQ.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
+    memory = statistics / "rounded" / f"{_digest(qdq, places)}.npz"
+    if memory.is_file():
+        with np.load(memory, allow_pickle=False) as fields:
+            for index, (_, place) in enumerate(places.values()):
+                own = {name: fields[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
+                write_layer(initializers, place, **own)
+        return
+    samples = list(read_fitted(statistics))
+    sizes = block_sizes([layer for layer, _ in places.values()])
+    kept: dict[str, Array] = {}
+    for index, (layer, place) in enumerate(places.values()):
+        inputs = _gather(qdq, graph, layer, place, samples, statistics)
+        own = _round_layer(graph, layer, place, inputs, sizes[layer.node])
+        write_layer(initializers, place, **own)
+        kept |= {f"{index}.{name}": value for name, value in own.items()}
+    with replacing_file(memory) as temporary, temporary.open("wb") as file:
+        np.savez(file, allow_pickle=False, **kept)
+
+
+def _digest(qdq: onnx.ModelProto, places: Places) -> str:
+    limits = [(node, place.limit) for node, (_, place) in places.items()]
+    digest = hashlib.sha256(repr(limits).encode())
+    digest.update(qdq.SerializeToString(deterministic=True))
+    return digest.hexdigest()[:24]
+
+
+def _gather(
+    qdq: onnx.ModelProto, graph: Graph, layer: Layer, place: QdqLayer, samples: Sequence[Tensors], work: Path
+) -> _Inputs | None:
+    """Returns patches of a layer's input, None where its size is not known."""
+    where = locate_patches(graph, layer, patches_per_sample(layer, len(samples)))
+    if where is None or not samples:
+        return None
+
+    def read(proto: onnx.ModelProto, name: str) -> Iterator[Array]:
+        seen = onnx.ModelProto()
+        seen.CopyFrom(proto)
+        del seen.graph.output[:]
+        seen.graph.output.append(onnx.ValueInfoProto(name=name))
+        session = open_graph(seen, work / "prefix.onnx", keep_float_weights=True)
+
+        def cut(sample: Tensors) -> Array:
+            value = session.run(sample)[name]
+            for axis, indices in where.gathers:
+                value = np.take(value, indices, axis)
+            return where.patches(value)
+
+        yield from (patches for _, patches in map_in_order(cut, samples))
+
+    true, rounded = (
+        np.concatenate(list(read(proto, name))).reshape(-1, layer.groups, layer.inputs).astype(np.float64)
+        for proto, name in ((graph.model, layer.source), (qdq, place.source))
+    )
+    return _Inputs(true=true, rounded=rounded)
+
+
+def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | None, size: int) -> dict[str, Array]:
+    """Returns integers, scale [channels] and bias [channels] of a layer."""
+    weight = numpy_helper.to_array(graph.constants[layer.weight])
+    stored = None if layer.bias is None else graph.constant(layer.bias)
+    bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
+    matrix, floor = layer.to_matrix(weight).astype(np.float64), place.least_scale(layer, bias)
+    if inputs is None:
+        inputs = _Inputs(true=np.zeros((1, *matrix.shape[::2])), rounded=np.zeros((1, *matrix.shape[::2])))
+    true_mean, mean = inputs.true.mean(axis=0), inputs.rounded.mean(axis=0)
+    # The bias takes the mean error, so only what varies is left to err.
+    true, seen = (inputs.true, inputs.rounded) if stored is None else (inputs.true - true_mean, inputs.rounded - mean)
+    moment, fitted = _fit(matrix, true, seen, size, layer)
+    rounded = _round(fitted, moment, layer, place, floor)
+    corrected = (matrix * true_mean[:, None]).sum(axis=2) - (rounded.values * mean[:, None]).sum(axis=2)
+    return {
+        "integers": layer.from_matrix(rounded.integers, weight.shape),
+        "scale": rounded.scale.reshape(-1),
+        "bias": bias + corrected.reshape(-1),
+    }
+
+
+def _fit(matrix: Array, true: Array, seen: Array, size: int, layer: Layer) -> tuple[Array, Array]:
+    """Returns the moment of what is seen, in blocks, and the weights [groups, outputs, inputs] that suit it best."""
+    ones, twos = (np.swapaxes(each.reshape(len(each), -1, size), 0, 1) for each in (true, seen))
+    moment, both = (np.swapaxes(each, 1, 2) @ twos / len(true) for each in (twos, ones))
+    share = len(true) / 4 / (size + len(true) / 4)
+    moment_left = share * moment + (1 - share) * moment * np.eye(size)
+    diagonal = np.diagonal(moment_left, axis1=1, axis2=2)
+    damped = moment_left + (_DAMPING * diagonal.mean(axis=1) + _LEAST)[:, None, None] * np.eye(size)
+    split = split_pieces(matrix, layer.groups, size)
+    # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: without errors before, W' is W.
+    change = np.swapaxes(np.linalg.solve(damped, np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
+    return moment_left, join_pieces(split + change, layer.groups)
+
+
+def _round(matrix: Array, moment: Array, layer: Layer, place: QdqLayer, floor: Array) -> Rounded:
+    size = moment.shape[-1]
+    pieces, split = layer.inputs // size, split_pieces(matrix, layer.groups, size)
+    if place.has_four_bits:
+        energy = np.diagonal(moment, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
+        scale = search_scale(matrix, energy=energy, floor=floor)
+        found = round_comq(split, moment, np.repeat(scale, pieces, axis=0), fits_scale=pieces == 1, floor=floor)
+        scale = found.scale if pieces == 1 else scale
+    else:
+        scale = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
+        found = round_gptq(split, moment, np.repeat(scale, pieces, axis=0), limit=place.limit)
+    return Rounded(integers=join_pieces(found.integers, layer.groups), scale=scale)
