@@ -43,6 +43,8 @@ _ROUNDING_SHARE = 1e-12
 _SMALL = 0.01
 # The share of an image's values at each end that may be overshoots, and are no part of its peak.
 _OVERSHOOT = 0.01
+# How far squares of a vector of length one may be from adding up to one.
+_UNIT = 1e-3
 _TABLE_VALUES, _TABLE_PLACES = 5, 16
 """From so many values at so many places on, decisions are made of the values later: heads of detectors have them."""
 # Of what the differences have to do with what the float model misses, by chance: 2 x 1.96 sqrt(lost u / n) of a model
@@ -243,6 +245,8 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     small: over 26 good and bad plans of two detectors the mean AP fell by 0 to 0.42 points for each point of R2, unless
     more than half of R2 was lost. What is the same number everywhere has no spread, and is held against zero.
 
+    Vectors of length one are embeddings, of which neighbours are asked for: half counts too.
+
     Differences add what is lost only on average: by chance they make up for what the float model misses, or add to it.
     The interval says so.
     """
@@ -263,7 +267,8 @@ def _judge_values(records: Sequence[Array]) -> Loss:
 
     lost, (low, high) = float(score(total)), _bootstrap(table, score)
     reach = _CHANCE * math.sqrt(lost)
-    if len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table):
+    is_table = len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table)
+    if is_table or (is_vector and (np.abs(table[:, 1].sum(axis=1) - 1) < _UNIT).all()):
         low, estimate = 0.0, lost * (1 + lost) / 2
     else:
         estimate = lost

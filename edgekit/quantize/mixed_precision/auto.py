@@ -49,6 +49,7 @@ class _Subject(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     precision: Precision
     method: str
+    relieve: bool
     memo: Memo
 
 
@@ -89,6 +90,7 @@ def plan_quantization(
     precision: Precision,
     *,
     method: str = "auto",
+    relieve: bool = True,
     memo: Memo | None = None,
 ) -> QuantPlan:
     """Returns the plan of quantizing a prepared float model for a target.
@@ -99,8 +101,8 @@ def plan_quantization(
     target takes them, else to float; "auto" does so only where the model has collapsed (below 20 dB). Below 40 dB
     channels of unequal size are equalized, if that helps.
     Without held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named range method is taken as
-    it is. A `memo` that was given for another target saves what is the same for both; where its budget of time ends,
-    the best of what was tried is planned.
+    it is. Without `relieve` a collapsed model stays so. A `memo` that was given for another target saves what is the
+    same for both; where its budget of time ends, the best of what was tried is planned.
 
     Raises:
         UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
@@ -118,7 +120,7 @@ def plan_quantization(
         return choose_ranges(plan, calibration, "minmax", "bias")
     subject = _Subject(
         model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
-        memo=memo,
+        relieve=relieve, memo=memo,
     )  # fmt: skip
     return _plan_best(subject)
 
@@ -179,7 +181,8 @@ def _finish(subject: _Subject, judged: Judged) -> Finished:
     lead = max((lead, *kept), key=lambda candidate: candidate.sqnr_db)
     draft = msgspec.structs.replace(draft, plan=plan)
     thorough = subject.method == "best"
-    if not is_relievable(draft.plan) or (not thorough and lead.sqnr_db >= COLLAPSED_DB):
+    is_enough = not subject.relieve or (not thorough and lead.sqnr_db >= COLLAPSED_DB)
+    if not is_relievable(draft.plan) or is_enough:
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
     schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)

@@ -18,7 +18,7 @@ from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.relief import GOOD_DB, relieve_step
+from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step
 from edgekit.quantize.mixed_precision.search_state import State, Trial
 from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import Precision, Target
@@ -101,15 +101,22 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan of the plain mode: the best with all in 8 bits, unless that loses more than PLAIN_DROP.
 
     Then the 1, 3 and 8 tensors that hurt most leave 8 bits, as long as three quarters of the work stay in integers, and
-    the fewest of them are used that reach PLAIN_DROP, or come within 0.2 points of the least drop. What was tried is
-    None where the drop need not be measured: outputs that are no images come within 30 dB of the float model's, or few
-    samples leave nothing to judge by.
+    the fewest of them are used that reach PLAIN_DROP, or come within 0.2 points of the least drop. A model that has
+    collapsed by its ratio is treated so only if that is enough; else tensors leave 8 bits until its ratio is a good
+    one, whatever share of the work that takes, and the search begins there. What was tried is None where the drop need
+    not be measured: outputs that are no images come within 30 dB of the float model's, or few samples leave nothing to
+    judge by.
 
     Raises:
         ModelError: no node of the model can be quantized.
     """
     search.progress(f"{search.target.name}: choose ranges and roundings")
-    first = _plan_first(search)
+    first = _plan_first(search, relieve=False)
+    if has_collapsed(first) and is_relievable(first):
+        spared = _spare(search, first)
+        if spared is not None:
+            return spared.chosen.plan, spared
+        first = _plan_first(search)
     is_image_net = makes_images(read_float_graph(search.model), search.calibration.outputs)
     if not search.memo.budget.allows(_MORE):
         return first, None
@@ -125,6 +132,30 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
         enough = max(PLAIN_DROP, _drop(least) + _WORTH)
         chosen = next(trial for trial in trials if _drop(trial) <= enough)
     return chosen.plan, Searched(trials=tuple(trials), chosen=chosen, met=True)
+
+
+def has_collapsed(plan: QuantPlan) -> bool:
+    """Returns True if the best that was judged for a plan is so far from the float model that it is of little use."""
+    return bool(plan.judged) and plan.judged[0].sqnr_db < COLLAPSED_DB
+
+
+def _spare(search: Search, first: QuantPlan) -> Searched | None:
+    """Returns a plan of a collapsed model that loses little all the same, None if a few tensors do not bring it there.
+
+    A ratio says nothing of what outputs decide: classes far apart and neighbours of an embedding bear more noise than
+    20 dB. Where it is worse than that, twice as little must be lost, since the estimate errs too.
+    """
+    if not search.memo.budget.allows(_MORE):
+        return None
+    goal = _Goal(max_drop=PLAIN_DROP * _HALF, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
+    trials = _run_trials(search, goal, first=first)
+    chosen = next((trial for trial in trials if _is_spared(trial)), None)
+    return None if chosen is None else Searched(trials=tuple(trials), chosen=chosen, met=True)
+
+
+def _is_spared(trial: Trial) -> bool:
+    enough = PLAIN_DROP if trial.prediction.sqnr_db >= COLLAPSED_DB else PLAIN_DROP * _HALF
+    return trial.prediction.drop_estimate is not None and _drop(trial) <= enough
 
 
 def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
@@ -202,8 +233,10 @@ def _run_trials(
     return trials
 
 
-def _plan_first(search: Search) -> QuantPlan:
-    return plan_quantization(search.model, search.calibration, search.target, search.precision, memo=search.memo)
+def _plan_first(search: Search, *, relieve: bool = True) -> QuantPlan:
+    return plan_quantization(
+        search.model, search.calibration, search.target, search.precision, relieve=relieve, memo=search.memo
+    )
 
 
 def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:

@@ -30,7 +30,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, quantize_model
-from edgekit.quantize.accuracy.predict import Prediction, drop_predictor
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly
 from edgekit.target import Target
 
@@ -135,7 +135,7 @@ def _plan(
     """Returns the plan of the plain mode, and what the command says of it."""
     search = Search(
         model=model, calibration=calibration, target=target, precision="int8", work=work,
-        measure=drop_predictor(model, samples),
+        measure=FloatReference(model, samples).predict_drop,
     )  # fmt: skip
     plan, searched = plan_sparingly(search)
     if searched is not None:

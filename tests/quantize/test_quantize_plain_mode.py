@@ -1,0 +1,76 @@
+"""The plain mode takes no more tensors out of 8 bits than the expected drop asks for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_models import make_model, random_samples
+
+from edgekit.model.model import Model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization
+from edgekit.quantize.accuracy.loss import MEASURES
+from edgekit.quantize.accuracy.output_kinds import Reading
+from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.goal_search import Search, has_collapsed, plan_sparingly
+from edgekit.target import load_target
+
+COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
+  h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
+
+
+@pytest.fixture
+def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
+    model = make_model(COLLAPSING, tmp_path / "m.onnx", {"w": (32, 32), "v": (32, 32)})
+    return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+
+
+def told(drop: float | None, sqnr_db: float) -> Callable[[Model], Prediction]:
+    def measure(_model: Model) -> Prediction:
+        return Prediction(
+            samples=48, sqnr_db=sqnr_db, top1_agreement=None, drop_estimate=drop, drop_interval=None, source="test"
+        )
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("drop", "sqnr_db", "spared"),
+    [(0.002, 15.0, True), (0.004, 15.0, False), (0.004, 21.0, True), (0.006, 21.0, False), (None, 35.0, False)],
+)
+def test_a_collapsed_model_stays_in_8_bits_where_little_is_lost_all_the_same(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float | None, sqnr_db: float, spared: bool
+) -> None:
+    model, calibration = collapsing
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=told(drop, sqnr_db), work=tmp_path, memo=Memo(),
+    )  # fmt: skip
+    relieved = plan_quantization(model, calibration, search.target, "int8", memo=search.memo)
+    plain = plan_quantization(model, calibration, search.target, "int8", relieve=False, memo=search.memo)
+    assert has_collapsed(plain)
+    assert relieved.wide
+    assert not plain.wide
+    plan, searched = plan_sparingly(search)
+    assert plan.wide == (plain if spared else relieved).wide
+    assert (searched is not None and searched.met) or drop is None
+
+
+def test_vectors_of_length_one_count_by_half() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(40, 1, 16))
+    unit = rows / np.linalg.norm(rows, axis=2, keepdims=True)
+    reading, measure = Reading(kind="values", axis=1), MEASURES["values"]
+    whole, half = (
+        measure.judge(
+            [
+                measure.record(row, row + scale * noise, reading)
+                for row, noise in zip(each, rng.normal(size=each.shape) * 0.1, strict=True)
+            ]
+        )
+        for each, scale in ((3 * unit, 3.0), (unit, 1.0))
+    )
+    assert 0.05 < whole.estimate < 0.3
+    assert half.estimate == pytest.approx(whole.estimate * (1 + whole.estimate) / 2, rel=0.3)
+    assert half.interval[0] < 0 < half.estimate < half.interval[1]
