@@ -1,6 +1,10 @@
-"""How good a claim's evidence is."""
+"""How good a device's word is, and the three verdicts: pass, fail, and not proven where that cannot be told."""
 
 import enum
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
 
 
 class Evidence(enum.StrEnum):
@@ -34,3 +38,37 @@ _MEANINGS = {
     Evidence.EMULATED: "our arithmetic imitates the target",
     Evidence.PREDICTED: "rules only, nothing ran",
 }
+
+
+Verdict = Literal["pass", "fail", "not proven"]
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found about a thing that has a limit, one line each.
+
+    `failures` say why it does not keep the limit, `unproven` why that cannot be told: with more samples, labels or
+    another device it could.
+    """
+
+    failures: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it keeps its limit, as far as it was found out."""
+        return "fail" if self.failures else "not proven" if self.unproven else "pass"
+
+
+def join_judgements(found: Iterable[Judgement]) -> Judgement:
+    """Returns several judgements as one, their lines in order."""
+    every = tuple(found)
+    return Judgement(
+        failures=tuple(line for one in every for line in one.failures),
+        unproven=tuple(line for one in every for line in one.unproven),
+    )
+
+
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+    """Returns the verdict on a whole from those on its parts: a failure counts before what is not proven."""
+    found = set(verdicts)
+    return "fail" if "fail" in found else "not proven" if "not proven" in found else "pass"

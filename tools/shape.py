@@ -89,8 +89,10 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "verify": (
         ("on_devices",),
         ("run",),
+        ("saved", "stand_in"),
         ("causes", "history", "two_models"),
         ("devices", "report"),
+        ("run_report",),
         ("facts",),
         ("layers", "tasks"),
         ("matching", "metrics"),

@@ -72,7 +72,7 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """What was verified: in-toto's predicate "test-result", with the figures as an extension.
 
     `configuration` names the manifests, which hold the thresholds. A test is a bundle, or a bundle on a device.
-    `edgekit_allowed` says why something was signed that did not pass.
+    One that warns is not proven. `edgekit_allowed` says why something was signed that did not pass.
     """
 
     # Else pytest takes it for one of its own.
@@ -81,6 +81,7 @@ class TestResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     result: Literal["PASSED", "WARNED", "FAILED"]
     configuration: tuple[Subject, ...]
     passed_tests: tuple[str, ...] = ()
+    warned_tests: tuple[str, ...] = ()
     failed_tests: tuple[str, ...] = ()
     edgekit_runs: tuple[AttestedRun, ...] = ()
     edgekit_allowed: tuple[str, ...] = ()

@@ -1,12 +1,12 @@
 """`edgekit build`."""
 
+from functools import partial
 from pathlib import Path
 
 import click
 import msgspec
 
 from edgekit.cli import options
-from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_build, show_json, showing_progress
 from edgekit.data.images import load_preprocess
 from edgekit.jobs.build import build
@@ -36,6 +36,7 @@ from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recip
 @options.TIME_BUDGET
 @click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the bundles go.")
+@options.ACCEPT_UNPROVEN
 @options.JSON
 @options.verbosity
 def command(
@@ -59,6 +60,7 @@ def command(
     time_budget: float | None,
     verify: bool,
     out: Path,
+    accept_unproven: bool,
     as_json: bool,
     volume: int,
 ) -> int:
@@ -68,7 +70,7 @@ def command(
     Example:
       edgekit build model.onnx --data samples.npz --target nnapi --target qnn --dim batch=1 --out bundles
 
-    Exit code 0: every bundle passed. 1: one did not. 2: an input is wrong, and nothing was written.
+    Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
     base = load_recipe(recipe) if recipe else Recipe()
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
@@ -82,9 +84,8 @@ def command(
     )
     chain = load_preprocess(preprocess) if preprocess else None
     samples_from = Data(source=data, evaluation=evaluation, labels=labels, golden=golden, preprocess=chain)
+    run = partial(build, model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget)
     with showing_progress(volume) as progress:
-        report = build(
-            model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
-        )
+        report = run(progress=progress)
     show_json(report) if as_json else show_build(report)
-    return YES if report.passed else NO
+    return options.exit_code(report.verdict, accept_unproven=accept_unproven)

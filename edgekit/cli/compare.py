@@ -8,14 +8,13 @@ import msgspec
 from edgekit._files import require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
-from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_comparison, show_json, showing_progress
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import Samples, limit_samples, load_samples
 from edgekit.devices.find import find_device
 from edgekit.errors import UsageError
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
 from edgekit.recipe import load_metric
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
@@ -38,6 +37,7 @@ from edgekit.verify.two_models import ModelComparison, add_task, compare_models,
 @DROP
 @options.CUSTOM_OPS
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as a page too.")
+@options.ACCEPT_UNPROVEN
 @options.JSON
 @options.verbosity
 def command(
@@ -55,6 +55,7 @@ def command(
     max_metric_drop: float | None,
     custom_ops: tuple[Path, ...],
     html: Path | None,
+    accept_unproven: bool,
     as_json: bool,
     volume: int,
 ) -> int:
@@ -66,7 +67,8 @@ def command(
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
 
     Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; the metric fell too far; or with
-    --layers a layer does not compute what A's does, beyond rounding.
+    --layers a layer does not compute what A's does, beyond rounding. 3: there are too few samples to tell whether the
+    metric fell too far; --accept-unproven makes 0 of that.
     """
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
@@ -74,21 +76,26 @@ def command(
     first = load_model(a, custom_ops=custom_ops)
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = refusing_bad(limit_samples(given, samples))
+    second = load_model(b, custom_ops=custom_ops)
     with showing_progress(volume) as progress:
         progress(f"compare on {chosen.count} samples")
-        second = load_model(b, custom_ops=custom_ops)
-        if device is None:
-            report = compare_models(first, second, chosen, layers=layers)
-        else:
-            opens = load_target(target or "nnapi")
-            report = compare_on_device(first, second, chosen, find_device(device, opens), opens, layers=layers)
+        report = _compare(first, second, chosen, device, target, layers=layers)
         if metric is not None and labels is not None:
-            task = _load_task(metric, max_metric_drop)
-            report = add_task(report, first, second, chosen, task, labels=(labels, given))
+            limit = _load_task(metric, max_metric_drop)
+            report = add_task(report, first, second, chosen, limit, labels=(labels, given))
     if html is not None:
         write_file(html, _render(report, chosen, min_sqnr))
     show_json(report) if as_json else show_comparison(report)
-    return YES if report.reaches(min_sqnr) else NO
+    return options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
+
+
+def _compare(
+    first: Model, second: Model, samples: Samples, device: str | None, target: str | None, *, layers: bool
+) -> ModelComparison:
+    if device is None:
+        return compare_models(first, second, samples, layers=layers)
+    opens = load_target(target or "nnapi")
+    return compare_on_device(first, second, samples, find_device(device, opens), opens, layers=layers)
 
 
 def _check_places(target: str | None, device: str | None, html: Path | None) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from edgekit.cli import options
-from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_build, show_json, showing_progress
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
@@ -32,4 +31,4 @@ def command(out: Path, as_json: bool, volume: int) -> int:
         )
         report = build(folder / "digits_mobilenet.onnx", data, out, recipe, progress=progress)
     show_json(report) if as_json else show_build(report)
-    return YES if report.passed else NO
+    return options.exit_code(report.verdict)

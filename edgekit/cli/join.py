@@ -12,7 +12,7 @@ from edgekit.bundle.sign import require_private_key
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_doubts, show_json, show_line
-from edgekit.jobs.release import Doubt, join_verified, sign_verified
+from edgekit.jobs.release import Allowed, Doubt, join_verified, sign_verified
 
 _FILE = click.Path(path_type=Path)
 
@@ -21,9 +21,12 @@ _FILE = click.Path(path_type=Path)
 @click.argument("bundles", nargs=-1, required=True, type=_FILE)
 @click.option("--out", required=True, type=_FILE, metavar="PATH", help="A folder, or an archive: .zip or .tar.")
 @click.option("--key", type=_FILE, metavar="FILE", help="Sign the index with this private key.")
+@options.ACCEPT_UNPROVEN
 @options.ALLOW_FAILED
 @options.JSON
-def command(bundles: tuple[Path, ...], out: Path, key: Path | None, allow_failed: bool, as_json: bool) -> int:
+def command(
+    bundles: tuple[Path, ...], out: Path, key: Path | None, accept_unproven: bool, allow_failed: bool, as_json: bool
+) -> int:
     """Put BUNDLES, or all of a build's folder, into one folder or archive with an index.
 
     Files that several targets have are stored once. `index.json` says which target to take on which operating system
@@ -34,17 +37,18 @@ def command(bundles: tuple[Path, ...], out: Path, key: Path | None, allow_failed
       edgekit join bundles --out model.zip
       edgekit join bundles/model-qnn bundles/model-xnnpack --out model --key release.pem
 
-    Exit code 0: written. 2: a bundle is damaged, did not pass its verification or does not fit the others, and nothing
-    was written.
+    Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit the others,
+    and nothing was written.
     """
     kind: Kind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
     if key is not None:
         require_private_key(key)
+    allowed = Allowed(unproven=accept_unproven, failed=allow_failed)
     with work_folder() as work:
         place = out if kind is None else work / "joined"
-        joined, doubts = join_verified(bundles, place, allow_failed=allow_failed)
+        joined, doubts = join_verified(bundles, place, allowed=allowed)
         if key is not None:
-            sign_verified(joined.folder, key, allow_failed=allow_failed)
+            sign_verified(joined.folder, key, allowed=allowed)
         if kind is not None:
             write_archive(list_files(joined.folder), out, kind)
     show_doubts(doubts)

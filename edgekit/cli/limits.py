@@ -56,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(thresholds, task=self._limit(task), **given)
 
     def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
-        given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share}
+        given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share, "gate": self.gate}
         set_ones = {name: value for name, value in given.items() if value is not None}
         return None if task is None else msgspec.structs.replace(task, **set_ones)
 
@@ -93,7 +93,11 @@ _OPTIONS: tuple[Option[Any], ...] = (
         click.FloatRange(0, 1),
         "Least share of samples (of integers: of elements) that agree.",
     ),
-    click.option("--gate", type=click.Choice(["estimate", "bound"]), help="Judge the figures, or their intervals."),
+    click.option(
+        "--gate",
+        type=click.Choice(["estimate", "bound"]),
+        help="Judge the figures, or their intervals; of the metric too.",
+    ),
     click.option("--max-cpu-nodes", type=click.IntRange(min=0), metavar="N", help="Most nodes left to the CPU."),
     limit("--max-lost", "max_lost_share", click.FloatRange(0, 1), "Most work on the CPU that was predicted taken."),
     click.option(

@@ -17,8 +17,8 @@ from edgekit.plain import escape_controls
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_LETTERS = 2000
 # 130 is what shells report for a program that SIGINT (2) ended: 128 + 2.
-YES, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: the answer is yes; it is no; the usage or an input is wrong; Ctrl-C."""
+YES, NO, WRONG, UNPROVEN, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit codes: the answer is yes; it is no; the usage or an input is wrong; neither yes nor no is proven; Ctrl-C."""
 
 COMMANDS = {
     "bench": "Time a bundle or a model on devices, or two of them in interleaved rounds.",

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
+from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
+from edgekit.evidence import Verdict
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.change_interface import LAYOUTS, Layout
 from edgekit.recipe import Data
@@ -76,10 +78,20 @@ ON = click.option("--on", "names", multiple=True, metavar="DEVICE", help="A devi
 ON_FILE = click.option(
     "--on-file", type=click.Path(path_type=Path), metavar="FILE", help="The devices that a devices.toml lists."
 )
+ACCEPT_UNPROVEN = click.option(
+    "--accept-unproven", is_flag=True, help="Take what is not proven for a pass; the result says so."
+)
 ALLOW_FAILED = click.option(
     "--allow-failed", is_flag=True, help="Take bundles that failed or were not verified; the result says so."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
+def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
+    """Returns the exit code of a verdict; what is not proven is a yes where the user said so."""
+    if verdict == "not proven":
+        return YES if accept_unproven else UNPROVEN
+    return YES if verdict == "pass" else NO
 
 
 def max_drop(help_text: str) -> Option[Any]:

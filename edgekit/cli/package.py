@@ -7,7 +7,7 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import print_table, show_doubts, show_json, show_line, show_lines
-from edgekit.jobs.release import package_verified
+from edgekit.jobs.release import Allowed, package_verified
 from edgekit.package.contents import parse_extras
 from edgekit.package.package import FORMS, Kind
 from edgekit.package.variant import Names
@@ -30,6 +30,7 @@ from edgekit.report.packaged import list_size_remarks, table_sizes
     metavar="NAME,...",
     help="What goes along besides: golden, forms, onnx, or all of each bundle.",
 )
+@options.ACCEPT_UNPROVEN
 @options.ALLOW_FAILED
 @options.JSON
 def command(
@@ -41,6 +42,7 @@ def command(
     package_version: str,
     key: Path | None,
     extras: tuple[str, ...],
+    accept_unproven: bool,
     allow_failed: bool,
     as_json: bool,
 ) -> int:
@@ -55,12 +57,13 @@ def command(
       edgekit package bundles/model-qnn bundles/model-xnnpack --as aar --out maven
       edgekit package bundles --as tar --out model.tar
 
-    Exit code 0: written. 2: a bundle is damaged, did not pass its verification or does not fit, and nothing was
-    written.
+    Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit, and nothing
+    was written.
     """
     names = Names(name=name, group=group, version=package_version)
+    allowed = Allowed(unproven=accept_unproven, failed=allow_failed)
     report, doubts = package_verified(
-        bundles, kind, out, allow_failed=allow_failed, key=key, names=names, extras=parse_extras(extras)
+        bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
     )
     show_doubts(doubts)
     if as_json:

@@ -32,10 +32,10 @@ def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
     """List the verifications, oldest first."""
     runs = list_runs(history, bundle=bundle)
     if as_json:
-        names = ("id", "time", "bundle", "target", "passed")
+        names = ("id", "time", "bundle", "target", "passed", "verdict")
         show_json({"runs": [{name: getattr(run, name) for name in names} for run in runs]})
     for run in () if as_json else runs:
-        show_line(f"{run.id}  {run.time}  {run.bundle}  {'pass' if run.passed else 'fail'}")
+        show_line(f"{run.id}  {run.time}  {run.bundle}  {run.verdict}")
     if not runs and not as_json:
         show_line(f"no verification of '{bundle}' is recorded" if bundle else "no verification is recorded")
     return YES
@@ -46,10 +46,10 @@ def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
 @HISTORY
 @options.JSON
 def show_command(number: int, history: Path, as_json: bool) -> int:
-    """Show one verification. Exit code 1: it did not pass."""
+    """Show one verification. Exit code 1: it failed. 3: it is not proven."""
     run = read_run(history, number)
     show_json(run) if as_json else show_verify(run.report)
-    return YES if run.passed else NO
+    return options.exit_code(run.verdict)
 
 
 @command.command(name="diff")

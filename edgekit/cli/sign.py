@@ -9,7 +9,7 @@ from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import describe_attested, show_doubts, show_json, show_line
 from edgekit.errors import UsageError
-from edgekit.jobs.release import sign_verified
+from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.plain import to_plain
 
 _FILE = click.Path(path_type=Path)
@@ -19,9 +19,17 @@ _FILE = click.Path(path_type=Path)
 @click.argument("bundle", type=_FILE, required=False)
 @click.option("--key", type=_FILE, metavar="FILE", help="The private key, Ed25519 in PEM.")
 @click.option("--new-key", type=_FILE, metavar="FILE", help="Make a key: FILE is private, FILE.pub goes to others.")
+@options.ACCEPT_UNPROVEN
 @options.ALLOW_FAILED
 @options.JSON
-def command(bundle: Path | None, key: Path | None, new_key: Path | None, allow_failed: bool, as_json: bool) -> int:
+def command(
+    bundle: Path | None,
+    key: Path | None,
+    new_key: Path | None,
+    accept_unproven: bool,
+    allow_failed: bool,
+    as_json: bool,
+) -> int:
     """Check BUNDLE (a folder of one target or of several) and sign its files, or make a key to sign with.
 
     BUNDLE/signature.json is an in-toto statement in a DSSE envelope: the sha256 of every file, and what was verified,
@@ -33,7 +41,7 @@ def command(bundle: Path | None, key: Path | None, new_key: Path | None, allow_f
       edgekit sign bundles/model-nnapi --key release.pem
       edgekit verify bundles/model-nnapi --key release.pem.pub
 
-    Exit code 0: signed. 2: the bundle is not whole or did not pass its verification, the key is wrong, or
+    Exit code 0: signed. 2: the bundle is not whole, failed its verification or is not proven, the key is wrong, or
     `cryptography` is not installed.
     """
     if new_key is not None and bundle is None and key is None:
@@ -42,7 +50,7 @@ def command(bundle: Path | None, key: Path | None, new_key: Path | None, allow_f
         return YES
     if bundle is None or key is None or new_key is not None:
         raise UsageError("give either BUNDLE and --key FILE, or --new-key FILE", hint="edgekit sign --help shows both")
-    signed, doubts = sign_verified(bundle, key, allow_failed=allow_failed)
+    signed, doubts = sign_verified(bundle, key, allowed=Allowed(unproven=accept_unproven, failed=allow_failed))
     show_doubts(doubts)
     if as_json:
         show_json({**to_plain(signed), "allowed": doubts})

@@ -51,6 +51,7 @@ def describe_attested(result: TestResult) -> str:
     """Returns in words what the holder of a key says of the verification."""
     devices = ", ".join(dict.fromkeys(run.device for run in result.edgekit_runs))
     failed = "".join(f"; not passed: {name}" for name in result.failed_tests)
+    failed += "".join(f"; not proven: {name}" for name in result.warned_tests)
     return f"its verification {result.result}" + (f" on {devices}" if devices else "") + failed
 
 
@@ -61,7 +62,7 @@ def show_verify(report: VerifyReport) -> None:
         print_table(text.table_device_figures(report))
     for remark in text.list_verify_remarks(report):
         show_line(f"- {remark}")
-    show_line(f"{report.bundle}: {'pass' if report.passed else 'fail'}")
+    show_line(f"{report.bundle}: {report.verdict}")
 
 
 def show_bench(report: BenchReport) -> None:

@@ -13,7 +13,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.opening import opened_any, opened_bundle
 from edgekit.cli import options
 from edgekit.cli.limits import Limits, taking_limits
-from edgekit.cli.main import NO, YES
+from edgekit.cli.main import YES
 from edgekit.cli.terminal import describe_attested, show_json, show_line, show_verify, showing_progress
 from edgekit.data.images import load_preprocess
 from edgekit.devices.register import DeviceChoice
@@ -27,7 +27,7 @@ from edgekit.report.pages.html import render_verify
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
 from edgekit.verify.on_devices import open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report, require_devices
-from edgekit.verify.run import read_report
+from edgekit.verify.saved import read_report
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _FILE = click.Path(path_type=Path)
@@ -86,9 +86,10 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--junit", type=_FILE, metavar="FILE", help="Write the result as JUnit XML too.")
 @click.option("--html", type=_FILE, metavar="FILE", help="Write the result as an HTML page too.")
 @click.option("--markdown", type=_FILE, metavar="FILE", help="Write the result as Markdown too, for a pull request.")
+@options.ACCEPT_UNPROVEN
 @options.JSON
 @options.verbosity
-def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
+def command(files_only: bool, accept_unproven: bool, as_json: bool, volume: int, **asked: Any) -> int:
     """Run BUNDLE (a folder, .zip or .tar) on devices and compare with the float model.
 
     A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. The
@@ -109,7 +110,9 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
       edgekit verify model.zip --target nnapi --key release.pem.pub --files-only
 
-    Exit code 0: at least one device ran and each that ran passed. 1: not so. 2: the usage or an input is wrong.
+    Exit code 0: at least one device ran and each that ran passed. 1: one failed. 2: the usage or an input is wrong. 3:
+    nothing speaks against the bundle, but it is not proven: no device ran, there are too few samples for an interval,
+    or an emulator is too old to tell. --accept-unproven makes 0 of 3.
     """
     # The options are three questions: what runs, how it is judged, where the result goes.
     question, limits, places = _pick(_Question, asked), _pick(Limits, asked), _pick(_Places, asked)
@@ -124,18 +127,18 @@ def command(files_only: bool, as_json: bool, volume: int, **asked: Any) -> int:
     # After the comparison, so that a run is never held against itself.
     if question.history is not None:
         record_report(question.history, report)
-    _write(report, places, pictures)
+    _write(report, places, pictures, accept_unproven=accept_unproven)
     show_json(report) if as_json else show_verify(report)
-    return YES if report.passed else NO
+    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
 
 
 def _pick(kind: type[_T], asked: Mapping[str, Any]) -> _T:
     return kind(**{name: asked[name] for name in kind.__struct_fields__})
 
 
-def _write(report: VerifyReport, places: _Places, pictures: Sequence[Picture]) -> None:
+def _write(report: VerifyReport, places: _Places, pictures: Sequence[Picture], *, accept_unproven: bool) -> None:
     if places.junit is not None:
-        write_file(places.junit, render_junit((report,)))
+        write_file(places.junit, render_junit((report,), accept_unproven=accept_unproven))
     if places.html is not None:
         write_file(places.html, render_verify(report, pictures).encode())
     if places.markdown is not None:

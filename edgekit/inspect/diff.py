@@ -15,7 +15,7 @@ from edgekit.inspect.inspect import inspect_model
 from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
 from edgekit.plain import to_plain
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run import read_known
+from edgekit.verify.saved import read_known
 
 # Differences of these are listed one by one elsewhere in the report.
 _OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})

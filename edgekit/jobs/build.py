@@ -31,7 +31,8 @@ from edgekit.target import Target
 from edgekit.verify.causes.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run import verify_bundle, write_report
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.saved import write_report
 
 
 def build(

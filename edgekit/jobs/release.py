@@ -1,8 +1,8 @@
 """Signing, joining and packing bundles: each passed its verification as it is now, or the user said that it may go."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,22 +12,45 @@ from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
 from edgekit.bundle.statement import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime
 from edgekit.errors import BundleError, DataError
+from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles
 from edgekit.verify.layers.evidence import read_evidence_file
 from edgekit.verify.layers.outliers import judge_layers
-from edgekit.verify.report import RunReport, VerifyReport
-from edgekit.verify.run import read_report
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run_report import RunReport
+from edgekit.verify.saved import read_report
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was released although it did not pass a verification, and why."""
+    """A bundle that was released although it did not pass a verification, and why.
+
+    `verdict` is "not proven" where nothing speaks against it, "fail" else.
+    """
 
     bundle: str
     reason: str
+    verdict: Verdict = "fail"
 
 
-def sign_verified(folder: Path, key: Path, *, allow_failed: bool = False) -> tuple[SignedBundle, tuple[Doubt, ...]]:
-    """Signs a folder of one target or of several, as `sign_bundle`; returns also what `allow_failed` let through.
+class Allowed(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be released though it did not pass: what is not proven, or also what failed or was not verified."""
+
+    unproven: bool = False
+    failed: bool = False
+
+    def takes(self, doubt: Doubt) -> bool:
+        """Returns True if a bundle of which this is to be said may go."""
+        return self.failed or (self.unproven and doubt.verdict == "not proven")
+
+
+NOTHING_ALLOWED = Allowed()
+"""Only what passed is released."""
+
+
+def sign_verified(
+    folder: Path, key: Path, *, allowed: Allowed = NOTHING_ALLOWED
+) -> tuple[SignedBundle, tuple[Doubt, ...]]:
+    """Signs a folder of one target or of several, as `sign_bundle`; returns also what `allowed` let through.
 
     Raises:
         BundleError: a bundle in it did not pass a verification, and that was not allowed; or as `sign_bundle`.
@@ -36,14 +59,14 @@ def sign_verified(folder: Path, key: Path, *, allow_failed: bool = False) -> tup
     """
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
-    doubts = _refuse_doubtful(bundles, allow_failed=allow_failed)
+    doubts = _refuse_doubtful(bundles, allowed=allowed)
     return sign_bundle(folder, key, _attest(bundles, doubts)), doubts
 
 
 def join_verified(
-    paths: Sequence[Path], out: Path, *, allow_failed: bool = False
+    paths: Sequence[Path], out: Path, *, allowed: Allowed = NOTHING_ALLOWED
 ) -> tuple[MultiBundle, tuple[Doubt, ...]]:
-    """Joins bundles, or all of a build's folder, as `join_bundles`; returns also what `allow_failed` let through.
+    """Joins bundles, or all of a build's folder, as `join_bundles`; returns also what `allowed` let through.
 
     Raises:
         BundleError: one is damaged, or did not pass a verification, and that was not allowed.
@@ -51,16 +74,16 @@ def join_verified(
         OutputError: `out` cannot be written.
     """
     bundles = find_bundles(paths)
-    doubts = _refuse_doubtful([_place(bundle) for bundle in bundles], allow_failed=allow_failed)
+    doubts = _refuse_doubtful([_place(bundle) for bundle in bundles], allowed=allowed)
     return join_bundles(bundles, out), doubts
 
 
 def package_verified(
-    paths: Sequence[Path], kind: Kind, out: Path, *, allow_failed: bool = False, **options: Any
+    paths: Sequence[Path], kind: Kind, out: Path, *, allowed: Allowed = NOTHING_ALLOWED, **options: Any
 ) -> tuple[PackageReport, tuple[Doubt, ...]]:
     """Packs bundles, or all that fit of a build's folder, as `package_bundles`, which says what the options are.
 
-    An AAR is made for the archive of ONNX Runtime that the device `android` runs. Returns also what `allow_failed` let
+    An AAR is made for the archive of ONNX Runtime that the device `android` runs. Returns also what `allowed` let
     through.
 
     Raises:
@@ -70,7 +93,7 @@ def package_verified(
     doubts: list[Doubt] = []
 
     def accept(bundles: Sequence[Bundle]) -> None:
-        doubts.extend(_refuse_doubtful([_place(bundle) for bundle in bundles], allow_failed=allow_failed))
+        doubts.extend(_refuse_doubtful([_place(bundle) for bundle in bundles], allowed=allowed))
 
     report = package_bundles(paths, kind, out, accept=accept, runtime=find_app_runtime(), **options)
     return report, tuple(doubts)
@@ -125,18 +148,30 @@ def _read_report(folder: Path) -> VerifyReport | None:
         return None
 
 
-def _refuse_doubtful(bundles: Sequence[_Released], *, allow_failed: bool) -> tuple[Doubt, ...]:
-    reasons = ((bundle.folder, _find_doubt(bundle)) for bundle in bundles)
-    doubts = tuple(Doubt(bundle=str(folder), reason=reason) for folder, reason in reasons if reason)
-    if doubts and not allow_failed:
-        raise BundleError(
-            f"bundle '{doubts[0].bundle}' {doubts[0].reason}",
-            hint=f"edgekit verify {doubts[0].bundle}, or --allow-failed to release it all the same",
-        )
+def _refuse_doubtful(bundles: Sequence[_Released], *, allowed: Allowed) -> tuple[Doubt, ...]:
+    doubts = tuple(doubt for doubt in map(_find_doubt, bundles) if doubt is not None)
+    for doubt in doubts:
+        if not allowed.takes(doubt):
+            option = "--accept-unproven" if doubt.verdict == "not proven" else "--allow-failed"
+            raise BundleError(
+                f"bundle '{doubt.bundle}' {doubt.reason}",
+                hint=f"edgekit verify {doubt.bundle}, or {option} to release it all the same",
+            )
     return doubts
 
 
-def _find_doubt(bundle: _Released) -> str | None:
+def _find_doubt(bundle: _Released) -> Doubt | None:
+    reason = _find_fault(bundle)
+    if reason is not None:
+        return Doubt(bundle=str(bundle.folder), reason=reason)
+    report = bundle.report
+    if report is None or report.verdict == "pass":
+        return None
+    lines = (*report.unproven, *(line for run in report.runs for line in run.unproven))
+    return Doubt(bundle=str(bundle.folder), reason=f"is not proven: {lines[0]}", verdict="not proven")
+
+
+def _find_fault(bundle: _Released) -> str | None:
     report = bundle.report
     if report is None:
         return "was not verified"
@@ -145,34 +180,48 @@ def _find_doubt(bundle: _Released) -> str | None:
         return "was verified before it became what it is now"
     if bundle.layers is not None and judge_layers(read_evidence_file(bundle.layers).layers):
         return "has a layer that is not the float model's, whatever its verify.json says"
-    return None if report.passed else "did not pass its verification"
+    return "did not pass its verification" if report.verdict == "fail" else None
 
 
 def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt]) -> TestResult:
     """Returns what a signer says of bundles: what their reports found, and which of them may only go as they are."""
-    failed = {doubt.bundle: doubt.reason for doubt in doubts}
-    tests: dict[str, bool] = {}
+    found = {doubt.bundle: doubt for doubt in doubts}
+    tests: dict[str, Verdict] = {}
     runs: list[AttestedRun] = []
     for bundle in bundles:
-        tests[bundle.name] = str(bundle.folder) not in failed
+        doubt = found.get(str(bundle.folder))
+        tests[bundle.name] = "pass" if doubt is None else doubt.verdict
         report = bundle.report
         for run in report.runs if report is not None and report.bundle_sha256 == bundle.sha256 else ():
             runs.append(_describe_run(bundle.name, run))
-            tests[f"{bundle.name} on {run.device}"] = run.passed
+            tests[f"{bundle.name} on {run.device}"] = run.verdict
     return TestResult(
-        result="PASSED" if all(tests.values()) else "FAILED",
+        result=_RESULTS[worst_verdict(tests.values())],
         configuration=list_subjects({bundle.manifest: bundle.sha256 for bundle in bundles}),
-        passed_tests=tuple(name for name, passed in tests.items() if passed),
-        failed_tests=tuple(name for name, passed in tests.items() if not passed),
+        passed_tests=_list_tests(tests, "pass"),
+        warned_tests=_list_tests(tests, "not proven"),
+        failed_tests=_list_tests(tests, "fail"),
         edgekit_runs=tuple(runs),
         edgekit_allowed=tuple(
-            f"{bundle.name} {failed[str(bundle.folder)]}" for bundle in bundles if str(bundle.folder) in failed
+            f"{bundle.name} {found[str(bundle.folder)].reason}" for bundle in bundles if str(bundle.folder) in found
         ),
     )
 
 
+def _list_tests(tests: Mapping[str, Verdict], verdict: Verdict) -> tuple[str, ...]:
+    return tuple(name for name, found in tests.items() if found == verdict)
+
+
+# The words of the predicate: one that warns has found no fault, and does not vouch either.
+_RESULTS: Mapping[Verdict, Literal["PASSED", "WARNED", "FAILED"]] = {
+    "pass": "PASSED",
+    "not proven": "WARNED",
+    "fail": "FAILED",
+}
+
+
 def _describe_run(bundle: str, run: RunReport) -> AttestedRun:
-    task = run.task
+    task = run.settled_task
     return AttestedRun(
         bundle=bundle,
         device=run.device,

@@ -13,7 +13,7 @@ def headline_verify(report: VerifyReport) -> str:
     if report.passed:
         devices = ", ".join(run.device for run in report.runs)
         return f"It does what the float model does on {devices}: at worst {describe_agreement(report)}."
-    return f"It fails: {_find_reason(report)}."
+    return f"{'It fails' if report.verdict == 'fail' else 'It is not proven'}: {_find_reason(report)}."
 
 
 def headline_build(report: BuildReport) -> str:
@@ -49,9 +49,12 @@ def _find_bundle_reason(bundle: BundleSummary) -> str:
         return bundle.failure
     if bundle.verify is None:
         return "not verified"
-    return _find_reason(bundle.verify) if bundle.verify.runs else "nothing ran"
+    if not bundle.verify.runs:
+        return "nothing ran"
+    return ("" if bundle.verdict == "fail" else "not proven: ") + _find_reason(bundle.verify)
 
 
 def _find_reason(report: VerifyReport) -> str:
-    lines = (*report.failures, *(f"{run.device}: {line}" for run in report.runs for line in run.failures))
-    return next(iter(lines), "no reason is known")
+    failures = (*report.failures, *(f"{run.device}: {line}" for run in report.runs for line in run.failures))
+    unproven = (*report.unproven, *(f"{run.device}: {line}" for run in report.runs for line in run.unproven))
+    return next(iter((*failures, *unproven)), "no reason is known")

@@ -5,21 +5,23 @@ from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
+from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.run_report import RunReport
 
 # What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters.
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def render_junit(reports: Sequence[VerifyReport]) -> bytes:
+def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = False) -> bytes:
     """Returns verifications as JUnit XML: a suite a target, and in it a case for each output of each device.
 
     What else a run is judged by is a case too: that it came to its end, the metric, placement, costs. It has a failure
     exactly where a report does not pass: what speaks against the bundle as a whole is a case of its own, and so is that
-    no device ran, because CI takes a suite of nothing but skipped cases for a success. The form is that of Jenkins
+    no device ran, because CI takes a suite of nothing but skipped cases for a success. What is not proven is a failure
+    of the type "not proven"; with `accept_unproven` it is a case that was skipped. The form is that of Jenkins
     (`jenkins-junit.xsd`), which GitLab, GitHub's actions and Azure read too.
     """
-    suites = [_describe_report(report) for report in reports]
+    suites = [_describe_report(report, accepts=accept_unproven) for report in reports]
     counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}
     root = _element("testsuites", name="edgekit verify", **counts)
     root.extend(suites)
@@ -28,20 +30,20 @@ def render_junit(reports: Sequence[VerifyReport]) -> bytes:
     return data + b"\n"
 
 
-def _describe_report(report: VerifyReport) -> ET.Element:
-    cases = [case for run in report.runs for case in _describe_run(report.bundle, run)]
+def _describe_report(report: VerifyReport, *, accepts: bool) -> ET.Element:
+    cases = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accepts)]
     cases += [_describe_skip(report.bundle, skip) for skip in report.skipped]
-    whole = (*report.failures, *(() if report.runs else ("no device ran, so nothing is proven",)))
     bundle = _element("testcase", name="the bundle as a whole", classname=report.bundle, time="0")
-    cases.append(_fail(bundle, whole) if whole else bundle)
-    failed = sum(case.find("failure") is not None for case in cases)
-    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(len(report.skipped))}
+    _judge(bundle, report.failures, report.unproven, accepts=accepts)
+    cases.append(bundle)
+    failed, skipped = (sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))
+    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
     suite = _element("testsuite", name=report.bundle, **counts)
     suite.extend(cases)
     return suite
 
 
-def _describe_run(bundle: str, run: RunReport) -> Iterator[ET.Element]:
+def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.Element]:
     """Yields a case for each thing that a run is judged by; what explains a failure stands in the first that fails."""
     outputs = {output.name: output for output in run.outputs}
     explanations = run.explanations
@@ -50,9 +52,8 @@ def _describe_run(bundle: str, run: RunReport) -> Iterator[ET.Element]:
         name = f"{gate.name} {gate.subject}" if gate.subject else gate.name
         case = _element("testcase", name=name, classname=f"{bundle}.{run.device}", time=f"{seconds:.3f}")
         # The explanations are of the run, and stand once: with the first gate that fails.
-        if gate.failures:
-            _fail(case, (*gate.failures, *explanations))
-            explanations = ()
+        _judge(case, (*gate.failures, *explanations) if gate.failures else (), gate.unproven, accepts=accepts)
+        explanations = () if gate.failures else explanations
         if gate.name == "run":
             facts = [f"evidence: {run.evidence}, {run.evidence.meaning}", f"samples: {run.samples}", *run.notes]
             case.append(_text("system-out", "\n".join(facts)))
@@ -86,11 +87,15 @@ def _describe_skip(bundle: str, skip: SkippedDevice) -> ET.Element:
     return case
 
 
-def _fail(case: ET.Element, failures: Sequence[str]) -> ET.Element:
-    failure = _element("failure", message=failures[0], type="verify")
-    failure.text = _clean("\n".join(failures))
-    case.append(failure)
-    return case
+def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *, accepts: bool) -> None:
+    """Says in a case why it failed, else why it is not proven: as a failure too, or as skipped where it is accepted."""
+    if unproven and not failures and accepts:
+        case.append(_element("skipped", message=f"not proven: {unproven[0]}"))
+    elif failures or unproven:
+        lines = (*failures, *(f"not proven: {line}" for line in unproven))
+        failure = _element("failure", message=lines[0], type="verify" if failures else "not proven")
+        failure.text = _clean("\n".join(lines))
+        case.append(failure)
 
 
 def _text(tag: str, text: str) -> ET.Element:

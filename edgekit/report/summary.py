@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit.check.report import CheckReport
+from edgekit.evidence import Verdict, worst_verdict
 from edgekit.quantize import Candidate, FloatNode
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.target import Form, Precision
@@ -40,9 +41,16 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
     verify: VerifyReport | None = None
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether the bundle was made and passed; one that was not verified is not proven."""
+        if self.path is None:
+            return "fail"
+        return "not proven" if self.verify is None else self.verify.verdict
+
+    @property
     def passed(self) -> bool:
         """True if the bundle was made and, where it was verified, passed."""
-        return self.path is not None and self.verify is not None and self.verify.passed
+        return self.verdict == "pass"
 
 
 class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +75,16 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     report: Path
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether every bundle was made and, if verification was asked for, passed it."""
+        if not self.verified:
+            return "fail" if any(bundle.path is None for bundle in self.bundles) else "pass"
+        return worst_verdict(bundle.verdict for bundle in self.bundles)
+
+    @property
     def passed(self) -> bool:
         """True if every bundle was made and, if verification was asked for, passed it."""
-        return all(bundle.passed or (not self.verified and bundle.path is not None) for bundle in self.bundles)
+        return self.verdict == "pass"
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Reports as tables for a terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from rich.table import Table
@@ -10,6 +10,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.self_test import SelfTest
+from edgekit.evidence import Verdict
 from edgekit.inspect.inspect import OnnxReport
 from edgekit.plain import to_plain
 from edgekit.report.checked import describe_taken
@@ -19,11 +20,13 @@ from edgekit.target import Target, TaskLimit
 from edgekit.verify.facts import FileReport, Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
-from edgekit.verify.report import RunReport, VerifyReport
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run_report import RunReport
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
 from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
+_COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UNKNOWN}
 
 
 def table_build(report: BuildReport) -> Table:
@@ -38,7 +41,7 @@ def table_build(report: BuildReport) -> Table:
             describe_size(bundle),
             describe_agreement(bundle.verify),
             describe_evidence(bundle.verify),
-            _result(report, bundle),
+            _result(bundle),
         )
     return table
 
@@ -62,10 +65,11 @@ def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
 def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
     yield from report.failures
+    yield from report.unproven
     for run in report.runs:
-        if run.task is not None:
-            yield from (f"{run.device}: {line}" for line in list_task(run.task, None))
+        yield from (f"{run.device}: {line}" for line in list_metric(run))
         yield from (f"{run.device}: {failure}" for failure in run.failures)
+        yield from (f"{run.device}: not proven: {line}" for line in run.unproven)
         yield from (f"{run.device}: {note}" for note in run.notes)
         yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
         yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
@@ -98,7 +102,7 @@ def table_verify(report: VerifyReport) -> Table:
                 _number(output.sqnr_db, "{:.1f} dB"),
                 _number(output.top1_agreement, "{:.1%}"),
                 _number(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
-                _verdict(passed=run.passed),
+                _verdict(run.verdict),
             )
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
@@ -111,7 +115,21 @@ def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]
         return
     got = f"{format_score(task, task.reference)} on the float model, {format_score(task, task.got)} here"
     yield f"{task.name} on {task.samples} labelled samples: {got}, {describe_difference(task)} points at 95 %"
-    yield from judge_task(task, limit)
+    found = judge_task(task, limit)
+    yield from found.failures
+    yield from (f"not proven: {line}" for line in found.unproven)
+
+
+def list_metric(run: RunReport) -> Iterator[str]:
+    """Yields the metric of a run, and that of a faster device over all labelled samples where there is one."""
+    yield from list_task(run.task, None)
+    stand_in = run.stand_in
+    if stand_in is not None:
+        agreed = f"{stand_in.agreeing} of {stand_in.compared} samples that both ran got the same score"
+        taken = "" if stand_in.agrees else ", so that it is not taken for this one's"
+        yield from (
+            f"{line}, as measured on {stand_in.device}{taken}: {agreed}" for line in list_task(stand_in.task, None)
+        )
 
 
 def table_device_figures(report: VerifyReport) -> Table:
@@ -167,7 +185,7 @@ def table_self_test(test: SelfTest) -> Table:
     """Returns what was tried on a device as a table: a row a check."""
     table = make_table("check", "result", "what was seen")
     for check in test.checks:
-        table.add_row(check.name, _verdict(passed=check.passed), check.detail)
+        table.add_row(check.name, _verdict("pass" if check.passed else "fail"), check.detail)
     return table
 
 
@@ -273,18 +291,18 @@ def _rank(run: RunReport) -> int:
     return list(type(run.evidence)).index(run.evidence)
 
 
-def _result(report: BuildReport, bundle: BundleSummary) -> Text:
+def _result(bundle: BundleSummary) -> Text:
     if bundle.path is None:
         return Text("no bundle", _BAD)
     if bundle.verify is None:
         return Text("not verified", _UNKNOWN)
     if not bundle.verify.runs:
-        return Text("nothing ran", _BAD if report.verified else _UNKNOWN)
-    return _verdict(passed=bundle.passed)
+        return Text("nothing ran", _UNKNOWN)
+    return _verdict(bundle.verdict)
 
 
-def _verdict(*, passed: bool) -> Text:
-    return Text("pass", _GOOD) if passed else Text("fail", _BAD)
+def _verdict(verdict: Verdict) -> Text:
+    return Text(verdict, _COLORS[verdict])
 
 
 def _number(value: float | None, form: str) -> str:

@@ -7,6 +7,7 @@ import msgspec
 from edgekit.evidence import Evidence
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.tasks.scores import TaskReport
 
 OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence.SAME_EP)
 """What runs the target's own provider, and so can tell what it takes."""
@@ -58,7 +59,7 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a run is judged by, and every reason why it does not pass there.
+    """One thing that a run is judged by, every reason why it does not pass there, and why that cannot be told.
 
     `name` is "run", "output", "metric", "placement", "costs", "session" or "file"; `subject` names the output,
     the metric or the file.
@@ -67,3 +68,22 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     name: Literal["run", "output", "metric", "placement", "costs", "session", "file"]
     subject: str = ""
     failures: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+
+
+class StandIn(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric over all labelled samples, measured on a faster device that computes the same.
+
+    `device` measured it. Of the `compared` samples that both ran, `agreeing` got the same score; `task` holds what the
+    device found, less what the other one lost on those.
+    """
+
+    device: str
+    task: TaskReport
+    compared: int
+    agreeing: int
+
+    @property
+    def agrees(self) -> bool:
+        """True if every sample that both ran got the same score: then the metric is the other device's too."""
+        return self.compared > 0 and self.agreeing == self.compared

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from edgekit.errors import DataError, OutputError, UsageError, quote_error
-from edgekit.evidence import Evidence
+from edgekit.evidence import Evidence, Verdict
 from edgekit.plain import to_json
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import Cost, RunReport, VerifyReport
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run_report import Cost, RunReport
 
 _SCHEMA_VERSION = 1
 # What SQLite can count to.
@@ -41,6 +42,11 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     passed: bool
     report: VerifyReport
+
+    @property
+    def verdict(self) -> Verdict:
+        """What was found then: a run that is recorded as one that did not pass is none today either."""
+        return "pass" if self.passed else "not proven" if self.report.verdict == "not proven" else "fail"
 
 
 class RunsDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,15 +220,16 @@ def _compare_output(device: str, before: OutputReport, now: OutputReport | None)
 
 
 def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
-    if before.task is not None and before.task.got is not None:
-        got = None if now.task is None or now.task.name != before.task.name else now.task.got
-        sign = 1.0 if before.task.higher_is_better else -1.0
-        interval = before.task.interval
+    old, new = before.settled_task, now.settled_task
+    if old is not None and old.got is not None:
+        got = None if new is None or new.name != old.name else new.got
+        sign = 1.0 if old.higher_is_better else -1.0
+        interval = old.interval
         slack = 0.0 if interval is None else (interval[1] - interval[0]) / 2
         if got is None:
-            yield f"metric '{before.task.name}' on {before.device} was not measured"
-        elif sign * (before.task.got - got) > slack + 1e-9:
-            yield f"metric '{before.task.name}' on {before.device} went to {got:.4g} from {before.task.got:.4g}"
+            yield f"metric '{old.name}' on {before.device} was not measured"
+        elif sign * (old.got - got) > slack + 1e-9:
+            yield f"metric '{old.name}' on {before.device} went to {got:.4g} from {old.got:.4g}"
     taken, left = before.provider_nodes.get(before.provider), now.provider_nodes.get(before.provider, 0)
     if taken and now.evidence is not Evidence.EMULATED and left < taken:
         yield f"{before.provider} on {before.device} takes {left} nodes, before {taken}"

@@ -20,7 +20,8 @@ from edgekit.recipe import Data
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.causes.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run import read_known, verify_bundle, write_report
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.saved import read_known, write_report
 from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 

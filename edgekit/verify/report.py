@@ -5,17 +5,12 @@ from typing import Literal
 
 import msgspec
 
-from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
-from edgekit.data.samples import spread_indices
-from edgekit.evidence import Evidence
+from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.target import Thresholds
-from edgekit.verify.facts import OBSERVING, FileReport, Gate, Located, PlacementGap
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
-from edgekit.verify.metrics.outputs import OutputReport, judge_output
-from edgekit.verify.tasks.accuracy import Accuracy
-from edgekit.verify.tasks.scores import TaskReport, judge_task
+from edgekit.verify.run_report import RunReport
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
 
@@ -26,101 +21,6 @@ _ADVICE: dict[str, str] = {
     "provider": "it rounds otherwise (half precision, kernels of its own); leave nodes where it matters to the CPU",
     "device": "the device computes otherwise than its emulator; compare driver and runtime versions",
 }
-# So many times the share of the work that may be lost, the share of the nodes may: most of them do little.
-_LOST_NODES = 4.0
-
-
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an earlier run of a model on the same device took; `source` says which run that was."""
-
-    source: str
-    latency_ms: float | None
-    peak_rss_bytes: int
-
-
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device did with the samples.
-
-    `provider` is the one that the target promises, `provider_nodes` counts the nodes that each provider took, as
-    observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `log` the
-    last words of its program then, and `notes` what it did otherwise than an app on the target. `task` is a metric that
-    needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
-    none: then they are not judged. `outputs_sha256` is of everything that came back, "" where not all of it did.
-    `located` tells of the layers as the device computes them, None where they were not looked at; `gap` of what ran on
-    the CPU although the provider was predicted to take it, None where that is not known. `files` tells of the model
-    files that the bundle ships beside the one that ran, where the device is the runtime that an app links.
-    """
-
-    device: str
-    evidence: Evidence
-    provider: str
-    form: str
-    samples: int
-    provider_nodes: dict[str, int]
-    placement_source: Literal["session", "profile", "log", "predicted"]
-    outputs: tuple[OutputReport, ...]
-    accuracy: Accuracy | None
-    latency_ms: Latency | None
-    load_ms: float
-    peak_rss_bytes: int
-    versions: dict[str, str]
-    thresholds: Thresholds
-    failure: str | None
-    notes: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
-    traps: tuple[str, ...] = ()
-    task: TaskReport | None = None
-    reference_cost: Cost | None = None
-    log: str = ""
-    outputs_sha256: str = ""
-    located: Located | None = None
-    gap: PlacementGap | None = None
-    planned_samples: int = 0
-    files: tuple[FileReport, ...] = ()
-
-    def find_places(self, count: int) -> tuple[int, ...]:
-        """Returns which of `count` samples ran, in their order: spread evenly, up to where the time was over."""
-        return spread_indices(count, self.planned_samples or self.samples)[: self.samples]
-
-    @property
-    def observes_placement(self) -> bool:
-        """True if the target's provider itself ran and told what it took."""
-        observed = self.placement_source != "predicted" and bool(self.provider_nodes)
-        return self.failure is None and self.evidence in OBSERVING and observed
-
-    @property
-    def gates(self) -> tuple[Gate, ...]:
-        """What the run is judged by, each with the reasons why it does not pass there."""
-        outputs = (
-            Gate(name="output", subject=output.name, failures=judge_output(output, self.thresholds))
-            for output in self.outputs
-        )
-        limit = self.thresholds.task
-        task = () if self.failure is not None or limit is None else judge_task(self.task, limit)
-        others = (
-            None if limit is None else Gate(name="metric", subject=limit.name, failures=task),
-            Gate(name="placement", failures=_judge_placement(self)) if self.evidence in OBSERVING else None,
-            Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
-            Gate(name="session", failures=self.findings) if self.findings else None,
-        )
-        files = (Gate(name="file", subject=file.file, failures=_judge_file(file, self)) for file in self.files)
-        return (Gate(name="run", failures=_judge_end(self)), *outputs, *filter(None, others), *files)
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Every reason why the run does not pass, one line each, and then what explains them."""
-        found = tuple(line for gate in self.gates for line in gate.failures)
-        return (*found, *self.explanations) if found else ()
-
-    @property
-    def explanations(self) -> tuple[str, ...]:
-        """What may explain that a run does not pass: known traps, and the layer."""
-        return (*self.traps, *_explain_layers(self.located))
-
-    @property
-    def passed(self) -> bool:
-        """True if there is no reason why not."""
-        return not self.failures
 
 
 class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +56,7 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     evidence: Evidence
-    passed: bool
+    verdict: Verdict
     sqnr_db: float | None
     top1_agreement: float | None
     accuracy: float | None
@@ -166,12 +66,18 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     same_as: str | None
 
+    @property
+    def passed(self) -> bool:
+        """True if nothing speaks against the device, and nothing was left open."""
+        return self.verdict == "pass"
+
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
     It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be
-    worth its while; a skipped device proves nothing. `taken_macs` is the predicted share of that work. The sizes are
+    worth its while; a skipped device proves nothing. Where nothing speaks against it and something was left open, or
+    no device ran, it is not proven. `taken_macs` is the predicted share of that work. The sizes are
     those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's manifest.
     `layers` are those of the quantized model against the float one, where both were at hand.
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
@@ -233,9 +139,20 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         return f"{part:.0%} of the error{cost} comes from the step '{step}'{where}: {_ADVICE[step]}"
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether the bundle passes, as far as that can be told."""
+        whole = Judgement(failures=self.failures, unproven=self.unproven).verdict
+        return worst_verdict((whole, *(run.verdict for run in self.runs)))
+
+    @property
     def passed(self) -> bool:
         """True if at least one device ran, every one that ran passed, and nothing else speaks against it."""
-        return bool(self.runs) and all(run.passed for run in self.runs) and not self.failures
+        return self.verdict == "pass"
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """Why nothing can be said of the bundle as a whole, one line each; what was left open of a run stands there."""
+        return () if self.runs else ("no device ran, so nothing is proven",)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -268,7 +185,7 @@ def _describe_device(run: RunReport, first: Mapping[str, str]) -> DeviceFigures:
     return DeviceFigures(
         device=run.device,
         evidence=run.evidence,
-        passed=run.passed,
+        verdict=run.verdict,
         sqnr_db=min(sqnr, default=None),
         top1_agreement=min(top1, default=None),
         accuracy=None if run.accuracy is None else run.accuracy.got,
@@ -310,78 +227,3 @@ def _judge_required(names: Sequence[str], runs: Sequence[RunReport], skipped: Se
 
 def _is_named(device: str, name: str) -> bool:
     return device == name or device.startswith(f"{name}:")
-
-
-def _judge_end(run: RunReport) -> tuple[str, ...]:
-    if run.failure is not None:
-        return (f"the device failed: {run.failure}",)
-    if not any(output.elements != 0 for output in run.outputs):
-        return ("nothing was compared" + (": every output is empty" if run.outputs else ""),)
-    return ()
-
-
-def _judge_file(file: FileReport, run: RunReport) -> tuple[str, ...]:
-    if file.failure is not None:
-        return (f"the bundle ships '{file.file}', which does not run there: {file.failure}",)
-    if run.provider != CPU_PROVIDER and file.provider_nodes and not file.provider_nodes.get(run.provider):
-        return (f"the bundle ships '{file.file}', of which {run.provider} takes no node there",)
-    lines = (line for output in file.outputs for line in judge_output(output, run.thresholds))
-    return tuple(f"'{file.file}': {line}" for line in lines)
-
-
-def _judge_placement(run: RunReport) -> tuple[str, ...]:
-    if run.evidence not in OBSERVING or run.provider == CPU_PROVIDER or run.failure is not None:
-        return ()
-    if run.placement_source == "predicted" or not run.provider_nodes:
-        return (f"placement was not observed, so {run.provider} may have taken no node",)
-    if not run.provider_nodes.get(run.provider):
-        return (f"silent fallback: {run.provider} took no node, the run used {_name_counts(run.provider_nodes)}",)
-    found: list[str] = []
-    gap, most = run.gap, run.thresholds.max_lost_share
-    # One node may fall back without harm, as a Softmax at the end does; the work that it does counts all the same.
-    if gap is not None and (gap.lost_macs > most or (gap.lost > 1 and gap.lost > _LOST_NODES * most * gap.predicted)):
-        names = ", ".join(f"'{name}'" for name in gap.nodes[:5]) + (", ..." if gap.lost > 5 else "")
-        lost = f"{gap.lost} of the {gap.predicted} nodes that {run.provider} was predicted to take"
-        found.append(f"silent fallback: {lost} ran on {CPU_PROVIDER}, {gap.lost_macs:.0%} of the work: {names}")
-    # What a device does not tell of may not lie on the provider either.
-    hidden = 0 if gap is None else gap.hidden
-    left, limit = run.provider_nodes.get(CPU_PROVIDER, 0) + hidden, run.thresholds.max_cpu_nodes
-    if limit is not None and left > limit:
-        found.append(f"{left} nodes were left to {CPU_PROVIDER}, more than {limit}")
-    return tuple(found)
-
-
-def _judge_cost(run: RunReport) -> Iterator[str]:
-    """Yields what is slower or larger than the reference run; a run without one is not judged."""
-    reference, limits = run.reference_cost, run.thresholds
-    if reference is None:
-        return
-    pairs = (
-        ("latency", run.latency_ms.median if run.latency_ms else None, reference.latency_ms, limits.max_latency_ratio),
-        ("peak memory", run.peak_rss_bytes, reference.peak_rss_bytes, limits.max_memory_ratio),
-    )
-    for name, value, before, most in pairs:
-        if not before or most is None or run.failure is not None:
-            continue
-        # A device that gives none, or one that cannot be, must not pass on that.
-        if not value:
-            yield f"{name} was not measured, and {reference.source} has one to hold it against"
-        elif value > most * before:
-            yield f"{name} is {value / before:.2f} times that of {reference.source}, more than {most:g} times"
-
-
-def _explain_layers(located: Located | None) -> tuple[str, ...]:
-    if located is None:
-        return ()
-    if located.layer is not None:
-        layer = next((layer for layer in located.layers if layer.name == located.layer), None)
-        own = None if layer is None else layer.own_sqnr_db
-        alone = "" if own is None else f": {own:.1f} dB by itself, given what it had on the device"
-        return (f"the first layer that the device computes otherwise than this machine is '{located.layer}'{alone}",)
-    if not located.notes or located.found_by == "tensors":
-        return ("each layer computes there what it computes on this machine: the loss is in the model, not the device",)
-    return ()
-
-
-def _name_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{provider} ({nodes} nodes)" for provider, nodes in sorted(counts.items()))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import open_regular, work_folder, write_file
+from edgekit._files import work_folder
 from edgekit.bench.latency import describe_drift, find_false_times, summarize_latency
-from edgekit.bundle.folder import VERIFY, Bundle
+from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.snapshot import snapshot_bundle
@@ -19,14 +19,13 @@ from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.parallel import run_each, run_together
-from edgekit.errors import DataError, EdgekitError
+from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine
-from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
-from edgekit.verify.causes.honesty import describe_older, find_replay, find_sameness, find_version
+from edgekit.verify.causes.honesty import describe_older, describe_outdated, find_replay, find_sameness, find_version
 from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, find_own_half_values
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
@@ -39,12 +38,12 @@ from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
-from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
+from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.run_report import RunReport
+from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
 from edgekit.verify.tasks.accuracy import measure_accuracy
+from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import measure_task
-
-# A report of a thousand layers on eight devices has some megabytes.
-_MAX_REPORT_BYTES = 64 << 20
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +78,14 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     def false_times(self) -> str | None:
         """Why the times of the device are not believed, None where they are."""
         return find_false_times(self.run.latency_ms, self.elapsed_ms)
+
+
+class _Done(msgspec.Struct, frozen=True, kw_only=True):
+    """A run with what is needed to hold it against others, None where not all came back."""
+
+    report: RunReport
+    held: Held | None = None
+    scored: Scored | None = None
 
 
 def verify_bundle(
@@ -133,47 +140,6 @@ def verify_bundle(
     )
 
 
-def write_report(bundle: Bundle, report: VerifyReport) -> Path:
-    """Writes `verify.json` into the bundle, beside what the manifest covers, and returns its path.
-
-    Raises:
-        OutputError: the bundle cannot be written.
-    """
-    path = bundle.folder / VERIFY
-    write_file(path, to_json(report).encode())
-    return path
-
-
-def read_report(path: Path) -> VerifyReport:
-    """Returns the facts of a `verify.json`; the verdicts in it are not believed but computed again.
-
-    Raises:
-        DataError: the file is missing or malformed.
-    """
-    try:
-        with open_regular(path) as file:
-            data = file.read(_MAX_REPORT_BYTES + 1)
-        if len(data) > _MAX_REPORT_BYTES:
-            raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint="edgekit verify BUNDLE writes it")
-        return msgspec.json.decode(data, type=VerifyReport)
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}", hint="edgekit verify BUNDLE writes it") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"'{path}' is malformed: {error}", hint="edgekit verify BUNDLE writes it again") from error
-
-
-def read_known(bundle: Bundle) -> VerifyReport | None:
-    """Returns what an earlier verification of exactly this bundle found, None where there is none that can be read.
-
-    No digest covers it, and anybody may have written it: it is history, and no verdict may rest on it.
-    """
-    try:
-        report = read_report(bundle.folder / VERIFY)
-    except DataError:
-        return None
-    return report if report.bundle_sha256 == bundle.sha256 else None
-
-
 def _find_present(devices: Sequence[Device]) -> tuple[list[Device], tuple[SkippedDevice, ...]]:
     found = [(device, device.find_missing()) for device in devices]
     skipped = (
@@ -193,17 +159,21 @@ def _run_devices(
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
-        def run(device: Device) -> tuple[RunReport, Held | None]:
+        def run(device: Device) -> _Done:
             progress(f"verify {bundle.manifest.name} on {device.name}")
             return _run_device(private, device, asked)
 
-        runs, broken = list[tuple[RunReport, Held | None]](), list[str]()
+        runs, broken = list[_Done](), list[str]()
         # Devices start slowly: what this process looks at itself is done by then.
         run_together([lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(list_broken_forms(private))])
-        return tuple(report for report, _ in runs), tuple(broken), tuple(held for _, held in runs if held is not None)
+        reports = tuple(done.report for done in runs)
+        if asked.task is not None:
+            scored = [(done.report, done.scored) for done in runs]
+            reports = add_stand_ins(private, asked.golden or private.golden, asked.task, scored, work / "stand-in")
+        return reports, tuple(broken), tuple(done.held for done in runs if done.held is not None)
 
 
-def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> tuple[RunReport, Held | None]:
+def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
     golden = asked.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
     rows = spread_indices(golden.samples, plan.samples)
@@ -213,7 +183,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> tuple[RunRepor
         try:
             run = device.run_job(job, work)
         except EdgekitError as error:
-            return _report_absent(bundle, device, plan, error), None
+            return _Done(report=_report_absent(bundle, device, plan, error))
         elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]
@@ -236,8 +206,16 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> tuple[RunRepor
         )
         # A run whose outputs were not digested is not whole.
         if not report.outputs_sha256:
-            return report, None
-        return report, hold_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
+            return _Done(report=report)
+        held = hold_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
+        return _Done(report=report, held=held, scored=_score(trial, asked))
+
+
+def _score(trial: _Trial, asked: _Asked) -> Scored | None:
+    labels = read_labels(trial.golden)
+    if asked.task is None or labels is None:
+        return None
+    return score_run(asked.task, labels, trial.rows, trial.run.outputs, trial.run.device, trial.elapsed_ms)
 
 
 def _report_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:
@@ -264,7 +242,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     """Returns the facts of a run; what may explain them is not looked for yet."""
     bundle, run = trial.bundle, trial.run
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
-    classes, labels = read_classes(trial.golden), read_labels(trial.golden)
+    classes = read_classes(trial.golden)
     counts, gap = Counter(node.provider for node in run.placement), find_gap(run, trial.job)
     hidden, (outputs, excused) = describe_hidden(gap), _compare(trial)
     return RunReport(
@@ -282,9 +260,8 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         accuracy=None
         if classes is None
         else measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows]),
-        task=None
-        if asked.task is None or labels is None
-        else measure_task(asked.task, trial.reference, run.outputs, [labels[row] for row in trial.rows]),
+        task=_measure_task(trial, asked),
+        outdated=describe_outdated(run, bundle.manifest.minimum_ort) or "",
         latency_ms=latency,
         load_ms=run.load_ms,
         peak_rss_bytes=run.peak_rss_bytes,
@@ -295,6 +272,14 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
+
+
+def _measure_task(trial: _Trial, asked: _Asked) -> TaskReport | None:
+    labels = read_labels(trial.golden)
+    if asked.task is None or labels is None:
+        return None
+    found = measure_task(asked.task, trial.reference, trial.run.outputs, [labels[row] for row in trial.rows])
+    return msgspec.structs.replace(found, labelled=len(labels))
 
 
 def _compare(trial: _Trial) -> tuple[tuple[OutputReport, ...], tuple[str, ...]]:

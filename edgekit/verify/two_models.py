@@ -15,6 +15,7 @@ from edgekit.check.check import check_model
 from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.devices.device import Device, Job
+from edgekit.evidence import Verdict
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target, TaskLimit
@@ -58,11 +59,16 @@ class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
             return self.located.layer
         return name_first_bad(self.layers)
 
+    def judge(self, min_sqnr_db: float | None) -> Verdict:
+        """Returns whether the outputs are comparable, finite and not below this ratio; metric and layers good."""
+        is_near = bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
+        if self.failure is not None or self.first_bad_layer is not None or not is_near:
+            return "fail"
+        return judge_task(self.task, self.task_limit).verdict
+
     def reaches(self, min_sqnr_db: float | None) -> bool:
-        """Returns True if the outputs are comparable, finite and not below this ratio; metric and layers good."""
-        if self.failure is not None or self.first_bad_layer is not None or judge_task(self.task, self.task_limit):
-            return False
-        return bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
+        """Returns True if nothing speaks against `b`, and nothing was left open."""
+        return self.judge(min_sqnr_db) == "pass"
 
 
 def output_reaches(output: OutputReport, min_sqnr_db: float | None) -> bool:

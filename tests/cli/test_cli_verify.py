@@ -238,8 +238,9 @@ def test_compare_takes_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
     task = json.loads(capsys.readouterr().out)["task"]
     assert (task["samples"], task["reference"] == task["got"]) == (40, True)
     strict = ["--metric", "top1", "--labels", str(LABELS), "--max-metric-drop", "0.5"]
-    assert run_command([*asked, *strict]) == 1
-    assert "samples would tell" in capsys.readouterr().out
+    assert run_command([*asked, *strict]) == 3
+    assert "not proven: metric 'top1' is 0.00 points worse" in capsys.readouterr().out
+    assert run_command([*asked, *strict, "--accept-unproven"]) == 0
     assert run_command([*asked, "--metric", "top1"]) == 2
 
 

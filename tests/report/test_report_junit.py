@@ -13,7 +13,8 @@ from edgekit.report.junit import render_junit
 from edgekit.report.pages.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import Cost, RunReport, SkippedDevice, VerifyReport
+from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.run_report import Cost, RunReport
 
 HOSTILE = "</testcase><script>alert(1)</script>\"'&]]>\x00\x1b[31m\x85\ud800\ufffe"
 CLEANED = "</testcase><script>alert(1)</script>\"'&]]>[31m"
@@ -133,8 +134,26 @@ def test_what_else_a_run_is_judged_by_is_a_case() -> None:
     failed = [case.get("name") for case in suite if case.find("failure") is not None]
     assert failed == ["metric top1", "placement", "session"]
     texts = [failure.text or "" for failure in suite.iter("failure")]
-    assert ["no VNNI" in text for text in texts] == [True, False, False]
+    # What explains a failure does not explain what is not proven.
+    assert ["no VNNI" in text for text in texts] == [False, True, False]
+    assert [failure.get("type") for failure in suite.iter("failure")] == ["not proven", "verify", "verify"]
+    assert texts[0].startswith("not proven: metric 'top1' was not measured")
     assert "silent fallback" in texts[1]
+
+
+def test_what_is_not_proven_is_skipped_where_that_is_accepted() -> None:
+    limits = msgspec.structs.replace(GOOD.thresholds, task=TaskLimit(name="top1", max_drop=0.5))
+    report = _report(msgspec.structs.replace(GOOD, thresholds=limits), skipped=())
+    for accepts, counts in ((False, ("1", "0")), (True, ("0", "1"))):
+        root = ET.fromstring(render_junit((report,), accept_unproven=accepts))  # noqa: S314 - our own text
+        assert list(_find_faults(root)) == []
+        (suite,) = root
+        assert (suite.get("failures"), suite.get("skipped")) == counts
+    # What failed is a failure all the same, and so is that nothing ran until somebody takes that for enough.
+    (suite,) = ET.fromstring(render_junit((_report(BAD),), accept_unproven=True))  # noqa: S314 - our own text
+    assert suite.get("failures") == "1"
+    (suite,) = ET.fromstring(render_junit((_report(),)))  # noqa: S314 - our own text
+    assert suite.get("failures") == "1"
 
 
 def test_several_targets_are_several_suites() -> None:

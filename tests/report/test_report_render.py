@@ -13,7 +13,8 @@ from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import RunReport, SkippedDevice, VerifyReport
+from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.run_report import RunReport
 
 HOSTILE = "<script>alert(1)</script>"
 

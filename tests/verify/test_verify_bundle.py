@@ -24,7 +24,8 @@ from edgekit.plain import to_json
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.attribute import keep_attribution, share_loss
 from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report, require_devices
-from edgekit.verify.run import read_known, read_report, verify_bundle, write_report
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.saved import read_known, read_report, write_report
 
 
 @pytest.fixture
@@ -240,13 +241,15 @@ def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
 def test_a_gate_on_the_bound_needs_enough_samples(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess()])
     strict = msgspec.structs.replace(bundle.manifest.thresholds, gate="bound")
-    (line,) = recheck_report(report, strict).runs[0].failures
-    assert "has top-1 agreement 1, and with 6 samples it could be 0.6097, below 0.9" in line
+    held = recheck_report(report, strict)
+    assert (held.verdict, held.runs[0].failures) == ("not proven", ())
+    (line,) = held.runs[0].unproven
+    assert "has top-1 agreement 1, and with 6 samples it could be 0.6097, below 0.9: about 35 samples would" in line
     many = msgspec.structs.replace(report.runs[0].outputs[0], samples=64, top1_interval=(0.943, 1.0))
     run = msgspec.structs.replace(report.runs[0], outputs=(many,), thresholds=strict)
     assert run.passed
     loud = msgspec.structs.replace(many, sqnr_db=14.0, sqnr_interval_db=(11.0, 17.0))
-    assert "it could be 11 dB" in msgspec.structs.replace(run, outputs=(loud,)).failures[0]
+    assert "it could be 11 dB" in msgspec.structs.replace(run, outputs=(loud,)).unproven[0]
 
 
 def test_the_size_is_limited(bundle: Bundle) -> None:
@@ -268,7 +271,9 @@ def test_a_metric_is_measured_on_both_sides_and_judged(bundle: Bundle) -> None:
     assert bad is not None
     assert (good.samples, good.difference) == (6, 0.0)
     strict = recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=limit))
-    assert "metric 'top1' is 0.00 points worse" in strict.runs[0].failures[0]
+    assert "metric 'top1' is 0.00 points worse" in strict.runs[0].unproven[0]
+    assert [run.verdict for run in strict.runs] == ["not proven", "fail"]
+    assert strict.verdict == "fail"
     fair = msgspec.structs.replace(limit, gate="estimate")
     fairly = recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=fair))
     assert fairly.runs[0].passed
@@ -278,7 +283,9 @@ def test_a_metric_is_measured_on_both_sides_and_judged(bundle: Bundle) -> None:
 def test_a_metric_without_labels_is_no_pass(tmp_path: Path) -> None:
     report = verify_bundle(make_bundle(tmp_path), [InProcess()], task=TaskLimit(name="top1"))
     limits = msgspec.structs.replace(report.runs[0].thresholds, task=TaskLimit(name="top1"))
-    assert "metric 'top1' was not measured: it needs labels" in recheck_report(report, limits).runs[0].failures[0]
+    found = recheck_report(report, limits)
+    assert "metric 'top1' was not measured: it needs labels" in found.runs[0].unproven[0]
+    assert (found.verdict, found.passed) == ("not proven", False)
 
 
 def test_labels_that_are_texts_go_into_the_bundle(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
-from edgekit.verify.report import RunReport
+from edgekit.verify.run_report import RunReport
 
 ROWS: list[Tensors] = [
     {"y": row} for row in np.random.default_rng(0).normal(size=(8, 1, 10)).astype(np.float32)

@@ -15,12 +15,13 @@ from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError
 from edgekit.inspect.diff import compare_versions
-from edgekit.jobs.release import join_verified, sign_verified
+from edgekit.jobs.release import Allowed, join_verified, sign_verified
 from edgekit.verify.causes.attribute import keep_attribution
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.evidence import LayerEvidence, encode_evidence, read_evidence
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run import read_known, verify_bundle, write_report
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.saved import read_known, write_report
 
 BAD = LayerReport(
     name="mul", op="MatMul", tensor="xw", sqnr_db=30.0, max_abs=0.1, own_sqnr_db=30.0, own_bias=0.0,
@@ -105,7 +106,7 @@ def test_a_joined_folder_is_not_signed_where_a_layer_fails(tmp_path: Path, targe
     with pytest.raises(BundleError, match="has a layer that is not the float model's"):
         sign_verified(joined, tmp_path / "key")
     assert not (joined / "signature.json").exists()
-    signed, doubts = sign_verified(joined, tmp_path / "key", allow_failed=True)
+    signed, doubts = sign_verified(joined, tmp_path / "key", allowed=Allowed(failed=True))
     assert len(doubts) == len(targets)
     assert signed.attested.result == "FAILED"
     assert signed.attested.failed_tests == tuple(f"tiny-{target}" for target in sorted(targets, key=ORDER.index))

@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 
 from edgekit.data.wilson import wilson_interval
+from edgekit.evidence import Judgement
 from edgekit.model.tensors import Array
 from edgekit.target import TaskLimit, Thresholds
-from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
-from edgekit.verify.metrics.outputs import OutputReport, format_near, judge_output
+from edgekit.verify.metrics.intervals import (
+    bootstrap_pairs,
+    find_enough,
+    find_enough_hits,
+    find_enough_pairs,
+    interval_of_pairs,
+)
+from edgekit.verify.metrics.outputs import OutputReport, doubt_output, format_near, judge_output
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
@@ -27,7 +34,7 @@ def passes(hits: int, total: int, limits: Thresholds) -> bool:
         name="y", samples=total, cosine=1.0, sqnr_db=50.0, top1_agreement=hits / total,
         top1_interval=wilson_interval(hits, total),
     )  # fmt: skip
-    return not judge_output(report, limits)
+    return not judge_output(report, limits) and not doubt_output(report, limits)
 
 
 def chance(total: int, share: float, limits: Thresholds) -> float:
@@ -68,9 +75,9 @@ def test_an_accuracy_that_truly_drops_two_points_too_far_seldom_passes(total: in
         report = TaskReport(
             name="top1", output="y", samples=total, unit="share", higher_is_better=True,
             reference=float(before.mean()), got=float(now.mean()),
-            interval=interval_of_pairs(before.tolist(), now.tolist()),
+            interval=interval_of_pairs(total, int((now & ~before).sum()), int((before & ~now).sum())),
         )  # fmt: skip
-        passed += not judge_task(report, limit)
+        passed += judge_task(report, limit).verdict == "pass"
     assert passed / draws <= LUCK
 
 
@@ -88,7 +95,7 @@ def test_a_bootstrapped_metric_that_truly_drops_too_far_seldom_passes() -> None:
             name="psnr", output="y", samples=100, unit="dB", higher_is_better=True,
             reference=float(before.mean()), got=float(now.mean()), interval=interval,
         )  # fmt: skip
-        passed += not judge_task(report, limit)
+        passed += judge_task(report, limit).verdict == "pass"
     assert passed / draws <= LUCK
 
 
@@ -140,9 +147,13 @@ def test_an_output_is_refused_for_each_figure_below_its_limit(figures: dict[str,
 )
 def test_on_the_bound_the_worst_end_of_an_interval_counts(figures: dict[str, Any], words: str) -> None:
     report = OutputReport(**{"name": "y", "samples": 10, "cosine": 0.9, **figures})
-    lines = judge_output(report, msgspec.structs.replace(LIMITS, gate="bound"))
-    assert len(lines) == bool(words)
-    assert words in "".join(lines)
+    limits = msgspec.structs.replace(LIMITS, gate="bound")
+    failed, left_open = judge_output(report, limits), doubt_output(report, limits)
+    assert len(failed + left_open) == bool(words)
+    assert words in "".join(failed + left_open)
+    # What the figure itself misses fails; what only the interval misses is not proven.
+    assert bool(left_open) == ("could be" in words)
+    assert doubt_output(report, LIMITS) == ()
 
 
 @pytest.mark.parametrize(
@@ -191,23 +202,25 @@ def scored(**fields: Any) -> TaskReport:
 def test_a_metric_keeps_its_limit_or_says_by_how_much_it_does_not(
     limit: dict[str, Any], fields: dict[str, Any], words: str
 ) -> None:
-    lines = judge_task(scored(**fields), TaskLimit(name="m", **limit))
+    found = judge_task(scored(**fields), TaskLimit(name="m", **limit))
+    lines = found.failures + found.unproven
     assert len(lines) == bool(words)
     assert words in "".join(lines)
+    is_open = "could be" in words or "too few" in words
+    assert found.verdict == ("pass" if not words else "not proven" if is_open else "fail")
 
 
 def test_no_limit_is_kept_by_all_and_another_metric_is_none() -> None:
-    assert judge_task(scored(), None) == judge_task(None, None) == ()
-    assert "needs labels" in judge_task(scored(name="other"), TaskLimit(name="m", max_drop=9.0))[0]
+    assert judge_task(scored(), None) == judge_task(None, None) == Judgement()
+    assert "needs labels" in judge_task(scored(name="other"), TaskLimit(name="m", max_drop=9.0)).unproven[0]
 
 
 def test_the_interval_of_pairs_is_that_of_agresti_and_min() -> None:
-    before, now = [True] * 8 + [False] * 2, [True] * 7 + [False] + [True] * 2
     centre, half = 1 / 12, 1.959964 * ((2 + 1 + 1 - 1 / 12) ** 0.5) / 12
-    assert interval_of_pairs(before, now) == pytest.approx((centre - half, centre + half), abs=1e-6)
-    assert interval_of_pairs([True], [True])[0] < -0.5
-    assert interval_of_pairs([True] * 50, [False] * 50)[0] == -1.0
-    assert interval_of_pairs([False] * 50, [True] * 50)[1] == 1.0
+    assert interval_of_pairs(10, 2, 1) == pytest.approx((centre - half, centre + half), abs=1e-6)
+    assert interval_of_pairs(1, 0, 0)[0] < -0.5
+    assert interval_of_pairs(50, 0, 50)[0] == -1.0
+    assert interval_of_pairs(50, 50, 0)[1] == 1.0
 
 
 def test_the_paired_bootstrap_draws_both_sides_alike() -> None:
@@ -243,3 +256,25 @@ def test_a_figure_that_cannot_be_is_not_read(field: str, good: float, bad: float
         text = json.dumps({"name": "y", "samples": 1, field: value})
         with contextlib.nullcontext() if reads else pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(text, type=OutputReport)
+
+
+@pytest.mark.parametrize(
+    ("total", "gained", "lost", "points"), [(24, 0, 0, 1.0), (100, 1, 1, 1.0), (100, 1, 2, 3.0), (8, 0, 0, 0.1)]
+)
+def test_as_many_samples_as_would_do_do(total: int, gained: int, lost: int, points: float) -> None:
+    enough = find_enough_pairs(total, gained, lost, -points / 100)
+    assert enough is not None
+    scale = enough / total
+    assert interval_of_pairs(enough, round(gained * scale), round(lost * scale))[0] >= -points / 100 - 2e-4
+    assert interval_of_pairs(int(0.7 * enough), *(round(0.7 * scale * n) for n in (gained, lost)))[0] < -points / 100
+
+
+def test_where_no_number_of_samples_would_do_none_is_named() -> None:
+    assert find_enough_pairs(100, 0, 5, -0.05) is None
+    assert find_enough(100, 1.0, 0.0) is None
+    assert find_enough(100, 1.0, -1.0) is None
+    assert find_enough(100, 2.0, 1.0) == 400
+    assert find_enough_hits(100, 0.9, 0.9) is None
+    enough = find_enough_hits(6, 1.0, 0.9)
+    assert enough is not None
+    assert wilson_interval(enough, enough)[0] >= 0.9 > wilson_interval(enough - 1, enough - 1)[0]

@@ -30,8 +30,8 @@ from edgekit.verify.metrics.dependence import (
     may_be_rounded,
 )
 from edgekit.verify.metrics.sketch import BUCKETS, sketch_samples
-from edgekit.verify.report import RunReport
 from edgekit.verify.run import verify_bundle
+from edgekit.verify.run_report import RunReport
 
 COUNT = 16
 

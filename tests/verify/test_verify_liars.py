@@ -18,6 +18,7 @@ from edgekit.bundle.golden.golden import Golden, make_golden, read_inputs, read_
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
+from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
@@ -238,7 +239,9 @@ FAILS: dict[str, tuple[Callable[[Case], InProcess], str]] = {
     "a node that nobody predicted": (retelling(add_node), "Conv more than the 2 there are"),
     "a node of the model left out": (retelling(hide("conv1")), "its placement is not whole"),
     "a layer on the CPU": (retelling(move(["conv1"])), "was predicted to take ran on"),
-    "an older ONNX Runtime": (telling(versions={"onnxruntime": "1.12.0"}), "it ran ONNX Runtime 1.12.0"),
+    "an older ONNX Runtime": (
+        telling(versions={"onnxruntime": "1.12.0"}, evidence=Evidence.DEVICE), "it ran ONNX Runtime 1.12.0"
+    ),
     "a provider of another name": (lambda _: InProcess(provider="NnapiExecutionProvider2"), "silent fallback"),
 }  # fmt: skip
 

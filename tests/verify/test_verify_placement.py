@@ -24,8 +24,9 @@ from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.facts import PlacementGap
-from edgekit.verify.report import RunReport, recheck_report
+from edgekit.verify.report import recheck_report
 from edgekit.verify.run import verify_bundle
+from edgekit.verify.run_report import RunReport
 
 Change = Callable[[onnx.ModelProto], None]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_mean_average_precision() -> None:
     report = measure("map", [right] * 40, [right] * 20 + [wrong] * 20, labels * 20, max_drop=5)
     assert report.interval is not None
     assert report.interval[0] < -0.5 < report.interval[1] < -0.3
-    assert judge_task(report, TaskLimit(name="map", max_drop=5.0))
+    assert judge_task(report, TaskLimit(name="map", max_drop=5.0)).verdict == "fail"
     renamed = [{"b": value["boxes"], "s": value["scores"], "c": value["classes"]} for value in (right, right)]
     assert score("map", renamed, labels, output="b,s,c") == pytest.approx(1.0)
     with pytest.raises(DataError, match="map needs three outputs"):
@@ -195,7 +196,7 @@ def test_what_is_wrong_is_said() -> None:
 def test_a_sample_that_does_not_come_back_is_no_measurement(got: list[Tensors]) -> None:
     report = measure("top1", ranked(1, 2, 3), got, [1, 2, 3], max_drop=50.0)
     assert (report.got, report.difference) == (None, None)
-    assert "was not measured on every sample" in judge_task(report, TaskLimit(name="top1", max_drop=50.0))[0]
+    assert "was not measured on every sample" in judge_task(report, TaskLimit(name="top1", max_drop=50.0)).failures[0]
 
 
 LIMIT = TaskLimit(name="top1", max_drop=0.5)
@@ -207,31 +208,51 @@ def agree(samples: int, wrong: int = 0) -> TaskReport:
     return measure("top1", ranked(*labels), got, labels)
 
 
-def test_a_hundred_samples_do_not_pass_by_luck() -> None:
-    (line,) = judge_task(agree(100), LIMIT)
+def test_a_hundred_samples_prove_neither_pass_nor_fail() -> None:
+    found = judge_task(agree(100), LIMIT)
+    assert (found.verdict, found.failures) == ("not proven", ())
+    (line,) = found.unproven
     assert "is 0.00 points worse than the float model, and with 100 samples it could be 1.92, more than 0.5" in line
-    assert "samples would tell" in line
-    assert judge_task(agree(100), msgspec.structs.replace(LIMIT, gate="estimate")) == ()
-    assert judge_task(agree(600), LIMIT) == ()
+    told = re.search(r"about (\d+) samples would tell", line)
+    assert told is not None
+    # As many as it says pass, and not because there are far too many.
+    assert judge_task(agree(int(told[1])), LIMIT).verdict == "pass"
+    assert judge_task(agree(int(0.9 * int(told[1]))), LIMIT).verdict == "not proven"
+    assert judge_task(agree(100), msgspec.structs.replace(LIMIT, gate="estimate")).verdict == "pass"
+    assert judge_task(agree(600), LIMIT).verdict == "pass"
+
+
+def test_a_part_of_the_labelled_samples_fails_only_beyond_chance() -> None:
+    for wrong, labelled, verdict in ((1, 8, "fail"), (1, 400, "not proven"), (6, 400, "fail"), (0, 400, "not proven")):
+        report = msgspec.structs.replace(agree(8, wrong), labelled=labelled)
+        assert judge_task(report, LIMIT).verdict == verdict, (wrong, labelled)
+    (line,) = judge_task(msgspec.structs.replace(agree(8, 1), labelled=400), LIMIT).unproven
+    assert "on 8 of 400 labelled samples" in line
 
 
 def test_a_drop_beyond_the_limit_is_a_no_however_it_is_judged() -> None:
     for gate in ("bound", "estimate"):
         limit = msgspec.structs.replace(LIMIT, gate=gate)
-        assert "is 1.00 points worse than the float model, more than 0.5" in judge_task(agree(600, 6), limit)[0]
+        assert (
+            "is 1.00 points worse than the float model, more than 0.5" in judge_task(agree(600, 6), limit).failures[0]
+        )
 
 
 def test_a_share_of_the_float_model() -> None:
     limit = TaskLimit(name="top1", min_share=0.98)
-    assert judge_task(agree(600, 1), limit) == ()
-    assert "could be 97.7%" in judge_task(agree(600, 8), limit)[0]
-    assert "is 97.0% of the float model's, less than 98.0%" in judge_task(agree(600, 18), limit)[0]
+    assert judge_task(agree(600, 1), limit).verdict == "pass"
+    found = judge_task(agree(600, 8), limit)
+    assert found.verdict == "not proven"
+    assert "could be 97.7%" in found.unproven[0]
+    assert "is 97.0% of the float model's, less than 98.0%" in judge_task(agree(600, 18), limit).failures[0]
 
 
 def test_a_least_value_and_what_is_missing() -> None:
-    assert judge_task(agree(600, 60), TaskLimit(name="top1", at_least=0.95)) == ("metric 'top1' is 90.0%, below 0.95",)
-    assert "was not measured: it needs labels" in judge_task(None, LIMIT)[0]
-    assert "was not measured" in judge_task(agree(600), TaskLimit(name="top5", max_drop=0.5))[0]
+    assert judge_task(agree(600, 60), TaskLimit(name="top1", at_least=0.95)).failures == (
+        "metric 'top1' is 90.0%, below 0.95",
+    )
+    assert "was not measured: it needs labels" in judge_task(None, LIMIT).unproven[0]
+    assert "was not measured" in judge_task(agree(600), TaskLimit(name="top5", max_drop=0.5)).unproven[0]
 
 
 def test_more_errors_are_worse() -> None:
@@ -240,10 +261,10 @@ def test_more_errors_are_worse() -> None:
     report = measure("edit-distance", spoken(*labels), spoken(*got), labels)
     assert report.interval is not None
     assert report.interval[0] > 0
-    assert "points worse" in judge_task(report, TaskLimit(name="edit-distance", max_drop=5.0))[0]
-    assert judge_task(report, TaskLimit(name="edit-distance", max_drop=90.0)) == ()
+    assert "points worse" in judge_task(report, TaskLimit(name="edit-distance", max_drop=5.0)).failures[0]
+    assert judge_task(report, TaskLimit(name="edit-distance", max_drop=90.0)).verdict == "pass"
     few = measure("edit-distance", spoken(*labels[:9]), spoken(*labels[:9]), labels[:9])
-    assert "too few samples (9)" in judge_task(few, TaskLimit(name="edit-distance", max_drop=5.0))[0]
+    assert "too few samples (9)" in judge_task(few, TaskLimit(name="edit-distance", max_drop=5.0)).unproven[0]
 
 
 def test_labels_of_every_form_are_read(tmp_path: Path) -> None:

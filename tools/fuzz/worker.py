@@ -211,7 +211,7 @@ def judge(
         yield "traceback", _place_of(told.trace), told.trace
     if "Traceback (most recent call last)" in told.words + told.shown:
         yield "traceback in words", _place_of(told.words), told.words
-    if told.code not in {0, 1, 2}:
+    if told.code not in {0, 1, 2, 3}:
         yield "exit code", str(told.code), told.words
     lines = told.words.strip().splitlines()
     if told.code == 2 and (len(lines) != 1 or not lines[0].startswith("edgekit: error: ")):
@@ -222,7 +222,7 @@ def judge(
         yield "warning", told.words.partition("Warning: ")[2][:40], told.words
     if strange := next((c for c in told.words + told.shown if ord(c) < 32 and c not in "\n\t"), None):
         yield "control character", f"{case.command} {strange!r}", repr(told.words + told.shown)
-    if "--json" in case.arguments and told.code in {0, 1} and "--help" not in case.arguments:
+    if "--json" in case.arguments and told.code in {0, 1, 3} and "--help" not in case.arguments:
         yield from _judge_json(case, told.shown)
     yield from _judge_files(case, told, before, after)
 

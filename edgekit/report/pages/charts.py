@@ -14,7 +14,8 @@ from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import find_first_bad
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import AttributionStep, RunReport, VerifyReport
+from edgekit.verify.report import AttributionStep, VerifyReport
+from edgekit.verify.run_report import RunReport
 from edgekit.verify.two_models import ModelComparison
 
 # The chart is 1000 units wide: with more points none could be told from its neighbour.

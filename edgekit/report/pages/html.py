@@ -19,10 +19,10 @@ from edgekit.report.text import (
     describe_size,
     list_comparison_remarks,
     list_located,
+    list_metric,
     list_verify_remarks,
 )
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.tasks.scores import describe_difference, format_score
 from edgekit.verify.two_models import ModelComparison, output_reaches
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
@@ -36,8 +36,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "bars": place_bars,
     "chart": place_layers,
     "located": list_located,
-    "score": format_score,
-    "difference": describe_difference,
+    "metric": list_metric,
     "strip": draw_strip,
 }
 
@@ -79,7 +78,7 @@ def render_comparison(
         _FILTERS,
         report=report,
         reaches=reaches,
-        passed=report.reaches(min_sqnr_db),
+        verdict=report.judge(min_sqnr_db),
         min_sqnr_db=min_sqnr_db,
         remarks=remarks,
         pictures=pictures,

@@ -15,7 +15,8 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import AttributionStep, RunReport, Step, VerifyReport
+from edgekit.verify.report import AttributionStep, Step, VerifyReport
+from edgekit.verify.run_report import RunReport
 from edgekit.verify.tasks.accuracy import measure_accuracy
 
 _HISTORY = (

@@ -11,6 +11,7 @@ from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError
+from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 from edgekit.target import read_version
 from edgekit.verify.metrics.dependence import CHANCE, measure_chance
@@ -69,12 +70,32 @@ def find_version(run: DeviceRun) -> str:
 def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:
     """Returns in words that a device ran an older ONNX Runtime than a bundle asks for: the loaders of apps refuse that.
 
-    None where it names one that is new enough: whether that is true cannot be told from here.
+    None where it names one that is new enough: whether that is true cannot be told from here. None too for what only
+    stands for a device: no app runs there (`describe_outdated`).
     """
-    version = find_version(run)
-    if not version or read_version(version) >= read_version(minimum_ort):
+    version = _find_older(run, minimum_ort)
+    if version is None or run.evidence is not Evidence.DEVICE:
         return None
     return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: loaders refuse older ones"
+
+
+def describe_outdated(run: DeviceRun, minimum_ort: str) -> str | None:
+    """Returns in words that an emulator or simulator is older than a bundle asks for, None where it is not.
+
+    What it leaves to the CPU or refuses, the ONNX Runtime of an app may take: that it does proves nothing.
+    """
+    version = _find_older(run, minimum_ort)
+    if version is None or run.evidence is Evidence.DEVICE:
+        return None
+    return (
+        f"it runs ONNX Runtime {version} in place of {minimum_ort} or newer, which the bundle asks for: it is too old"
+        " to tell what the provider takes"
+    )
+
+
+def _find_older(run: DeviceRun, minimum_ort: str) -> str | None:
+    version = find_version(run)
+    return version if version and read_version(version) < read_version(minimum_ort) else None
 
 
 def _is_on_grid(values: Array) -> bool:

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.data.wilson import Z95
+from edgekit.data.wilson import Z95, wilson_interval
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
 
 # What Efron and Tibshirani (1993) ask for percentile intervals; many samples, which cost more, get by with fewer.
 _RESAMPLES = 1000
+# Beyond this nobody labels: a limit that would need more cannot be proven.
+_MOST_SAMPLES = 10_000_000
 
 
 def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:
@@ -33,20 +35,69 @@ def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | Non
     return float(low), float(high)
 
 
-def interval_of_pairs(reference: Sequence[bool], got: Sequence[bool]) -> tuple[float, float]:
-    """Returns the interval of the difference of two shares of hits on the same samples, `got` minus `reference`.
+def interval_of_pairs(total: int, gained: int, lost: int) -> tuple[float, float]:
+    """Returns the interval of the difference of two shares of hits on the same samples.
 
-    Half a sample is added to each of the four cells (Agresti and Min, Statistics in Medicine 24, 2005), so that it is
-    not empty where both sides agree on every sample: 100 of these leave 1.9 points of doubt, 500 leave 0.4.
+    Of `total` samples `gained` are hits on the second side alone, `lost` on the first alone. Half a sample is added to
+    each of the four cells (Agresti and Min, Statistics in Medicine 24, 2005), so that it is not empty where both sides
+    agree on every sample: 100 of these leave 1.9 points of doubt, 500 leave 0.4.
     """
-    total = len(reference)
-    gained = sum(now and not before for before, now in zip(reference, got, strict=True))
-    lost = sum(before and not now for before, now in zip(reference, got, strict=True))
     # Half a sample in each of four cells: two more in all, and one more among those that changed sides.
     centre = (gained - lost) / (total + 2)
     spread = gained + lost + 1 - (gained - lost) ** 2 / (total + 2)
     half = Z95 * math.sqrt(spread) / (total + 2)
     return max(-1.0, centre - half), min(1.0, centre + half)
+
+
+def find_enough_pairs(total: int, gained: int, lost: int, least: float) -> int | None:
+    """Returns how many samples would do for the lower end of `interval_of_pairs` to reach `least`, None if none would.
+
+    As many of them change sides, in proportion, as among those that are known.
+    """
+
+    def reaches(count: int) -> bool:
+        scale = count / total
+        # Rounded to the bad side: what would do must do.
+        return interval_of_pairs(count, math.floor(gained * scale), math.ceil(lost * scale))[0] >= least
+
+    return _find_first(reaches, total)
+
+
+def find_enough_hits(total: int, share: float, least: float) -> int | None:
+    """Returns how many samples would do for the lower end of Wilson's interval of a share to reach `least`, or None."""
+    return _find_first(lambda count: wilson_interval(math.floor(share * count), count)[0] >= least, total)
+
+
+def _find_first(reaches: Callable[[int], bool], total: int) -> int | None:
+    """Returns about the first number of samples beyond `total` that does, None where there is none."""
+    below, enough = total, 2 * total
+    while not reaches(enough):
+        below, enough = enough, 2 * enough
+        if enough > _MOST_SAMPLES:
+            return None
+    while enough - below > max(1, enough // 100):
+        middle = (below + enough) // 2
+        below, enough = (below, middle) if reaches(middle) else (middle, enough)
+    return enough
+
+
+def find_enough(samples: int, half: float, room: float) -> int | None:
+    """Returns how many samples would narrow an interval to `room` from an end at `half`, None where none would.
+
+    Widths fall with the root of the number of samples.
+    """
+    if room <= 0.0:
+        return None
+    enough = math.ceil(samples * (half / room) ** 2)
+    return None if enough > _MOST_SAMPLES else enough
+
+
+def describe_enough(count: int | None) -> str:
+    """Returns in words how many samples would do, "" where no number would: rounded up to two digits."""
+    if count is None:
+        return ""
+    unit = 10 ** max(0, len(str(count)) - 2)
+    return f": about {-(-count // unit) * unit} samples would tell"
 
 
 def bootstrap_pairs(

@@ -6,6 +6,7 @@ import msgspec
 
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.answers import Answers, ClassChange
+from edgekit.verify.metrics.intervals import describe_enough, find_enough, find_enough_hits
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -61,7 +62,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns every reason why an output does not reach the thresholds, one line each."""
+    """Returns every reason why the figures of an output do not reach the thresholds, one line each."""
     name = f"output '{output.name}'"
     if output.samples == 0:
         return (f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""),)
@@ -74,27 +75,47 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
             + (f": it {output.suspect}" if output.suspect else ""),
         )
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
-    is_bound = thresholds.gate == "bound"
-    granted = 0.0 if is_bound else thresholds.granted_samples / output.samples
+    granted = _count_granted(thresholds) / output.samples
     shaped = thresholds.min_top1_agreement - granted * (output.shape_agreement or 0.0)
-    for label, value, interval, least, unit in (
-        ("cosine", output.cosine, None, thresholds.min_cosine, ""),
-        ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
-        ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement - granted, ""),
-        ("shape agreement", output.shape_agreement, None, shaped, ""),
-        ("exact match", output.exact_match, None, thresholds.min_top1_agreement, ""),
+    for label, value, least, unit in (
+        ("cosine", output.cosine, thresholds.min_cosine, ""),
+        ("SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"),
+        ("top-1 agreement", output.top1_agreement, thresholds.min_top1_agreement - granted, ""),
+        ("shape agreement", output.shape_agreement, shaped, ""),
+        ("exact match", output.exact_match, thresholds.min_top1_agreement, ""),
     ):
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
-        elif value is not None and is_bound and interval is not None and not interval[0] >= least - 1e-12:
-            worst = format_near(interval[0], least)
-            could = f"with {output.samples} samples it could be {worst}{unit}, below {least:.12g}{unit}"
-            judged.append(f"{name} has {label} {value:.4g}{unit}, and {could}")
     if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
         judged.append(f"{name} was not measured")
     if judged and output.suspect:
         judged.append(f"{name} {output.suspect}")
     return tuple(judged)
+
+
+def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
+    """Returns why figures that reach the thresholds prove nothing, one line each: with `gate = "bound"` alone."""
+    if thresholds.gate != "bound" or not output.samples or output.non_finite:
+        return ()
+    found: list[str] = []
+    for label, value, interval, least, unit in (
+        ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
+        ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement, ""),
+    ):
+        if value is None or interval is None or value < least - 1e-12 or interval[0] >= least - 1e-12:
+            continue
+        worst = f"{format_near(interval[0], least)}{unit}, below {least:.12g}{unit}"
+        by_width = find_enough(output.samples, value - interval[0], value - least)
+        enough = describe_enough(by_width if unit else find_enough_hits(output.samples, value, least))
+        found.append(
+            f"output '{output.name}' has {label} {value:.4g}{unit}, and with {output.samples} samples it could be"
+            f" {worst}{enough}"
+        )
+    return tuple(found)
+
+
+def _count_granted(thresholds: Thresholds) -> int:
+    return 0 if thresholds.gate == "bound" else thresholds.granted_samples
 
 
 def format_near(value: float, limit: float) -> str:

@@ -4,7 +4,9 @@ from typing import Literal
 
 import msgspec
 
+from edgekit.evidence import Judgement, join_judgements
 from edgekit.target import TaskLimit
+from edgekit.verify.metrics.intervals import describe_enough, find_enough, find_enough_pairs
 
 Unit = Literal["share", "dB", "value"]
 
@@ -14,7 +16,8 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `got` is None where a sample did not come back whole; `mismatch` then says so. `difference` is `got` minus
     `reference`, `interval` its interval of 95 %; `share_interval` is that of `got` over `reference`. A `unit` of
-    "share" lies between 0 and 1.
+    "share" lies between 0 and 1. `labelled` counts the samples that have labels, of which `samples` were measured;
+    `gained` and `lost` count those that changed sides, where a sample is right or wrong and nothing between.
     """
 
     name: str
@@ -27,6 +30,14 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     interval: tuple[float, float] | None = None
     share_interval: tuple[float, float] | None = None
     mismatch: str | None = None
+    labelled: int = 0
+    gained: int | None = None
+    lost: int | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """True if there are samples with labels that were not measured."""
+        return self.labelled > self.samples
 
     @property
     def difference(self) -> float | None:
@@ -34,23 +45,29 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.got is None else self.got - self.reference
 
 
-def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> tuple[str, ...]:
-    """Returns every reason why a metric does not keep its limit, one line each."""
+def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> Judgement:
+    """Returns whether a metric keeps its limit, with a line for each reason why not, or why that cannot be told.
+
+    A figure over all labelled samples that misses the limit fails. One that keeps it with an interval that does not,
+    or one that misses it on a part of the samples where chance may be why, proves nothing.
+    """
     if limit is None:
-        return ()
+        return Judgement()
     name = f"metric '{limit.name}'"
     if report is None or report.name != limit.name:
-        return (f"{name} was not measured: it needs labels (--labels)",)
+        return Judgement(unproven=(f"{name} was not measured: it needs labels (--labels)",))
     if report.got is None:
-        return (f"{name} was not measured on every sample: {report.mismatch}",)
-    found = (_judge_drop(report, report.got, limit), _judge_share(report, report.got, limit))
-    least = limit.at_least
-    missed = least is not None and not (report.got >= least if report.higher_is_better else report.got <= least)
-    words = "below" if report.higher_is_better else "above"
-    return tuple(
-        f"{name} {line}"
-        for line in (*found, f"is {format_score(report, report.got)}, {words} {least:g}" if missed else "")
-        if line
+        return Judgement(failures=(f"{name} was not measured on every sample: {report.mismatch}",))
+    found = join_judgements(
+        (
+            _judge_drop(report, report.got, limit),
+            _judge_share(report, report.got, limit),
+            _judge_least(report, report.got, limit),
+        )
+    )
+    return Judgement(
+        failures=tuple(f"{name} {line}" for line in found.failures),
+        unproven=tuple(f"{name} {line}" for line in found.unproven),
     )
 
 
@@ -72,52 +89,80 @@ def describe_difference(report: TaskReport) -> str:
     return words
 
 
-def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> str:
+def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
     if limit.max_drop is None:
-        return ""
+        return Judgement()
     factor = 100.0 if report.unit == "share" else 1.0
     sign = 1.0 if report.higher_is_better else -1.0
     drop = sign * (report.reference - got) * factor
-    worst = drop if report.interval is None else max(-sign * end * factor for end in report.interval)
+    ends = None if report.interval is None else sorted(-sign * end * factor for end in report.interval)
+    beyond = f"is {drop:.2f} points worse than the float model, more than {limit.max_drop:g}"
     if drop > limit.max_drop + 1e-9:
-        return f"is {drop:.2f} points worse than the float model, more than {limit.max_drop:g}"
+        is_luck = ends is None or ends[0] <= limit.max_drop
+        return _refuse(report, beyond, may_be_luck=is_luck)
     if limit.gate == "estimate":
-        return ""
-    if report.interval is None:
-        return f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
-    if worst <= limit.max_drop + 1e-9:
-        return ""
-    return (
-        f"is {drop:.2f} points worse than the float model, and with {report.samples} samples it could be {worst:.2f},"
-        f" more than {limit.max_drop:g}{_advise_more(report, worst - drop, limit.max_drop - drop)}"
+        return Judgement()
+    if ends is None:
+        return _want_samples(report)
+    if ends[1] <= limit.max_drop + 1e-9:
+        return Judgement()
+    enough = _find_enough(report, -limit.max_drop / factor, ends[1] - drop, limit.max_drop - drop)
+    could = (
+        f"is {drop:.2f} points worse than the float model, and with {report.samples} samples it could be {ends[1]:.2f},"
     )
+    return Judgement(unproven=(f"{could} more than {limit.max_drop:g}{describe_enough(enough)}",))
 
 
-def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> str:
+def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
     if limit.min_share is None:
-        return ""
+        return Judgement()
     if not report.higher_is_better or report.reference <= 0.0:
-        return "cannot be held against a share of the float model; use max_drop"
-    share = got / report.reference
+        return Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
+    share, ends = got / report.reference, report.share_interval
     if share < limit.min_share - 1e-9:
-        return f"is {share:.1%} of the float model's, less than {limit.min_share:.1%}"
-    return "" if limit.gate == "estimate" else _judge_share_bound(report, share, limit.min_share)
+        is_luck = ends is None or ends[1] >= limit.min_share
+        beyond = f"is {share:.1%} of the float model's, less than {limit.min_share:.1%}"
+        return _refuse(report, beyond, may_be_luck=is_luck)
+    return Judgement() if limit.gate == "estimate" else _judge_share_bound(report, share, limit.min_share)
 
 
-def _judge_share_bound(report: TaskReport, share: float, min_share: float) -> str:
+def _judge_share_bound(report: TaskReport, share: float, min_share: float) -> Judgement:
     if report.share_interval is None:
-        return f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
-    least = report.share_interval[0]
-    if least >= min_share - 1e-9:
-        return ""
-    return (
-        f"is {share:.1%} of the float model's, and with {report.samples} samples it could be {least:.1%},"
-        f" less than {min_share:.1%}{_advise_more(report, share - least, share - min_share)}"
-    )
+        return _want_samples(report)
+    worst = report.share_interval[0]
+    if worst >= min_share - 1e-9:
+        return Judgement()
+    enough = _find_enough(report, (min_share - 1.0) * report.reference, share - worst, share - min_share)
+    could = f"is {share:.1%} of the float model's, and with {report.samples} samples it could be {worst:.1%},"
+    return Judgement(unproven=(f"{could} less than {min_share:.1%}{describe_enough(enough)}",))
 
 
-def _advise_more(report: TaskReport, half: float, room: float) -> str:
-    """Returns how many samples would do, as the width of an interval falls with the root of their number."""
-    if room <= 0.0:
-        return ""
-    return f": about {round(report.samples * (half / room) ** 2 / 10 + 0.5) * 10} samples would tell"
+def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
+    least = limit.at_least
+    if least is None or (got >= least if report.higher_is_better else got <= least):
+        return Judgement()
+    words = "below" if report.higher_is_better else "above"
+    return _refuse(report, f"is {format_score(report, got)}, {words} {least:g}", may_be_luck=True)
+
+
+def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:
+    """Returns a failure, unless samples are left that were not measured, and chance may be the reason."""
+    if may_be_luck and report.is_partial:
+        return Judgement(unproven=(f"{line}, on {report.samples} of {report.labelled} labelled samples",))
+    return Judgement(failures=(line,))
+
+
+def _want_samples(report: TaskReport) -> Judgement:
+    words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
+    return Judgement(unproven=(words,))
+
+
+def _find_enough(report: TaskReport, least: float, half: float, room: float) -> int | None:
+    """Returns how many samples would do: by what changed sides where that was counted, else by the interval's width.
+
+    `least` is where the lower end of the difference has to lie, `half` how far the bad end lies from the figure, and
+    `room` how far the limit does.
+    """
+    if report.gained is None or report.lost is None:
+        return find_enough(report.samples, half, room)
+    return find_enough_pairs(report.samples, report.gained, report.lost, least)

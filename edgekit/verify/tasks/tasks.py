@@ -77,9 +77,9 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
         DataError: the outputs of the float model or the labels are nothing that the metric reads.
         MissingExtraError: the metric needs a package that is not installed.
     """
-    mine = list(_read_records(limit, reference, labels))
+    mine = list(read_records(limit, reference, labels))
     try:
-        theirs = list(_read_records(limit, got, labels))
+        theirs = list(read_records(limit, got, labels))
     except MissingExtraError:
         raise
     except EdgekitError as error:
@@ -102,9 +102,12 @@ def compare_records(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]
     report = _report_reference(limit, mine, scores)
     report = msgspec.structs.replace(report, got=others(np.ones(len(mine), dtype=np.int64)))
     if metric.hits:
-        interval = interval_of_pairs([bool(record[0]) for record in mine], [bool(record[0]) for record in theirs])
+        before, now = ([bool(record[0]) for record in side] for side in (mine, theirs))
+        gained = sum(new and not old for old, new in zip(before, now, strict=True))
+        lost = sum(old and not new for old, new in zip(before, now, strict=True))
+        interval = interval_of_pairs(len(mine), gained, lost)
         share = None if report.reference <= 0.0 else tuple(1.0 + end / report.reference for end in interval)
-        return msgspec.structs.replace(report, interval=interval, share_interval=share)
+        return msgspec.structs.replace(report, interval=interval, share_interval=share, gained=gained, lost=lost)
     if len(mine) < LEAST_FOR_INTERVAL:
         return report
     interval, share = bootstrap_pairs(scores, others, len(mine), metric.rounds)
@@ -150,7 +153,12 @@ def _report_reference(limit: TaskLimit, mine: Sequence[Any], scores: Scorer) -> 
     )
 
 
-def _read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) -> Iterator[Any]:
+def read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) -> Iterator[Any]:
+    """Returns what the metric of a limit keeps of each sample, lazily.
+
+    Raises:
+        DataError: an output is not finite, or is nothing that the metric reads.
+    """
     return (read_record(limit, outputs, label) for outputs, label in zip(samples, labels, strict=False))
 
 

@@ -1,0 +1,160 @@
+"""A metric of the task over all labelled samples, from the fastest device that computes the same as a slow one.
+
+An emulator runs a few samples, on which no interval is narrow. What it has to show is that it computes what a faster
+device computes, sample by sample; how good that is, the faster one shows on all of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.golden.golden import Golden, read_inputs, read_labels, read_outputs
+from edgekit.data.labels import Label
+from edgekit.data.samples import Samples, select_samples
+from edgekit.devices.bundled import make_job
+from edgekit.devices.find import find_device
+from edgekit.errors import EdgekitError
+from edgekit.target import TaskLimit, Verification
+from edgekit.verify.causes.forms import TESTED_FORMS
+from edgekit.verify.facts import StandIn
+from edgekit.verify.run_report import RunReport
+from edgekit.verify.tasks.scores import TaskReport, Unit
+from edgekit.verify.tasks.tasks import compare_records, find_metric, read_records
+
+# How far scores of one sample may lie apart where two devices compute the same and round otherwise, chosen by hand: a
+# point, half a decibel, a hundredth of the value.
+_APART: Mapping[Unit, Callable[[float], float]] = {
+    "share": lambda _: 0.01,
+    "dB": lambda _: 0.5,
+    "value": lambda value: 0.01 * abs(value),
+}
+_BUDGET_S = 120.0
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True):
+    """What a metric keeps of the samples that a device ran, by their number, and how long the device took."""
+
+    device: str
+    records: dict[int, Any]
+    elapsed_ms: float
+
+
+class _Labelled(msgspec.Struct, frozen=True, kw_only=True):
+    bundle: Bundle
+    golden: Golden
+    limit: TaskLimit
+    labels: Sequence[Label]
+
+
+def score_run(
+    limit: TaskLimit, labels: Sequence[Label], rows: Sequence[int], outputs: Samples, device: str, elapsed_ms: float
+) -> Scored | None:
+    """Returns what a metric keeps of the samples that a device ran, None where it cannot read them."""
+    try:
+        records = list(read_records(limit, outputs, [labels[row] for row in rows]))
+    except EdgekitError:
+        return None
+    return Scored(device=device, records=dict(zip(rows, records, strict=False)), elapsed_ms=elapsed_ms)
+
+
+def add_stand_ins(
+    bundle: Bundle,
+    golden: Golden,
+    limit: TaskLimit,
+    found: Sequence[tuple[RunReport, Scored | None]],
+    work: Path,
+) -> tuple[RunReport, ...]:
+    """Returns the runs, those of few samples with the metric of the fastest device that ran more of them.
+
+    Where none did, the bundle's own model runs on this machine, if it can.
+    """
+    labels = read_labels(golden)
+    reports = tuple(report for report, _ in found)
+    known = [scored for report, scored in found if scored is not None and report.failure is None]
+    if labels is None or all(len(scored.records) == len(labels) for scored in known):
+        return reports
+    asked = _Labelled(bundle=bundle, golden=golden, limit=limit, labels=labels)
+    whole = [scored for scored in known if len(scored.records) == len(labels)]
+    best = min(whole, key=lambda scored: scored.elapsed_ms) if whole else _run_here(asked, work)
+    if best is None:
+        return reports
+    return tuple(_add_stand_in(report, scored, best, asked) for report, scored in found)
+
+
+def _run_here(asked: _Labelled, work: Path) -> Scored | None:
+    forms = [form for form in TESTED_FORMS if asked.bundle.manifest.forms.get(form)]
+    samples = read_inputs(asked.golden)
+    for form in forms:
+        plan = Verification(device="host", form=form, samples=samples.count)
+        job = msgspec.structs.replace(make_job(asked.bundle, plan, samples), budget_s=_BUDGET_S)
+        place = work / form
+        place.mkdir(parents=True)
+        try:
+            run = find_device("host", job.target).run_job(job, place)
+        except EdgekitError:
+            continue
+        rows = range(min(run.outputs.count, len(asked.labels)))
+        if run.failure is None:
+            return score_run(asked.limit, asked.labels, rows, run.outputs, f"host ({form})", sum(run.latency_ms))
+    return None
+
+
+def _add_stand_in(report: RunReport, scored: Scored | None, best: Scored, asked: _Labelled) -> RunReport:
+    if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
+        return report
+    rows = sorted(best.records)
+    reference = select_samples(read_outputs(asked.golden), rows)
+    mine = list(read_records(asked.limit, reference, [asked.labels[row] for row in rows]))
+    task = compare_records(asked.limit, mine, [best.records[row] for row in rows])
+    common = sorted(scored.records.keys() & best.records.keys())
+    agreeing = sum(_agree(asked.limit, scored.records[row], best.records[row]) for row in common)
+    lost = _find_loss(asked.limit, [scored.records[row] for row in common], [best.records[row] for row in common])
+    stand_in = StandIn(
+        device=best.device,
+        task=_shift(msgspec.structs.replace(task, labelled=len(asked.labels)), lost),
+        compared=len(common),
+        agreeing=agreeing,
+    )
+    return msgspec.structs.replace(report, stand_in=stand_in)
+
+
+def _agree(limit: TaskLimit, mine: Any, theirs: Any) -> bool:
+    metric = find_metric(limit)
+    here, there = (_score(metric.prepare, [record]) for record in (mine, theirs))
+    if here is None or there is None:
+        # A metric that ranks samples says nothing of one: what it keeps of it is the score, and the label.
+        here, there = float(mine[0]), float(theirs[0])
+    return abs(here - there) <= (0.0 if metric.hits else _APART[metric.unit](there))
+
+
+def _find_loss(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """Returns by how much a device lies above the other on the samples that both ran, 0 where that says nothing."""
+    metric = find_metric(limit)
+    here, there = _score(metric.prepare, mine), _score(metric.prepare, theirs)
+    return 0.0 if here is None or there is None else here - there
+
+
+def _score(prepare: Callable[[Sequence[Any]], Callable[[Any], float]], records: Sequence[Any]) -> float | None:
+    try:
+        return prepare(records)(np.ones(len(records), dtype=np.int64))
+    except EdgekitError:
+        return None
+
+
+def _shift(task: TaskReport, by: float) -> TaskReport:
+    """Returns a metric as it is where every figure lies so much higher."""
+    if task.got is None or not by:
+        return task
+    share = by / task.reference if task.reference > 0.0 else 0.0
+    return msgspec.structs.replace(
+        task,
+        got=task.got + by,
+        interval=None if task.interval is None else (task.interval[0] + by, task.interval[1] + by),
+        share_interval=None
+        if task.share_interval is None
+        else (task.share_interval[0] + share, task.share_interval[1] + share),
+    )

@@ -1,0 +1,163 @@
+"""Slow devices that run few samples: how good they are, a faster one shows, if they agree with it sample by sample."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bundle_models import make_contents, make_samples
+from verify_devices import InProcess, Lie
+
+from edgekit.bundle.folder import Bundle, write_bundle
+from edgekit.bundle.golden.golden import make_golden, read_outputs
+from edgekit.data.labels import Label
+from edgekit.evidence import Evidence
+from edgekit.model.tensors import Tensors
+from edgekit.report.text import list_verify_remarks
+from edgekit.target import TaskLimit, Verification
+from edgekit.verify.report import VerifyReport, recheck_report
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.run_report import RunReport
+
+SAMPLES, FEW = 300, 8
+LIMIT = TaskLimit(name="top1", max_drop=1.0)
+
+
+def make_labelled(folder: Path, label: Callable[[Tensors], Label], count: int = SAMPLES) -> Bundle:
+    """Returns a bundle with labels made of what its model gives, of which devices named slow run eight samples."""
+    contents = make_contents(folder)
+    plain = make_golden(contents.source, make_samples(count), folder / "plain")
+    labels = [label(row) for row in read_outputs(plain)]
+    golden = make_golden(contents.source, make_samples(count), folder / "own", labels=labels)
+    bundle = write_bundle(msgspec.structs.replace(contents, golden=golden), folder / "labelled")
+    plans = tuple(Verification(device=name, form="onnx", samples=FEW) for name in ("slow", "slower"))
+    return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=plans))
+
+
+def best_class(row: Tensors) -> Label:
+    return int(row["y"].argmax())
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return make_labelled(tmp_path, best_class)
+
+
+def verify(bundle: Bundle, *devices: InProcess, limit: TaskLimit = LIMIT) -> VerifyReport:
+    report = verify_bundle(bundle, devices, task=limit)
+    return recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=limit))
+
+
+def wrong_on(*rows: int) -> Lie:
+    """Swaps the two best classes of some samples, with outputs that are otherwise as near as before."""
+
+    def lie(outputs: list[Tensors]) -> list[Tensors]:
+        changed: list[Tensors] = [{name: value.copy() for name, value in row.items()} for row in outputs]
+        for row in filter(lambda row: row < len(changed), rows):
+            y = changed[row]["y"].reshape(-1)
+            second, first = y.argsort()[-2:]
+            y[[first, second]] = y[[second, first]]
+        return changed
+
+    return lie
+
+
+def metric_lines(run: RunReport) -> tuple[str, ...]:
+    return tuple(line for gate in run.gates if gate.name == "metric" for line in (*gate.failures, *gate.unproven))
+
+
+def test_a_slow_device_that_agrees_passes_by_what_this_machine_measures(bundle: Bundle) -> None:
+    report = verify(bundle, InProcess(name="slow"))
+    (run,) = report.runs
+    assert run.task is not None
+    assert (run.task.samples, run.task.labelled) == (FEW, SAMPLES)
+    assert run.stand_in is not None
+    assert (run.stand_in.compared, run.stand_in.agreeing, run.stand_in.task.samples) == (FEW, FEW, SAMPLES)
+    assert report.verdict == "pass"
+    (line,) = (line for line in list_verify_remarks(report) if "as measured on host (onnx)" in line)
+    assert "on 300 labelled samples" in line
+    assert "8 of 8 samples that both ran got the same score" in line
+
+
+def test_too_few_labelled_samples_prove_nothing_and_say_how_many_would(tmp_path: Path) -> None:
+    (run,) = verify(make_labelled(tmp_path, best_class, count=24), InProcess(name="slow")).runs
+    assert run.verdict == "not proven"
+    (line,) = metric_lines(run)
+    assert "is 0.00 points worse than the float model, and with 24 samples it could be 7.54, more than 1" in line
+    assert "about 200 samples would tell" in line
+
+
+def test_a_device_that_differs_in_one_sample_is_not_proven_by_another(bundle: Bundle) -> None:
+    report = verify(bundle, InProcess(name="slow", lie=wrong_on(3)))
+    (run,) = report.runs
+    assert run.stand_in is not None
+    assert (run.stand_in.agreeing, run.stand_in.agrees) == (FEW - 1, False)
+    assert run.settled_task == run.task
+    (line,) = metric_lines(run)
+    assert "12.50 points worse than the float model, more than 1, on 8 of 300 labelled samples" in line
+    assert run.verdict != "pass"
+    assert "so that it is not taken for this one's: 7 of 8" in " ".join(list_verify_remarks(report))
+
+
+def test_a_device_that_is_wrong_on_most_samples_fails(bundle: Bundle) -> None:
+    (run,) = verify(bundle, InProcess(name="slow", lie=wrong_on(*range(FEW)))).runs
+    assert any(line.startswith("metric 'top1' is 100.00 points worse") for line in run.failures)
+
+
+def test_what_is_wrong_on_all_samples_fails_the_slow_device_too(tmp_path: Path) -> None:
+    """The bundle's own model is what is bad here: the slow device agrees with it, and shares its verdict."""
+    bundle = make_labelled(tmp_path, lambda row: int(row["y"].argsort().reshape(-1)[-2]) if row["y"][0, 0] > 0 else 0)
+    (run,) = verify(bundle, InProcess(name="slow"), limit=TaskLimit(name="top1", at_least=0.9)).runs
+    assert run.stand_in is not None
+    assert run.stand_in.agrees
+    assert any("below 0.9" in line for line in run.failures)
+
+
+def test_of_devices_that_ran_all_samples_the_fastest_is_taken(bundle: Bundle) -> None:
+    report = verify(bundle, InProcess(name="slow"), InProcess(name="quick"), InProcess(name="slower"))
+    taken = [run.stand_in.device if run.stand_in else None for run in report.runs]
+    assert taken == ["quick", None, "quick"]
+    assert report.verdict == "pass"
+
+
+def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp_path: Path) -> None:
+    """PSNR against the model's own outputs, a little off: what rounds otherwise agrees, and its loss goes along."""
+    bundle = make_labelled(tmp_path, lambda row: row["y"] + np.float32(0.1))
+    limit = TaskLimit(name="psnr", max_drop=0.3, peak=1.0)
+    (same,) = verify(bundle, InProcess(name="slow"), limit=limit).runs
+    assert metric_lines(same) == ()
+    off = InProcess(name="slow", lie=lambda rows: [{"y": row["y"] - np.float32(0.0047)} for row in rows])
+    (near,) = verify(bundle, off, limit=limit).runs
+    assert near.stand_in is not None
+    assert near.stand_in.agrees
+    assert near.stand_in.task.difference == pytest.approx(-0.4, abs=0.02)
+    assert "0.40 points worse than the float model, more than 0.3" in metric_lines(near)[0]
+
+
+@pytest.mark.parametrize(("evidence", "verdict"), [(Evidence.SAME_EP, "not proven"), (Evidence.DEVICE, "fail")])
+def test_an_emulator_that_is_too_old_proves_nothing_and_a_device_fails(
+    tmp_path: Path, evidence: Evidence, verdict: str
+) -> None:
+    contents = make_contents(tmp_path)
+    bundle = write_bundle(contents, tmp_path / "new")
+    newer = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, minimum_ort="99.0.0"))
+    # It takes no node: in a runtime that is new enough that is a silent fallback.
+    fallen = InProcess(evidence=evidence, provider="CPUExecutionProvider")
+    (old,) = verify_bundle(newer, [fallen]).runs
+    assert old.verdict == verdict
+    assert any("1.31.1" in line for line in old.failures + old.unproven)
+    assert any("silent fallback" in line for line in (old.unproven if verdict == "not proven" else old.failures))
+    (new,) = verify_bundle(bundle, [fallen]).runs
+    assert (new.verdict, new.outdated) == ("fail", "")
+    # What it does not load, a newer one may; what it computes wrongly is wrong.
+    (dead,) = verify_bundle(newer, [msgspec.structs.replace(fallen, failure="opset 99 is not known")]).runs
+    assert dead.verdict == verdict
+    (wrong,) = verify_bundle(newer, [msgspec.structs.replace(fallen, lie=wrong_on(*range(6)))]).runs
+    assert wrong.verdict == "fail"
+
+
+def test_nothing_that_ran_is_not_proven_and_no_failure(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [])
+    assert (report.verdict, report.failures) == ("not proven", ())
+    assert report.unproven == ("no device ran, so nothing is proven",)
