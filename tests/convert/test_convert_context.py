@@ -91,7 +91,7 @@ def test_a_node_that_qnn_does_not_take_is_named(tmp_path: Path) -> None:
     model = save_graph(tmp_path / "m.onnx", nodes, {}, {"x": [1, 3, 4, 4], "y": [1, 3]})
     with pytest.raises(RuntimeRefusal, match=r"soc_model=69 does not take the whole model.* 'my_det' \(Det\)"):
         convert_model(model, load_target("qnn"), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 @needs_qnn
@@ -108,7 +108,7 @@ def test_a_compiler_that_crashes_is_a_clear_error(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(context, "_PROGRAM", crash)
     with pytest.raises(DeviceError, match="QNN's compiler was ended by SIGSEGV"):
         convert_model(make_float(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 @needs_qnn

@@ -105,7 +105,7 @@ def test_a_refused_conversion_leaves_nothing(tmp_path: Path) -> None:
     model.path.write_bytes(b"")
     with pytest.raises(RuntimeRefusal):
         write_ort(model, tmp_path / "out/m.ort", OrtOptions(style="full", cpu="arm"))
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: InterfaceChanges,
     model = make_net(tmp_path / "m.onnx")
     with pytest.raises(UsageError, match=message):
         prepare_for(model, tmp_path / "out/r.onnx", PrepareOptions(changes=changes))
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_an_image_is_refused(tmp_path: Path) -> None:
