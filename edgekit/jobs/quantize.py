@@ -114,7 +114,7 @@ def quantize_for(
         fixes={fix.id: len(fix.nodes) for fix in job.fixes},
         size_before=job.source.size_bytes,
         size_after=quantized.size_after,
-        float_bytes=quantized.float_bytes,
+        float_constants=quantized.float_constants,
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,
         predicted=predicted,

@@ -22,7 +22,7 @@ _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.Tens
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A QDQ model, how many nodes compute in integers, which compute in float and why, and the sizes in bytes.
 
-    `float_bytes` are those of constants that stay float, scales of Q and DQ nodes left out.
+    `float_constants` holds the bytes of each constant that stays float, the largest first, without scales of Q and DQ.
     """
 
     model: Model
@@ -30,7 +30,7 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     float_nodes: tuple[FloatNode, ...]
     size_before: int
     size_after: int
-    float_bytes: int
+    float_constants: dict[str, int]
 
 
 def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: Path) -> QuantizedModel:
@@ -62,7 +62,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         store_unsigned(quantized.graph, plan.unsigned_ops)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
-    float_bytes = _count_float_bytes(quantized.graph)
+    float_constants = _measure_float_constants(quantized.graph)
     written = save_proto(quantized, out)
     return QuantizedModel(
         model=written,
@@ -70,7 +70,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         float_nodes=_explain(units.floating, plan, graph),
         size_before=model.size_bytes,
         size_after=written.size_bytes,
-        float_bytes=float_bytes,
+        float_constants=float_constants,
     )
 
 
@@ -102,14 +102,15 @@ def _refuse_float_weights(graph: onnx.GraphProto) -> None:
         )
 
 
-def _count_float_bytes(graph: onnx.GraphProto) -> int:
+def _measure_float_constants(graph: onnx.GraphProto) -> dict[str, int]:
     scaling = {"QuantizeLinear", "DequantizeLinear"}
     read = {name for node in graph.node if node.op_type not in scaling for name in node.input}
-    return sum(
-        math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    sizes = {
+        tensor.name: math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         for tensor in graph.initializer
         if tensor.name in read and tensor.data_type in _FLOATS
-    )
+    }
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def _explain(nodes: list[onnx.NodeProto], plan: QuantPlan, graph: Graph) -> tuple[FloatNode, ...]:

@@ -1,6 +1,7 @@
 """A quantization in lines for a terminal."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
@@ -8,6 +9,8 @@ from edgekit.report.summary import QuantizeReport
 
 # Less is no part of a size that anybody counts.
 _NOTABLE_BYTES = 500
+_LARGE_BYTES = 10_000
+_MOST_LINES = 5
 
 
 def describe_quantization(report: QuantizeReport) -> Iterator[str]:
@@ -16,6 +19,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
     size += f", {report.float_bytes / 1e3:.0f} kB of it float constants" if report.float_bytes >= _NOTABLE_BYTES else ""
     yield f"{report.out}: {kept}; {size}"
+    yield from _describe_floats(report)
     yield f"expected: {describe_prediction(report.predicted)}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
@@ -41,6 +45,19 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         share = f"{100 * seen.sample_error:.2g} % of a tensor's values"
         yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
     yield from (f"warning: {warning}" for warning in (*report.data_warnings, *report.calibration.notes))
+
+
+def _describe_floats(report: QuantizeReport) -> Iterator[str]:
+    """Yields why nodes stay float, each reason once, and which constants that leaves large."""
+    reasons = Counter(node.reason for node in report.float_nodes)
+    for reason, count in reasons.most_common(_MOST_LINES):
+        yield f"- {count} in float: {reason}"
+    if len(reasons) > _MOST_LINES:
+        yield f"- {len(report.float_nodes)} in float for {len(reasons)} reasons in all: --json lists them"
+    large = [f"'{name}' {size / 1e3:.0f} kB" for name, size in report.float_constants.items() if size >= _LARGE_BYTES]
+    if large:
+        more = f" and {len(large) - _MOST_LINES} more" if len(large) > _MOST_LINES else ""
+        yield f"- large constants in float: {', '.join(large[:_MOST_LINES])}{more}"
 
 
 def describe_prediction(predicted: Prediction) -> str:

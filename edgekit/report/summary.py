@@ -146,11 +146,11 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
 class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
-    `fixes` counts the nodes that each automatic rewrite changed before. `float_bytes` of the size are constants that
-    stay float. `predicted` is what it will cost. `trials` are those of a search, in order; `max_drop` is its goal in
-    points. `met` says whether the chosen one reaches it, None where no goal was set, and `goal_note` what that leaves
-    out. `layers` are the quantized activations, in graph order, where they were asked for. `left_out` is what the time
-    budget left no time for.
+    `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each
+    constant that stays float, the largest first. `predicted` is what it will cost. `trials` are those of a search, in
+    order; `max_drop` is its goal in points. `met` says whether the chosen one reaches it, None where no goal was set,
+    and `goal_note` what that leaves out. `layers` are the quantized activations, in graph order, where they were asked
+    for. `left_out` is what the time budget left no time for.
     """
 
     model: str
@@ -163,7 +163,7 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     fixes: dict[str, int]
     size_before: int
     size_after: int
-    float_bytes: int
+    float_constants: dict[str, int]
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
     predicted: Prediction
@@ -176,3 +176,8 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
     seconds: float
     peak_rss_bytes: int
+
+    @property
+    def float_bytes(self) -> int:
+        """What of the size is constants that stay float."""
+        return sum(self.float_constants.values())
