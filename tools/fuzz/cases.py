@@ -240,7 +240,18 @@ def _verify_recheck(case: Case) -> list[str]:
         more += ["--baseline", case.take("bundles/net-nnapi/verify.json")]
     if case.rng.random() < 0.2:
         more += ["--history", case.take("made/history.sqlite")]
-    return ["--recheck", case.take("made/verify.json"), *more]
+    return ["--recheck", case.take("made/verify.json"), *more, *_judging(case)]
+
+
+def _judging(case: Case) -> list[str]:
+    """Returns how a verification may be judged: a metric with its limits, intervals, and what counts as a pass."""
+    metric = case.option(0.2, "--metric", "top1", "auc", "psnr", "x", "os:system")
+    return [
+        *metric,
+        *case.option(0.2, "--max-metric-drop", "0", "5", "nan"),
+        *case.option(0.2, "--gate", "bound", "estimate"),
+        *case.some(0.2, "--accept-unproven"),
+    ]
 
 
 def _verify_device(case: Case) -> list[str]:
@@ -254,7 +265,7 @@ def _verify_device(case: Case) -> list[str]:
     ]
     if case.rng.random() < 0.2:
         more += ["--data", case.take("data/net.npz"), "--reference", case.model("net")]
-    return [bundle, *devices, *more]
+    return [bundle, *devices, *more, *_judging(case)]
 
 
 def _bench(case: Case) -> list[str]:
@@ -266,7 +277,7 @@ def _package(case: Case) -> list[str]:
     kinds = ("aar", "ort-package", "swiftpm", "tar", "zip")
     more = [*case.option(0.1, "--name", "x", "../x", "é"), *case.option(0.1, "--group", "a.b", "..", "x<y")]
     more += [*case.option(0.1, "--package-version", "1.0", "x y"), *case.some(0.3, "--allow-failed")]
-    more += case.file(0.1, "--key", "made/key.pem.pub")
+    more += [*case.file(0.1, "--key", "made/key.pem.pub"), *case.some(0.2, "--accept-unproven")]
     subject = case.bundle() if case.rng.random() < 0.8 else case.take("bundles")
     return [subject, "--as", case.rng.choice(kinds), *more, *case.out("out")]
 
@@ -274,7 +285,13 @@ def _package(case: Case) -> list[str]:
 def _sign(case: Case) -> list[str]:
     bundle = case.take(case.rng.choice(("bundles/net-cpu", "bundles/net-nnapi", "joined")))
     case.writes.add(f"{bundle}/signature.json")
-    return [bundle, "--key", case.take("made/key.pem"), *case.some(0.3, "--allow-failed")]
+    return [
+        bundle,
+        "--key",
+        case.take("made/key.pem"),
+        *case.some(0.3, "--allow-failed"),
+        *case.some(0.2, "--accept-unproven"),
+    ]
 
 
 def _join(case: Case) -> list[str]:
