@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from devices_models import float_conv, make_job, text_model
 
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.ios.framework import open_framework
 from edgekit.devices.ios.installed import Installed, device_folder, find_installed
@@ -17,6 +18,7 @@ from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.ios.stand_in import list_stand_ins, place_import
 from edgekit.devices.local.coreml import PROVIDER
 from edgekit.devices.observe import Observed, observe_placement, observe_target
+from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -225,3 +227,41 @@ def test_two_runs_in_a_row_place_alike(tmp_path: Path) -> None:
     seen = [observe_placement(model, load_target("coreml"), device).providers for _ in range(2)]
     assert seen[0] == seen[1]
     assert np.all([provider == PROVIDER for provider in seen[0].values()])
+
+
+def test_the_program_is_computed_in_the_precision_that_it_declares(tmp_path: Path, work: Path) -> None:
+    """The weights of a float16 model become halves in the program; a float32 one is computed as it stands."""
+    device = present()
+    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
+    run = device.run_job(job, work)
+    assert (run.failure, run.outputs.count) == (None, job.samples.count)
+    assert any(
+        "edgekit's own arithmetic computed its 2 operations, 0 of them in half precision" in n for n in run.notes
+    )
+    session = CpuSession(job.model, SessionSettings())
+    for sample, got in zip(job.samples, run.outputs, strict=True):
+        assert np.allclose(session.run(sample)["y"], got["y"], atol=1e-5)
+
+
+def test_what_the_provider_writes_counts_and_not_what_the_graph_says(tmp_path: Path, work: Path) -> None:
+    """It writes Reciprocal as 1 / (x + 0.0001)."""
+    device = present()
+    model = text_model(tmp_path / "r.onnx", "(float[1,4,8,8] x) => (float[1,4,8,8] y) { y = Reciprocal(x) }")
+    job = make_job(model, "coreml", precision="fp32")
+    run = device.run_job(job, work)
+    for sample, got in zip(job.samples, run.outputs, strict=True):
+        assert np.allclose(got["y"], 1 / (sample["x"] + np.float32(1e-4)), rtol=1e-5)
+        assert not np.allclose(got["y"], 1 / sample["x"], rtol=1e-5)
+
+
+def test_a_neural_network_is_placed_and_not_computed(tmp_path: Path, work: Path) -> None:
+    device = present()
+    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
+    target = load_target("coreml", {"model_format": "NeuralNetwork"})
+    run = device.run_job(msgspec.structs.replace(job, target=target), work)
+    assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
+
+
+def test_the_device_can_be_believed() -> None:
+    test = try_device(present())
+    assert [check for check in test.checks if not check.passed] == []

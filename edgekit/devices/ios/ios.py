@@ -1,7 +1,8 @@
 """ONNX Runtime for the iOS simulator in a process of this machine, with the Core ML provider that an app links."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -9,11 +10,13 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.ios.installed import Installed, explain_machine, find_installed
+from edgekit.devices.ios.mil.serve import Facts
 from edgekit.devices.local.coreml import PROVIDER, provider_options
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import FarJob
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
+from edgekit.devices.release.serving import Served, serving
 from edgekit.evidence import Evidence
 
 NAME = "ios-sim"
@@ -21,6 +24,7 @@ PROVIDERS = frozenset({PROVIDER})
 
 _DEFAULT_IOS = "17"
 _INSTALL = f"edgekit devices install {NAME}"
+_COMPUTES = "edgekit.devices.ios.mil.serve"
 _LOG = "EDGEKIT_IOS_LOG"
 
 
@@ -57,10 +61,17 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
             return refuse_run(runner, f"'{self.name}' runs {PROVIDER}, not {provider}")
         models = work / "models"
         models.mkdir()
-        link = LocalLink(name=self.name, folder=work, inside=str(work), enter=_enter(job.target.settings, models))
         far = _describe_job(job, installed)
-        run = run_over(link, [str(installed.program), "--pipe"], job, far, work, runner=runner)
-        return msgspec.structs.replace(run, versions={**run.versions, "framework": installed.framework})
+        # A program that is only looked at need not be computed.
+        with serving(work / "pipes", _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
+            enter = _enter(job.target.settings, models, work / "pipes" if served else None)
+            link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
+            run = run_over(link, [str(installed.program), "--pipe"], job, far, work, runner=runner)
+        return msgspec.structs.replace(
+            run,
+            versions={**run.versions, "framework": installed.framework},
+            notes=(*run.notes, *_list_notes(served)),
+        )
 
 
 def _describe_job(job: Job, installed: Installed) -> FarJob:
@@ -75,9 +86,23 @@ def _describe_job(job: Job, installed: Installed) -> FarJob:
     )
 
 
-def _enter(settings: Mapping[str, str], models: Path) -> tuple[str, ...]:
-    """Returns the start of the command: which iOS it is, and where the provider writes its models."""
+def _list_notes(served: Served | None) -> Iterator[str]:
+    """Yields what computed: the program is the provider's, the arithmetic is ours."""
+    if served is None or not served.said:
+        return
+    facts = msgspec.json.decode(served.said, type=Facts)
+    total = sum(facts.operations.values())
+    if total:
+        yield (
+            f"Core ML's program was written by the provider; edgekit's own arithmetic computed its {total} operations,"
+            f" {facts.halves} of them in half precision"
+        )
+
+
+def _enter(settings: Mapping[str, str], models: Path, pipes: Path | None) -> tuple[str, ...]:
+    """Returns the start of the command: which iOS it is, where the provider writes its models, who computes them."""
     facts = [f"EDGEKIT_IOS={settings.get('ios', _DEFAULT_IOS)}", f"EDGEKIT_COREML_MODELS={models}"]
+    facts += [] if pipes is None else [f"EDGEKIT_COREML_PIPES={pipes}"]
     # The simulator's library reports its use where it is not told otherwise.
     facts += ["ORT_DISABLE_TELEMETRY=1", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]
     return ("env", *facts)

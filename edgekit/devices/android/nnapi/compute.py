@@ -15,14 +15,13 @@ import numpy as np
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, split_constants
 from edgekit.devices.android.nnapi.operations import name_operation
 from edgekit.devices.android.nnapi.tflite import write_model
+from edgekit.devices.release.serving import ANSWER, ASK
 from edgekit.errors import EdgekitError
 
-ASK, ANSWER = "ask", "answer"
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
 # ends one channel early): networks with one run on its optimized kernels, as NNAPI's own path on the CPU runs the
 # latter.
 _OPTIMIZED = frozenset({13, 98})
-END = b'{"ask":"end"}\n'
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,16 +2,13 @@
 
 import contextlib
 import importlib.util
-import os
-import sys
-import threading
 from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
 
-from edgekit._proc import run_process
-from edgekit.devices.android.nnapi.compute import ANSWER, ASK, END, Facts
+from edgekit.devices.android.nnapi.compute import Facts
+from edgekit.devices.release.serving import serving
 
 # What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
 _FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
@@ -39,36 +36,14 @@ def can_compute() -> bool:
 def computing(folder: Path, timeout_s: float) -> Generator[Service]:
     """Yields the process that computes for the driver, which ends with the block.
 
-    Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
-    for ever. Where nothing can compute, networks are built and not run.
+    Where nothing can compute, networks are built and not run.
     """
     service = Service()
     if not can_compute():
         yield service
         return
-    folder.mkdir()
-    service.pipes = folder
-    held: list[int] = []
-    for name in (ASK, ANSWER):
-        os.mkfifo(folder / name)
-        held.append(os.open(folder / name, os.O_RDWR | os.O_CLOEXEC))
-
-    def release() -> None:
-        while held:
-            os.close(held.pop())
-
-    def serve() -> None:
-        argv = [sys.executable, "-P", "-m", "edgekit.devices.android.nnapi.compute", str(folder)]
-        finished = run_process(argv, timeout_s=timeout_s)
-        with contextlib.suppress(msgspec.DecodeError, IndexError):
-            service.facts = msgspec.json.decode(finished.stdout.splitlines()[-1], type=Facts)
-        release()
-
-    server = threading.Thread(target=serve, daemon=True)
-    server.start()
-    try:
+    with serving(folder, "edgekit.devices.android.nnapi.compute", timeout_s) as served:
+        service.pipes = folder
         yield service
-    finally:
-        with contextlib.suppress(OSError, IndexError):
-            os.write(held[0], END)
-        server.join(timeout_s)
+    with contextlib.suppress(msgspec.DecodeError):
+        service.facts = msgspec.json.decode(served.said, type=Facts)

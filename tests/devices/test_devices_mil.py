@@ -1,0 +1,268 @@
+"""ML Programs: what a package says is read, what is damaged is refused, each operation is what ONNX means by it."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from mil_programs import blob, constant, named, operation, scaled, write_package
+from onnx import helper
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.devices.ios.mil.arguments import Arguments
+from edgekit.devices.ios.mil.compute import OPERATIONS, UnknownOperationError, compute_program, require_known
+from edgekit.devices.ios.mil.program import UnknownProgramError, read_package, read_program
+from edgekit.devices.ios.mil.serve import serve
+from edgekit.devices.ios.mil.wire import read_message
+from edgekit.model.tensors import Array
+
+X = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)
+
+
+def test_a_program_is_read_with_its_weights(tmp_path: Path) -> None:
+    program = read_package(scaled(tmp_path / "a.mlpackage"))
+    assert (program.specification, program.opset, program.outputs) == (7, "CoreML6", ("y",))
+    assert [(step.kind, step.name) for step in program.operations] == [("const", "const_0"), ("mul", "mul_0")]
+    assert program.inputs[0].shape == (2, 4)
+    found = compute_program(program, {"x": X})["y"]
+    assert np.array_equal(found, X * np.array([1, 2, 3, 0.1], np.float32))
+
+
+def test_half_precision_is_rounded_where_the_program_says_so(tmp_path: Path) -> None:
+    program = read_package(scaled(tmp_path / "a.mlpackage", "float16"))
+    found = compute_program(program, {"x": X})["y"]
+    weight = np.array([1, 2, 3, 0.1], np.float16).astype(np.float32)
+    assert found.dtype == np.float16
+    assert np.array_equal(found, (X.astype(np.float16).astype(np.float32) * weight).astype(np.float16))
+    full = np.full((2, 4), 65504, np.float32)
+    assert np.isinf(compute_program(program, {"x": full})["y"][0, 1])
+
+
+def test_sums_are_not_in_half_precision(tmp_path: Path) -> None:
+    """4096 ones more than 2048: a sum in halves stays at 2048."""
+    steps = [
+        operation("const", {}, named("axes", "int32", (1,)), {"val": constant(np.array([-1], np.int32))}),
+        operation("reduce_sum", {"x": "x", "axes": "axes"}, named("y", "float16", (1,))),
+    ]
+    package = write_package(tmp_path / "a.mlpackage", [named("x", "float16", (1, 4096))], ["y"], steps)
+    assert compute_program(read_package(package), {"x": np.ones((1, 4096))})["y"][0] == 4096
+
+
+def test_an_unknown_operation_is_an_error_with_its_name(tmp_path: Path) -> None:
+    program = read_package(scaled(tmp_path / "a.mlpackage", kind="whirl"))
+    with pytest.raises(UnknownOperationError, match="operation 'whirl' of 'whirl_0' is not computed by edgekit"):
+        require_known(program)
+    with pytest.raises(UnknownOperationError, match="'whirl'"):
+        compute_program(program, {"x": X})
+    require_known(read_package(scaled(tmp_path / "b.mlpackage")))
+
+
+def test_an_operation_that_cannot_be_computed_is_named(tmp_path: Path) -> None:
+    program = read_package(scaled(tmp_path / "a.mlpackage", kind="relu"))
+    assert np.array_equal(compute_program(program, {"x": X})["y"], np.maximum(X, 0))
+    with pytest.raises(ValueError, match="mul 'mul_0': operands could not be broadcast"):
+        compute_program(read_package(scaled(tmp_path / "b.mlpackage")), {"x": np.ones((2, 3))})
+    with pytest.raises(ValueError, match="input 'x' is missing"):
+        compute_program(program, {})
+
+
+def test_what_is_no_program_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UnknownProgramError, match="is a neural network"):
+        read_program(b"\xa2\x1f\x00", tmp_path)
+    with pytest.raises(UnknownProgramError, match="is no ML Program"):
+        read_program(b"", tmp_path)
+    with pytest.raises(ValueError, match="holds no model"):
+        read_package(tmp_path)
+
+
+def test_damage_is_refused_and_never_another_answer(tmp_path: Path) -> None:
+    package = scaled(tmp_path / "a.mlpackage")
+    path = next(package.rglob("model.mlmodel"))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        for data in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x15]) + whole[at + 1 :]):
+            try:
+                compute_program(read_program(data, path.parent), {"x": X})
+            except (ValueError, LookupError, OSError, OverflowError):
+                continue
+    blobs = next(package.rglob("weight.bin"))
+    blobs.write_bytes(blobs.read_bytes()[:-60])
+    with pytest.raises(ValueError, match="is cut off"):
+        read_package(package)
+
+
+def test_weights_outside_the_package_are_not_read(tmp_path: Path) -> None:
+    steps = [operation("const", {}, named("w", "float32", (1,)), {"val": blob(np.ones(1, np.float32), 64)})]
+    package = write_package(tmp_path / "a.mlpackage", [], ["w"], steps)
+    path = next(package.rglob("model.mlmodel"))
+    data = path.read_bytes().replace(b"@model_path/weights/weight.bin", b"@model_path/../../../secret.bi")
+    (tmp_path / "secret.bi").write_bytes(bytes(200))
+    with pytest.raises(ValueError, match="lies outside"):
+        read_program(data, path.parent)
+
+
+def test_what_is_no_message_is_refused() -> None:
+    for data in (b"\x0a", b"\x0a\x05ab", b"\x0b\x01", b"\xff" * 20, b"\x09\x01"):
+        with pytest.raises(ValueError, match=r"cut off|is of kind"):
+            read_message(data)
+
+
+def test_questions_are_answered_one_by_one(tmp_path: Path) -> None:
+    package = scaled(tmp_path / "a.mlpackage")
+    ask = io.BytesIO(
+        msgspec.json.encode({"ask": "model", "id": 0, "path": str(package)})
+        + b"\n"
+        + msgspec.json.encode({"ask": "model", "id": 1, "path": str(tmp_path / "none")})
+        + b"\n"
+        + msgspec.json.encode(
+            {
+                "ask": "run",
+                "id": 0,
+                "inputs": [{"name": "x", "type": 1, "shape": [2, 4]}],
+                "outputs": [{"name": "y", "type": 1, "shape": [2, 4]}],
+            }
+        )
+        + b"\n"
+        + X.tobytes()
+        + b'{"ask":"run","id":1}\n{"ask":"end"}\n'
+    )
+    answer = io.BytesIO()
+    facts = serve(ask, answer)
+    said = answer.getvalue()
+    assert said.startswith(b"\n\n\n" + np.array([2, 2, 4], np.int64).tobytes())
+    assert b"No such file" in said
+    assert (facts.operations, facts.halves) == ({"mul": 1}, 0)
+
+
+IMAGE = np.random.default_rng(2).standard_normal((2, 4, 7, 9)).astype(np.float32)
+WEIGHT = np.random.default_rng(3).standard_normal((6, 4, 3, 2)).astype(np.float32)
+THIN = np.random.default_rng(4).standard_normal((4, 1, 3, 3)).astype(np.float32)
+GROUPED = np.random.default_rng(5).standard_normal((6, 2, 3, 3)).astype(np.float32)
+BIAS = np.linspace(-1, 1, 6, dtype=np.float32)
+FOUR = np.linspace(0.5, 2, 4, dtype=np.float32)
+ROWS = np.random.default_rng(6).standard_normal((3, 9)).astype(np.float32)
+GRID = np.random.default_rng(7).uniform(-1.2, 1.2, (2, 5, 6, 2)).astype(np.float32)
+CUSTOM: dict[str, Any] = {"pad_type": "custom"}
+
+# An operation, what it is given, the operator of ONNX that means the same, its inputs and its attributes.
+CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
+    ("conv", CUSTOM | {"x": IMAGE, "weight": WEIGHT, "bias": BIAS, "pad": [1, 2, 0, 1], "strides": [2, 1],
+                       "dilations": [1, 2]},
+     "Conv", [IMAGE, WEIGHT, BIAS], {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]}),
+    ("conv", {"x": IMAGE, "weight": WEIGHT, "pad_type": "valid"}, "Conv", [IMAGE, WEIGHT], {}),
+    ("conv", {"x": IMAGE, "weight": THIN, "groups": 4, "pad_type": "same", "strides": [2, 2]},
+     "Conv", [IMAGE, THIN], {"auto_pad": "SAME_UPPER", "group": 4, "strides": [2, 2]}),
+    ("conv", {"x": IMAGE, "weight": GROUPED, "groups": 2, "pad_type": "same_lower", "strides": [2, 3]},
+     "Conv", [IMAGE, GROUPED], {"auto_pad": "SAME_LOWER", "group": 2, "strides": [2, 3]}),
+    ("conv_transpose", CUSTOM | {"x": IMAGE, "weight": np.ascontiguousarray(WEIGHT.transpose(1, 0, 2, 3)),
+                                 "bias": BIAS, "pad": [1, 1, 0, 1], "strides": [2, 1]},
+     "ConvTranspose", [IMAGE, np.ascontiguousarray(WEIGHT.transpose(1, 0, 2, 3)), BIAS],
+     {"pads": [1, 0, 1, 1], "strides": [2, 1]}),
+    ("conv_transpose", {"x": IMAGE, "weight": THIN, "groups": 4, "strides": [2, 2], "pad_type": "valid"},
+     "ConvTranspose", [IMAGE, THIN], {"group": 4, "strides": [2, 2]}),
+    ("max_pool", CUSTOM | {"x": IMAGE, "kernel_sizes": [3, 2], "strides": [2, 2], "pad": [1, 1, 0, 0],
+                           "ceil_mode": True},
+     "MaxPool", [IMAGE], {"kernel_shape": [3, 2], "strides": [2, 2], "pads": [1, 0, 1, 0], "ceil_mode": 1}),
+    ("avg_pool", CUSTOM | {"x": IMAGE, "kernel_sizes": [3, 3], "strides": [2, 1], "pad": [1, 1, 1, 1],
+                           "exclude_padding_from_average": True},
+     "AveragePool", [IMAGE], {"kernel_shape": [3, 3], "strides": [2, 1], "pads": [1, 1, 1, 1]}),
+    ("avg_pool", CUSTOM | {"x": IMAGE, "kernel_sizes": [3, 3], "strides": [2, 1], "pad": [1, 1, 1, 1]},
+     "AveragePool", [IMAGE],
+     {"kernel_shape": [3, 3], "strides": [2, 1], "pads": [1, 1, 1, 1], "count_include_pad": 1}),
+    ("batch_norm", {"x": IMAGE, "gamma": FOUR, "beta": FOUR, "mean": FOUR, "variance": FOUR, "epsilon": 1e-3},
+     "BatchNormalization", [IMAGE, FOUR, FOUR, FOUR, FOUR], {"epsilon": 1e-3}),
+    ("instance_norm", {"x": IMAGE, "gamma": FOUR, "beta": FOUR, "epsilon": 1e-3},
+     "InstanceNormalization", [IMAGE, FOUR, FOUR], {"epsilon": 1e-3}),
+    ("layer_norm", {"x": ROWS, "axes": [-1], "gamma": ROWS[0], "beta": ROWS[1], "epsilon": 1e-3},
+     "LayerNormalization", [ROWS, ROWS[0], ROWS[1]], {"epsilon": 1e-3}),
+    ("local_response_norm", {"x": IMAGE, "size": 3, "alpha": 0.1, "beta": 0.6, "k": 2.0},
+     "LRN", [IMAGE], {"size": 3, "alpha": 0.1, "beta": 0.6, "bias": 2.0}),
+    ("softmax", {"x": ROWS, "axis": 0}, "Softmax", [ROWS], {"axis": 0}),
+    ("linear", {"x": ROWS, "weight": ROWS, "bias": ROWS[0, :3]},
+     "Gemm", [ROWS, ROWS, ROWS[0, :3]], {"transB": 1}),
+    ("matmul", {"x": ROWS, "y": ROWS, "transpose_y": True}, "Gemm", [ROWS, ROWS], {"transB": 1}),
+    ("reduce_argmax", {"x": ROWS, "axis": 1, "keep_dims": True}, "ArgMax", [ROWS], {"axis": 1}),
+    ("reduce_sum", {"x": ROWS, "axes": [0], "keep_dims": False},
+     "ReduceSum", [ROWS, np.array([0])], {"keepdims": 0}),
+    ("reduce_log_sum_exp", {"x": ROWS, "axes": [1], "keep_dims": True},
+     "ReduceLogSumExp", [ROWS, np.array([1])], {}),
+    ("reduce_l2_norm", {"x": ROWS, "axes": [1], "keep_dims": True}, "ReduceL2", [ROWS, np.array([1])], {}),
+    ("gelu", {"x": ROWS, "mode": "EXACT"}, "Gelu", [ROWS], {}),
+    ("gelu", {"x": ROWS, "mode": "TANH_APPROXIMATION"}, "Gelu", [ROWS], {"approximate": "tanh"}),
+    ("elu", {"x": ROWS, "alpha": 0.7}, "Elu", [ROWS], {"alpha": 0.7}),
+    ("leaky_relu", {"x": ROWS, "alpha": 0.2}, "LeakyRelu", [ROWS], {"alpha": 0.2}),
+    ("prelu", {"x": IMAGE, "alpha": FOUR}, "PRelu", [IMAGE, FOUR.reshape(4, 1, 1)], {}),
+    ("sigmoid_hard", {"x": ROWS, "alpha": 0.3, "beta": 0.4}, "HardSigmoid", [ROWS], {"alpha": 0.3, "beta": 0.4}),
+    ("sigmoid", {"x": ROWS * 20}, "Sigmoid", [ROWS * 20], {}),
+    ("softplus", {"x": ROWS}, "Softplus", [ROWS], {}),
+    ("softsign", {"x": ROWS}, "Softsign", [ROWS], {}),
+    ("erf", {"x": ROWS}, "Erf", [ROWS], {}),
+    ("round", {"x": ROWS * 3}, "Round", [ROWS * 3], {}),
+    ("clip", {"x": ROWS, "alpha": -0.5, "beta": 0.5},
+     "Clip", [ROWS, np.array(-0.5, np.float32), np.array(0.5, np.float32)], {}),
+    ("concat", {"values": [ROWS, ROWS], "axis": 1}, "Concat", [ROWS, ROWS], {"axis": 1}),
+    ("slice_by_index", {"x": ROWS, "begin": [0, 7], "end": [0, 1], "stride": [1, -2], "begin_mask": [True, False],
+                        "end_mask": [True, False]},
+     "Slice", [ROWS, np.array([7]), np.array([1]), np.array([1]), np.array([-2])], {}),
+    ("pad", {"x": IMAGE, "pad": [1, 2, 0, 3], "mode": "constant", "constant_val": 0.5},
+     "Pad", [IMAGE, np.array([0, 0, 1, 0, 0, 0, 2, 3]), np.array(0.5, np.float32)], {}),
+    ("pad", {"x": IMAGE, "pad": [1, 2, 0, 3], "mode": "reflect"},
+     "Pad", [IMAGE, np.array([0, 0, 1, 0, 0, 0, 2, 3])], {"mode": "reflect"}),
+    ("gather", {"x": ROWS, "indices": np.array([2, -1]), "axis": 1}, "Gather", [ROWS, np.array([2, -1])], {"axis": 1}),
+    ("gather_nd", {"x": ROWS, "indices": np.array([[2, 1], [0, 3]])},
+     "GatherND", [ROWS, np.array([[2, 1], [0, 3]])], {}),
+    ("depth_to_space", {"x": IMAGE, "block_size": 2}, "DepthToSpace", [IMAGE], {"blocksize": 2}),
+    ("pixel_shuffle", {"x": IMAGE, "upscale_factor": 2}, "DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}),
+    ("space_to_depth", {"x": IMAGE[:, :, :6, :8], "block_size": 2},
+     "SpaceToDepth", [np.ascontiguousarray(IMAGE[:, :, :6, :8])], {"blocksize": 2}),
+    ("tile", {"x": ROWS, "reps": [2, 1]}, "Tile", [ROWS, np.array([2, 1])], {}),
+    ("transpose", {"x": IMAGE, "perm": [0, 2, 3, 1]}, "Transpose", [IMAGE], {"perm": [0, 2, 3, 1]}),
+    ("upsample_nearest_neighbor", {"x": IMAGE, "scale_factor_height": 2, "scale_factor_width": 3},
+     "Resize", [IMAGE, np.array([], np.float32), np.array([1, 1, 2, 3], np.float32)],
+     {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}),
+    ("upsample_bilinear", {"x": IMAGE, "scale_factor_height": 2.0, "scale_factor_width": 3.0, "align_corners": True},
+     "Resize", [IMAGE, np.array([], np.float32), np.array([1, 1, 2, 3], np.float32)],
+     {"mode": "linear", "coordinate_transformation_mode": "align_corners"}),
+    ("upsample_bilinear", {"x": IMAGE, "scale_factor_height": 2.0, "scale_factor_width": 3.0, "align_corners": False,
+                           "half_pixel_centers": True},
+     "Resize", [IMAGE, np.array([], np.float32), np.array([1, 1, 2, 3], np.float32)], {"mode": "linear"}),
+    ("resample", {"x": IMAGE, "coordinates": GRID, "padding_mode": "constant", "sampling_mode": "bilinear"},
+     "GridSample", [IMAGE, GRID], {}),
+    ("resample", {"x": IMAGE, "coordinates": GRID, "padding_mode": "border", "align_corners": True},
+     "GridSample", [IMAGE, GRID], {"padding_mode": "border", "align_corners": 1}),
+]  # fmt: skip
+
+
+def as_given(value: Any) -> tuple[Array | str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+        return tuple(value)
+    return (np.asarray(value),)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{case[0]}-{at}" for at, case in enumerate(CASES)])
+def test_an_operation_is_what_onnx_means_by_it(case: int, tmp_path: Path) -> None:
+    kind, given, op, feeds, attributes = CASES[case]
+    found = OPERATIONS[kind](Arguments({name: as_given(value) for name, value in given.items()}))
+    names = [f"i{index}" for index in range(len(feeds))]
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feed.dtype), feed.shape)
+        for name, feed in zip(names, feeds, strict=True)
+    ]
+    used = [name if feed.size else "" for name, feed in zip(names, feeds, strict=True)]
+    kept = [value for value in inputs if value.name in used]
+    dtype = onnx.TensorProto.INT64 if op == "ArgMax" else onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node(op, used, ["y"], **attributes)], "g", kept, [helper.make_tensor_value_info("y", dtype, None)]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    session = CpuSession(tmp_path / "m.onnx", SessionSettings())
+    wanted = session.run({name: feed for name, feed in zip(names, feeds, strict=True) if name in used})["y"]
+    assert isinstance(found, np.ndarray)
+    assert found.shape == wanted.shape
+    assert np.allclose(found, wanted, rtol=1e-4, atol=1e-5)
