@@ -35,7 +35,9 @@ _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime
 @convert_options.weights
 @click.option("--qoperator", is_flag=True, help="Write QLinear operators in place of Q and DQ nodes.")
 @options.CUSTOM_OPS
-@click.option("--data", metavar="DATA", help="Inputs to run each file on. Default: drawn at random.")
+@click.option(
+    "--data", metavar="DATA", help="Inputs to run each file on, and to learn roundings from. Default: drawn at random."
+)
 @options.PREPROCESS
 @click.option("--check/--no-check", "checked", default=True, help="Run each .ort file against its source.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the files go.")

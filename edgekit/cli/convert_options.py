@@ -10,7 +10,13 @@ from edgekit.cli.options import split_names
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.errors import UsageError
 from edgekit.prepare.transformer import FuseOptions
-from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, WeightForm, WeightOnlyOptions
+from edgekit.quantize.weight_only.convert import (
+    BLOCK_ROUNDINGS,
+    WEIGHT_FORMS,
+    BlockRounding,
+    WeightForm,
+    WeightOnlyOptions,
+)
 
 Command = Callable[..., int]
 
@@ -51,14 +57,35 @@ def fuse(function: Command) -> Command:
 def weights(function: Command) -> Command:
     """Adds the options of weights, which become the argument `weights`."""
 
-    @click.option("--weights", "form", type=click.Choice(WEIGHT_FORMS), help="Make weights smaller, without samples.")
+    @click.option(
+        "--weights", "form", type=click.Choice(WEIGHT_FORMS), help="Make weights smaller; activations stay float."
+    )
     @click.option("--keep", metavar="A,B", help="Nodes whose weights stay as they are.")
     @click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
+    @click.option("--rounding", type=click.Choice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
+    @click.option("--accuracy-level", "accuracy", type=int, metavar="0-4", help="Of MatMulNBits; 4: int8 products.")
     @functools.wraps(function)
-    def command(*, form: WeightForm | None, keep: str | None, block: int | None, **rest: Any) -> int:
-        if form is None and (keep or block):
-            raise UsageError("--keep and --block say how to make weights smaller", hint="add --weights int8")
-        chosen = WeightOnlyOptions(form=form, kept=split_names(keep), block=block or 32) if form else None
-        return function(weights=chosen, **rest)
+    def command(
+        *,
+        form: WeightForm | None,
+        keep: str | None,
+        block: int | None,
+        rounding: BlockRounding | None,
+        accuracy: int | None,
+        **rest: Any,
+    ) -> int:
+        if form is None and (keep or block or rounding or accuracy is not None):
+            raise UsageError(
+                "--keep, --block, --rounding and --accuracy-level say how to make weights smaller",
+                hint="add --weights int8",
+            )
+        chosen = WeightOnlyOptions(
+            form=form or "int8",
+            kept=split_names(keep),
+            block=block or 32,
+            accuracy_level=accuracy or 0,
+            rounding=rounding or "nearest",
+        )
+        return function(weights=chosen if form else None, **rest)
 
     return command

@@ -95,7 +95,7 @@ def convert_for(
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
         samples = _load_samples(options.data, prepared)
         floating, fusion = _fuse(source, prepared, options, samples, recipe, work)
-        small = _lighten(floating, options, work)
+        small = _lighten(floating, options, samples, work)
         current = floating if small is None else small.model
         if options.qoperator:
             current = write_qoperator(current, work / "qoperator.onnx", options.ort.cpu).model
@@ -140,8 +140,9 @@ def _fuse(
     return changed, fusion
 
 
-def _lighten(model: Model, options: ConvertOptions, work: Path) -> WeightOnlyModel | None:
-    return None if options.weights is None else compress_weights(model, options.weights, work / "light.onnx")
+def _lighten(model: Model, options: ConvertOptions, samples: Samples | None, work: Path) -> WeightOnlyModel | None:
+    given = options.weights
+    return None if given is None else compress_weights(model, given, work / "light.onnx", samples)
 
 
 def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:

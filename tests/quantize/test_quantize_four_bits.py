@@ -287,7 +287,7 @@ def test_samples_that_judge_round_nothing(net: Model, tmp_path: Path) -> None:
     work = tmp_path / "work"
     calibrate_model(net, random_samples(net, 60), work=work)
     fitted = [sample["x"].tobytes() for sample in read_fitted(work)]
-    assert len(fitted) == 32
+    assert len(fitted) == 16
     assert not {sample["x"].tobytes() for sample, _ in read_held_out(work)} & set(fitted)
     (work / "fitted.npz").unlink()
     with pytest.raises(UsageError, match="are gone"):

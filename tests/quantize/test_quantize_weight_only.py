@@ -1,4 +1,4 @@
-"""Smaller weights without samples: what each form changes, keeps, weighs and computes; QOperator form."""
+"""Smaller weights alone: what each form changes, keeps, weighs and computes; QOperator form."""
 
 from pathlib import Path
 
@@ -6,15 +6,25 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from quantize_models import make_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
 from edgekit.model.model import Model, find_quantized_form, load_model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
+from edgekit.quantize.calibration.moments import InputMoments
 from edgekit.quantize.qdq.qoperator import write_qoperator
 from edgekit.quantize.weight_only.blocks import quantize_blocks
-from edgekit.quantize.weight_only.convert import WEIGHT_FORMS, WeightForm, WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_only.convert import (
+    BLOCK_ROUNDINGS,
+    WEIGHT_FORMS,
+    WeightForm,
+    WeightOnlyOptions,
+    compress_weights,
+)
+from edgekit.quantize.weight_only.learned import round_blocks
 
 
 def make_perceptron(path: Path) -> Model:
@@ -157,3 +167,64 @@ def test_the_qoperator_form_has_the_same_numbers(tmp_path: Path) -> None:
 def test_a_float_model_has_no_qoperator_form(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no node of 'm' became an integer operator"):
         write_qoperator(make_perceptron(tmp_path / "m.onnx"), tmp_path / "q.onnx", "arm")
+
+
+def drawn(count: int, seed: int) -> Samples:
+    """Samples whose 100 inputs follow ten signals, as activations do."""
+    rng = np.random.default_rng(seed)
+    mix = np.random.default_rng(9).standard_normal((10, 100))
+    rows = [rng.standard_normal((2, 10)) @ mix + 0.1 * rng.standard_normal((2, 100)) for _ in range(count)]
+    return make_samples([{"x": row.astype(np.float32)} for row in rows])
+
+
+def test_blocks_that_learn_from_samples_err_less_on_others(tmp_path: Path) -> None:
+    model = make_perceptron(tmp_path / "m.onnx")
+    ratios: dict[str, float] = {}
+    for rounding in BLOCK_ROUNDINGS:
+        options = WeightOnlyOptions(form="int4", rounding=rounding)
+        light = compress_weights(model, options, tmp_path / f"{rounding}.onnx", drawn(128, 1))
+        assert set(light.changed) == {"first", "second"}
+        ratios[rounding] = sqnr_db(outputs(model, drawn(20, 2)), outputs(light.model, drawn(20, 2)))
+    assert ratios["comq"] > ratios["nearest"] + 3
+
+
+def outputs(model: Model, samples: Samples) -> Array:
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
+    return np.concatenate([session.run(sample)["y"] for sample in samples])
+
+
+def test_learning_needs_samples_and_4_bits(tmp_path: Path) -> None:
+    model = make_perceptron(tmp_path / "m.onnx")
+    for form, samples in (("int4", None), ("int8", drawn(8, 1))):
+        options = WeightOnlyOptions(form=form, rounding="comq")
+        with pytest.raises(UsageError, match="rounds 4-bit weights by samples"):
+            compress_weights(model, options, tmp_path / "c.onnx", samples)
+
+
+@pytest.mark.parametrize(("level", "written"), [(0, []), (4, [4])])
+def test_the_accuracy_level_is_written(tmp_path: Path, level: int, written: list[int]) -> None:
+    model = make_perceptron(tmp_path / "m.onnx")
+    light = compress_weights(model, WeightOnlyOptions(form="int4", accuracy_level=level), tmp_path / "c.onnx")
+    node = next(node for node in onnx.load(str(light.model.path)).graph.node if node.name == "first")
+    assert [item.i for item in node.attribute if item.name == "accuracy_level"] == written
+    with pytest.raises(UsageError, match="no accuracy level 5"):
+        compress_weights(model, WeightOnlyOptions(form="int4", accuracy_level=5), tmp_path / "c.onnx")
+
+
+def test_blocks_of_zeros_stay_zero() -> None:
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((70, 5)).astype(np.float32)
+    weight[32:64, 2] = 0.0
+    inputs = rng.standard_normal((500, 70)).astype(np.float32)
+    moments = InputMoments(
+        count=500, mean=inputs.mean(axis=0)[None], spread=np.ptp(inputs, axis=0)[None], low=inputs.min(axis=0),
+        high=inputs.max(axis=0), blocks=(inputs.T @ inputs / 500)[None],
+    )  # fmt: skip
+    values, scales = round_blocks(weight, moments, 32)
+    assert (values.shape, scales.shape) == ((5, 3, 32), (5, 3))
+    assert (values[2, 1] == 8).all()
+    assert (values[:, 2, 6:] == 8).all()
+    back = ((values.astype(np.float32) - 8) * scales[..., None]).reshape(5, -1)[:, :70].T
+    plain, sizes = quantize_blocks(weight, 4, 32)
+    nearest = ((plain.astype(np.float32) - 8) * sizes[..., None]).reshape(5, -1)[:, :70].T
+    assert np.linalg.norm(inputs @ (back - weight)) < 0.95 * np.linalg.norm(inputs @ (nearest - weight))

@@ -10,7 +10,7 @@ from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import UsageError
 from edgekit.model.tensors import Array, Tensors
 
-MOST_SAMPLES = 32
+MOST_SAMPLES = 16
 """So many tell what reaches a layer: a choice, for the time. Each layer runs the model on all of them, twice."""
 MOST_BYTES = 32 << 20
 

@@ -45,32 +45,47 @@ def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan
     Raises:
         UsageError: the statistics are gone.
     """
-    plan, best = draft.plan, lead
-    aim = enough = ENOUGH_IMAGE_DB if makes_images(draft.graph, draft.calibration.outputs) else ENOUGH_DB
-    tried: list[Candidate] = []
-    if not plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
-        return plan, ()
-    # One layer after another takes too long to be done for each weight: what each costs is told without.
-    quick = draft.choose(plan.method, "comq") if plan.rounding == "qronos" else draft
+    enough = ENOUGH_IMAGE_DB if makes_images(draft.graph, draft.calibration.outputs) else ENOUGH_DB
+    if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
+        return draft.plan, ()
     placed = place_draft(draft)
-    least = _judge(draft, placed, msgspec.structs.replace(quick.plan, bits={}))
-    errors = scale_errors(rank_weights(quick, placed), 10 ** (-lead.sqnr_db / 10) - 10 ** (-least / 10))
+    # One layer after another takes too long to be done again and again: which weights keep 8 bits is found without.
+    quick = draft.choose(draft.plan.method, "comq") if draft.plan.rounding == "qronos" else draft
+    tried = list(_try_kept(quick, placed, lead, enough))
+    if tried and quick is not draft:
+        plan, found = max(tried, key=lambda trial: trial[1].sqnr_db)
+        plan = msgspec.structs.replace(plan, rounding=draft.plan.rounding)
+        tried.append((plan, _describe(lead, plan, _judge(draft, placed, plan), found.eight_bit_share)))
+    plan, _ = max(((draft.plan, lead), *tried), key=lambda trial: trial[1].sqnr_db)
+    return plan, tuple(candidate for _, candidate in tried)
+
+
+def _try_kept(
+    draft: Draft, placed: onnx.ModelProto, lead: Candidate, enough: float
+) -> Iterator[tuple[QuantPlan, Candidate]]:
+    """Yields plans with more and more weights of 8 bits, until one is near enough or as near as it gets."""
+    least = _judge(draft, placed, msgspec.structs.replace(draft.plan, bits={}))
+    reached = _judge(draft, placed, draft.plan)
+    errors = scale_errors(rank_weights(draft, placed), 10 ** (-reached / 10) - 10 ** (-least / 10))
+    aim, before = enough, draft.plan.bits
     for _ in range(_ROUNDS):
         kept = choose_kept(errors, 10 ** (-min(aim, least - 0.5) / 10), 10 ** (-least / 10))
         bits = {name: count for name, count in draft.plan.bits.items() if name not in kept}
-        if bits == plan.bits:
-            break
-        trial = msgspec.structs.replace(draft.plan, bits=bits)
-        ratio = _judge(draft, placed, trial)
+        if bits == before:
+            return
+        plan, before = msgspec.structs.replace(draft.plan, bits=bits), bits
+        ratio = _judge(draft, placed, plan)
         share = sum(error.size for error in errors if error.name in kept) / sum(error.size for error in errors)
-        found = msgspec.structs.replace(lead, sqnr_db=round(ratio, 3), eight_bit_share=round(share, 4))
-        tried.append(found)
-        if ratio > best.sqnr_db:
-            plan, best = trial, found
+        yield plan, _describe(lead, plan, ratio, share)
         if ratio >= min(enough, least - 1):
-            break
+            return
         aim += max(enough - ratio, _MARGIN_DB)
-    return plan, tuple(tried)
+
+
+def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> Candidate:
+    return msgspec.structs.replace(
+        lead, rounding=plan.rounding, sqnr_db=round(ratio, 3), eight_bit_share=round(share, 4)
+    )
 
 
 def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:

@@ -24,8 +24,8 @@ def round_comq(
     Args:
         matrix: weights [groups, outputs, inputs].
         moment: second moments [groups, inputs, inputs].
-        scale: scales [groups, outputs, 1] to begin with.
-        fits_scale: whether they may change; those that several groups share may not.
+        scale: scales to begin with, [groups, outputs, 1], or one for each weight where blocks of inputs have their own.
+        fits_scale: whether they may change; those that several groups share, or blocks have, may not.
         floor: the least scale.
     """
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
@@ -34,15 +34,18 @@ def round_comq(
     hessian = np.take_along_axis(np.take_along_axis(damped, order[:, :, None], axis=1), order[:, None, :], axis=2)
     hessian = (hessian / hessian.max()).astype(np.float32)
     weights = np.take_along_axis(matrix, order[:, None, :], axis=2).astype(np.float32)
+    given = scale
+    if scale.shape[2] > 1:
+        scale = np.take_along_axis(scale, order[:, None, :], axis=2)
     found = round_nearest(weights, scale, FOUR_LIMIT)
     counts, scale = found.integers.astype(np.float32), found.scale
     for _ in range(_PASSES):
         if fits_scale:
             scale = np.maximum(_fit_scale(weights, counts, hessian, scale), floor).astype(np.float32)
-        _descend(weights, counts, hessian, scale[..., 0])
+        _descend(weights, counts, hessian, np.broadcast_to(scale, weights.shape))
     integers = np.empty(matrix.shape, np.int8)
     np.put_along_axis(integers, order[:, None, :], counts.astype(np.int8), axis=2)
-    return Rounded(integers=integers, scale=scale)
+    return Rounded(integers=integers, scale=scale if fits_scale else given)
 
 
 def _fit_scale(weights: Array, counts: Array, hessian: Array, scale: Array) -> Array:
@@ -55,7 +58,7 @@ def _fit_scale(weights: Array, counts: Array, hessian: Array, scale: Array) -> A
 
 def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> None:
     """Gives each input in turn the integers that err least; changes `counts`."""
-    errors = weights - counts * scale[..., None]
+    errors = weights - counts * scale
     slopes = errors @ hessian
     for start in range(0, weights.shape[2], _BLOCK):
         stop = min(start + _BLOCK, weights.shape[2])
@@ -64,7 +67,7 @@ def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> Non
             curvature, error = hessian[:, index, index, None], errors[..., index].copy()
             # Where the slope of the parabola is 0.
             wanted = weights[..., index] + near[..., index - start] / curvature - error
-            counts[..., index] = np.clip(np.rint(wanted / scale), lowest(FOUR_LIMIT), FOUR_LIMIT)
-            errors[..., index] = weights[..., index] - counts[..., index] * scale
+            counts[..., index] = np.clip(np.rint(wanted / scale[..., index]), lowest(FOUR_LIMIT), FOUR_LIMIT)
+            errors[..., index] = weights[..., index] - counts[..., index] * scale[..., index]
             near += (errors[..., index] - error)[..., None] * hessian[:, index, None, start:stop]
         slopes += (errors[..., start:stop] - before) @ hessian[:, start:stop]

@@ -5,9 +5,10 @@ The operator is ONNX Runtime's `com.microsoft.MatMulNBits` (ContribOperators.md)
 zero.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
@@ -18,14 +19,34 @@ from edgekit.model.tensors import Array
 _CONTRIB = "com.microsoft"
 
 
-def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection[str]) -> tuple[str, ...]:
+Blocks = tuple[Array, Array]
+"""Unsigned values [N, blocks, block] and scales [N, blocks]."""
+
+
+class BlockForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How weights are stored: their bits, how many along K share a scale, and in which precision products are made.
+
+    `accuracy_level` is that of MatMulNBits: 0 leaves it to the kernel, 1 is float32, 2 float16, 3 bfloat16, 4 int8.
+    """
+
+    bits: int
+    block: int
+    accuracy_level: int = 0
+
+
+def pack_weights(
+    proto: onnx.ModelProto,
+    form: BlockForm,
+    kept: Collection[str],
+    learned: Callable[[str], Blocks | None] = lambda _: None,
+) -> tuple[str, ...]:
     """Replaces MatMul and Gemm with constant float32 weights by MatMulNBits, in place; returns the names of the nodes.
 
     Args:
         proto: the model.
-        bits: 4 or 8.
-        block: how many values along K share a scale: a power of two from 16 on.
+        form: how the weights are stored: 4 or 8 bits, in blocks of a power of two from 16 on.
         kept: names of nodes to leave as they are.
+        learned: returns the blocks of a node's weight where better ones than the nearest are known.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -38,8 +59,9 @@ def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection
         turned = bool(_attribute(node, "transB", 0))
         tensor = weights[node.input[1]]
         if (tensor.name, turned) not in packed:
-            packed[tensor.name, turned] = _add_packed(graph, tensor, bits, block, turned=turned)
-        _replace(node, packed[tensor.name, turned], _shape(tensor, turned=turned), bits, block)
+            blocks = learned(node.name) or _round_plainly(tensor, form, turned=turned)
+            packed[tensor.name, turned] = _add_packed(graph, tensor, blocks, form.bits, turned=turned)
+        _replace(node, packed[tensor.name, turned], _shape(tensor, turned=turned), form)
         changed.append(node.name)
     drop_unread(graph)
     if changed and all(entry.domain != _CONTRIB for entry in proto.opset_import):
@@ -47,7 +69,7 @@ def pack_weights(proto: onnx.ModelProto, bits: int, block: int, kept: Collection
     return tuple(changed)
 
 
-def quantize_blocks(weight: Array, bits: int, block: int) -> tuple[Array, Array]:
+def quantize_blocks(weight: Array, bits: int, block: int) -> Blocks:
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N]; K is padded with zeros."""
     # Symmetric integers reach one step farther down than up. So the value of a block that is largest in magnitude falls
     # on the lowest, by a scale of either sign: at 4 bits 8 steps instead of 7 (as ONNX Runtime's own quantizer,
@@ -96,11 +118,15 @@ def _shape(tensor: onnx.TensorProto, *, turned: bool) -> tuple[int, int]:
     return (second, first) if turned else (first, second)
 
 
-def _add_packed(
-    graph: onnx.GraphProto, tensor: onnx.TensorProto, bits: int, block: int, *, turned: bool
-) -> tuple[str, str]:
+def _round_plainly(tensor: onnx.TensorProto, form: BlockForm, *, turned: bool) -> Blocks:
     weight = numpy_helper.to_array(tensor)
-    values, scales = quantize_blocks(weight.T if turned else weight, bits, block)
+    return quantize_blocks(weight.T if turned else weight, form.bits, form.block)
+
+
+def _add_packed(
+    graph: onnx.GraphProto, tensor: onnx.TensorProto, blocks: Blocks, bits: int, *, turned: bool
+) -> tuple[str, str]:
+    values, scales = blocks
     packed = values[..., ::2] | (values[..., 1::2] << 4) if bits == 4 else values
     names = (f"{tensor.name}_q{bits}{'t' if turned else ''}", f"{tensor.name}_scales{'t' if turned else ''}")
     graph.initializer.append(numpy_helper.from_array(packed, names[0]))
@@ -108,7 +134,9 @@ def _add_packed(
     return names
 
 
-def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], bits: int, block: int) -> None:
+def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], form: BlockForm) -> None:
     inputs = [node.input[0], *names, *(("", "", bias) if (bias := _bias(node)) else ())]
-    sizes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": bits, "block_size": block}
+    sizes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": form.bits, "block_size": form.block}
+    if form.accuracy_level:
+        sizes["accuracy_level"] = form.accuracy_level
     node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes))

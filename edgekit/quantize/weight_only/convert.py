@@ -1,4 +1,4 @@
-"""Weights in fewer bits without any sample: fp16, dynamic INT8, and 8 or 4 bits in blocks."""
+"""Weights alone in fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +7,15 @@ from typing import Literal
 import msgspec
 import onnx
 
+from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model.model import Model, find_quantized_form, read_proto, save_proto
 from edgekit.quantize._ort_quantizer import quantize_dynamically
-from edgekit.quantize.weight_only.blocks import pack_weights
+from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
+from edgekit.quantize.weight_only.learned import learn_blocks
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = ("fp16", "dynamic-int8", "int8", "int4")
@@ -20,12 +23,24 @@ BLOCKS = (16, 32, 64, 128, 256)
 """The block sizes that ONNX Runtime's kernels take (onnxruntime/contrib_ops/cpu/quantization/matmul_nbits.cc)."""
 
 
+BlockRounding = Literal["nearest", "comq"]
+BLOCK_ROUNDINGS: tuple[BlockRounding, ...] = ("nearest", "comq")
+ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+"""The values of MatMulNBits' attribute `accuracy_level` (ContribOperators.md)."""
+
+
 class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which form the weights get, the names of nodes that keep theirs, and how many values share a scale in blocks."""
+    """Which form the weights get, and the names of nodes that keep theirs.
+
+    In blocks `block` values share a scale, and `accuracy_level` is that of MatMulNBits (4 lets kernels quantize
+    activations to int8 as they come). `rounding` of 4 bits is to the nearest, or by COMQ, from samples.
+    """
 
     form: WeightForm
     kept: tuple[str, ...] = ()
     block: int = 32
+    accuracy_level: int = 0
+    rounding: BlockRounding = "nearest"
 
 
 class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,15 +54,19 @@ class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
     size_after: int
 
 
-def compress_weights(model: Model, options: WeightOnlyOptions, out: Path) -> WeightOnlyModel:
+def compress_weights(
+    model: Model, options: WeightOnlyOptions, out: Path, samples: Samples | None = None
+) -> WeightOnlyModel:
     """Writes a prepared float model with its weights in another form to `out`.
 
     "fp16" computes in half precision, inputs and outputs stay float32. "dynamic-int8" quantizes weights per channel and
     activations at each run: MatMul, LSTM, Attention and Gather, no Conv, whose kernel takes no signed weights. "int8"
-    and "int4" store the weights of MatMul and Gemm in blocks and compute in float.
+    and "int4" store the weights of MatMul and Gemm in blocks and compute in float. `samples` are for roundings that
+    learn from them.
 
     Raises:
-        UsageError: a kept node or a block size does not exist.
+        UsageError: a kept node, a block size or a level does not exist, or there are no samples to learn from.
+        DataError: the samples do not fit the model.
         ModelError: the model is quantized already, or has no weights that the form takes.
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
@@ -59,7 +78,11 @@ def compress_weights(model: Model, options: WeightOnlyOptions, out: Path) -> Wei
         raise UsageError(f"there is no block of {options.block} weights", hint=f"one of {', '.join(map(str, BLOCKS))}")
     if form := find_quantized_form(proto):
         raise ModelError(f"'{model.name}' is quantized already ({form})", hint="give the float model, or no --weights")
-    written, changed = _WRITERS[options.form](model, proto, options, out)
+    if options.accuracy_level not in ACCURACY_LEVELS:
+        raise UsageError(f"there is no accuracy level {options.accuracy_level}", hint="0 to 4")
+    if options.rounding != "nearest" and (options.form != "int4" or samples is None):
+        raise UsageError(f"{options.rounding} rounds 4-bit weights by samples", hint="--weights int4 --data DATA")
+    written, changed = _WRITERS[options.form](model, proto, options, out, samples)
     if not changed:
         raise ModelError(f"'{model.name}' has no weights that {options.form} takes", hint="try another form of weights")
     return WeightOnlyModel(
@@ -75,12 +98,16 @@ def compress_weights(model: Model, options: WeightOnlyOptions, out: Path) -> Wei
 _Written = tuple[Model, tuple[str, ...]]
 
 
-def _convert_to_fp16(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
+def _convert_to_fp16(
+    model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, _: Samples | None
+) -> _Written:
     written = convert_to_fp16(model, options.kept, out).model
     return written, tuple(node.name for node in proto.graph.node if node.name not in options.kept)
 
 
-def _quantize_dynamically(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
+def _quantize_dynamically(
+    model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, _: Samples | None
+) -> _Written:
     before = {node.name for node in proto.graph.node}
     written = save_proto(quantize_dynamically(proto, options.kept, model.path.name), out)
     left = {node.name for node in read_proto(written, weights=False).graph.node}
@@ -88,8 +115,16 @@ def _quantize_dynamically(model: Model, proto: onnx.ModelProto, options: WeightO
     return _loaded(written, model), changed
 
 
-def _pack(model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path) -> _Written:
-    changed = pack_weights(proto, int(options.form.removeprefix("int")), options.block, options.kept)
+def _pack(
+    model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, samples: Samples | None
+) -> _Written:
+    bits = int(options.form.removeprefix("int"))
+    form = BlockForm(bits=bits, block=options.block, accuracy_level=options.accuracy_level)
+    if options.rounding == "nearest" or samples is None:
+        changed = pack_weights(proto, form, options.kept)
+    else:
+        with work_folder() as work, learn_blocks(model, samples, work, options.block) as learned:
+            changed = pack_weights(proto, form, options.kept, learned)
     return _loaded(save_proto(proto, out), model), changed
 
 
@@ -98,7 +133,7 @@ def _loaded(written: Model, model: Model) -> Model:
     return written
 
 
-_WRITERS: dict[WeightForm, Callable[[Model, onnx.ModelProto, WeightOnlyOptions, Path], _Written]] = {
+_WRITERS: dict[WeightForm, Callable[[Model, onnx.ModelProto, WeightOnlyOptions, Path, Samples | None], _Written]] = {
     "fp16": _convert_to_fp16,
     "dynamic-int8": _quantize_dynamically,
     "int8": _pack,
