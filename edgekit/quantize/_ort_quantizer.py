@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ _TYPES: dict[str, Any] = {
     "int16": QuantType.QInt16,
 }
 _FULL = 127
+# Initializers of so many values are weights, of which ORT's quantizer reads no values to find scales of activations.
+_LARGE = 1024
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
@@ -80,14 +83,44 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    del copy.metadata_props[:]
-    options, op_types = _options(copy, request, subject)
+    quantizer = _open_quantizer(copy, request, subject)
+    quantizer.model = IndexedModel(quantizer.model.model)
+    with _asking_ort(subject):
+        quantized: onnx.ModelProto = quantizer.quantize_model()
+    _quantize_weights(quantized.graph)
+    del quantized.metadata_props[:]
+    quantized.metadata_props.extend(proto.metadata_props)
+    return quantized
+
+
+def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> dict[str, Array]:
+    """Returns the scales and zero points of activations, by the names that they have in what `place_qdq` returns.
+
+    Where nodes are placed does not depend on ranges: with these another placement needs no second one.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    quantizer = _open_quantizer(_leave_weights_out(proto), msgspec.structs.replace(request, axes={}), subject)
+    found: dict[str, Array] = {}
+    for name, parameters in quantizer.quantization_params.items():
+        for suffix, each in (("", parameters.original), ("_convert", parameters.converted)):
+            if each is not None:
+                found[f"{name}_scale{suffix}"] = np.asarray(each["scale"])
+                found[f"{name}_zero_point{suffix}"] = np.asarray(each["zero_point"])
+    return found
+
+
+def _open_quantizer(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> Any:
+    """Returns ORT's quantizer of a model, which it will change."""
+    del proto.metadata_props[:]
+    options, op_types = _options(proto, request, subject)
     options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
     ranges = _tensors_data(request)
     with _asking_ort(subject):
-        add_infer_metadata(copy)
-        quantizer: Any = QDQQuantizer(
-            copy,
+        add_infer_metadata(proto)
+        return QDQQuantizer(
+            proto,
             False,  # noqa: FBT003 - per_channel: `axes` says it weight by weight
             request.weight_limit < _FULL,
             _TYPES[request.weight],
@@ -98,12 +131,23 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
             op_types,
             options,
         )
-        quantizer.model = IndexedModel(quantizer.model.model)
-        quantized: onnx.ModelProto = quantizer.quantize_model()
-    _quantize_weights(quantized.graph)
-    del quantized.metadata_props[:]
-    quantized.metadata_props.extend(proto.metadata_props)
-    return quantized
+
+
+def _leave_weights_out(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy whose large initializers have type and shape but no values."""
+    copy, source = onnx.ModelProto(), proto.graph
+    copy.ir_version = proto.ir_version
+    copy.opset_import.extend(proto.opset_import)
+    copy.functions.extend(proto.functions)
+    copy.graph.name = source.name
+    for field in ("node", "input", "output", "value_info"):
+        getattr(copy.graph, field).extend(getattr(source, field))
+    for tensor in source.initializer:
+        if math.prod(tensor.dims) < _LARGE:
+            copy.graph.initializer.append(tensor)
+        else:
+            copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    return copy
 
 
 def _quantize_weights(graph: onnx.GraphProto) -> None:

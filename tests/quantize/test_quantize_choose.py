@@ -22,9 +22,10 @@ from edgekit.quantize.mixed_precision.candidates import (
     prefer_method,
 )
 from edgekit.quantize.mixed_precision.relief import choose_schedule, relieve_step
-from edgekit.quantize.mixed_precision.score import judge_candidate
+from edgekit.quantize.mixed_precision.score import judge_candidate, judge_grids
+from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
-from edgekit.quantize.qdq.build import build_qdq
+from edgekit.quantize.qdq.build import build_qdq, find_plan_grids, place_plan
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.quantize.rounding.weights import Rounding
 from edgekit.target import Precision, load_target
@@ -107,6 +108,35 @@ def test_moments_recover_what_correlated_inputs_lose(tmp_path: Path) -> None:
         return judge_candidate(built, find_compared_tensors(graph), Path(calibration.statistics))
 
     assert score("gptq") > score("nearest") + 3
+
+
+def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many: Calibration) -> None:
+    graph, statistics = read_float_graph(net), Path(many.statistics)
+    compared = find_compared_tensors(graph)
+    plan = plan_quantization(net, many, load_target("cpu"), "int8", method="minmax")
+    plans = {
+        "minmax": plan,
+        "mse": msgspec.structs.replace(plan, ranges=many.ranges["mse"]),
+        "cut": msgspec.structs.replace(
+            plan, ranges={name: TensorRange(low=its.low / 9, high=its.high / 9) for name, its in plan.ranges.items()}
+        ),
+    }
+    alone = {
+        name: judge_candidate(
+            strip_weights(place_plan(graph, each, "m"), graph), compared, statistics, keep_float_weights=True
+        )
+        for name, each in plans.items()
+    }
+    stripped = strip_weights(place_plan(graph, plan, "m"), graph)
+    names = free_grids(stripped)
+    grids = {name: find_plan_grids(graph, each, "m") for name, each in plans.items()}
+    fed = {name: {each: own[each] for each in names} for name, own in grids.items()}
+    found = judge_grids(stripped, compared, statistics, fed)
+    assert found["minmax"] == pytest.approx(alone["minmax"], abs=0.2)
+    assert found["mse"] == pytest.approx(alone["mse"], abs=0.2)
+    # Clearly worse after a few samples: by how much these say.
+    assert found["cut"] == pytest.approx(alone["cut"], abs=3)
+    assert found["cut"] < max(found.values()) - 1
 
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {

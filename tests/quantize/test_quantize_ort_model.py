@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import onnx
 import pytest
+from onnx import numpy_helper
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.quant_utils import find_by_name
@@ -14,7 +16,8 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.qdq.build import place_plan
+from edgekit.quantize.mixed_precision.variants import free_grids
+from edgekit.quantize.qdq.build import find_plan_grids, place_plan
 from edgekit.target import load_target
 
 # A value read twice by one node and by several, a bias shared by two layers, Relu and Clip that ORT folds, outputs in
@@ -88,3 +91,23 @@ def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patched.setattr(ONNXModel, "replace_node_input", staticmethod(counting))
         _write(model, plan)
     return visits
+
+
+@pytest.mark.parametrize("target", ["nnapi", "cpu", "qnn"])
+def test_scales_for_other_ranges_are_those_of_another_placement(target: str, tmp_path: Path) -> None:
+    model = make_model(WEB, tmp_path / "m.onnx", WEIGHTS)
+    calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+    if target == "qnn":
+        plan = msgspec.structs.replace(plan, wide={"m": plan.ranges["m"]})
+    other = msgspec.structs.replace(plan, ranges=calibration.ranges["mse"])
+    graph = read_float_graph(model)
+    one, two = place_plan(graph, plan, "m"), place_plan(graph, other, "m")
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in two.graph.initializer}
+    names, grids = free_grids(one), find_plan_grids(graph, other, "m")
+    assert len(names) > 8
+    assert all((grids[name] == stored[name]).all() and grids[name].dtype == stored[name].dtype for name in names)
+    # What is fed now stands in the other graph.
+    two.graph.ClearField("initializer")
+    one.graph.ClearField("initializer")
+    assert list(one.graph.node) == list(two.graph.node)

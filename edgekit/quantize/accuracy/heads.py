@@ -226,7 +226,8 @@ def _read_scores(outputs: Sequence[Tensors], boxes: Columns, parts: tuple[Column
         there = np.stack([parts[0].read(row) for row in outputs])
         squash, whether = ("" if _are_shares(values) else "sigmoid" for values in (scores, there))
         there = _squash(there, whether)
-        both = there * _squash(scores, squash).max(axis=-1, keepdims=True)
+        # Both are monotonic: the largest score is that of the largest value.
+        both = there * _squash(scores.max(axis=-1, keepdims=True), squash)
         # Where something is, some class is sure too: a class in that place would stand alone.
         if both.max(axis=1).mean() >= _SURE_CLASS * max(float(there.max(axis=1).mean()), 1e-12):
             yield Head(boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, there=whether, code="")

@@ -14,10 +14,10 @@ from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision.score import judge_candidate
-from edgekit.quantize.mixed_precision.variants import strip_weights
+from edgekit.quantize.mixed_precision.score import judge_candidate, judge_grids
+from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
-from edgekit.quantize.qdq.build import place_plan, round_weights
+from edgekit.quantize.qdq.build import find_plan_grids, place_plan, round_weights
 from edgekit.quantize.ranges.methods import AUTO_METHODS, METHODS
 from edgekit.quantize.rounding.weights import Rounding
 
@@ -127,11 +127,7 @@ def choose_again(draft: Draft, budget: Budget) -> tuple[QuantPlan, Candidate]:
     Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
     """
     plan, unsigned = draft.plan, draft.use_unsigned()
-    ratios = {
-        method: _judge_ranges(unsigned.choose(method, "nearest"))
-        for method in AUTO_METHODS
-        if method == plan.method or budget.allows(f"range method {method}")
-    }
+    ratios = _judge_ranges(unsigned, (plan.method, *(each for each in AUTO_METHODS if each != plan.method)), budget)
     best = prefer_method(ratios, plan.method)
     tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED, budget)
     lead = max(tried, key=lambda candidate: candidate.sqnr_db)
@@ -185,11 +181,7 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
 
 def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candidate]:
     methods = AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
-    ratios = {
-        method: _judge_ranges(draft.choose(method, "nearest"))
-        for method in methods
-        if method == methods[0] or budget.allows(f"range method {method}")
-    }
+    ratios = _judge_ranges(draft, methods, budget)
     best = max(ratios, key=lambda method: ratios[method])
     # Plain minmax is always among the candidates, so that what is chosen is never worse on these samples.
     if best != "minmax":
@@ -214,11 +206,18 @@ def needs_moments(reached_db: float, unrounded_db: float, floor_db: float) -> bo
     return floor_db <= reached_db < max(unrounded_db - NOTABLE_DB, FAITHFUL_DB)
 
 
-def _judge_ranges(draft: Draft) -> float:
+def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget) -> dict[str, float]:
+    """Returns the ratio of the ranges of the first method, and of the others while there is time."""
+    wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
-    whole = msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, axes={}))
-    stripped = strip_weights(place_draft(whole), draft.graph)
-    return judge_candidate(stripped, draft.compared, draft.statistics, keep_float_weights=True)
+    plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
+    placed = place_plan(draft.graph, plans[methods[0]], "the candidate")
+    # Methods differ in scales and zero points alone: one session takes those of each.
+    stripped = strip_weights(placed, draft.graph)
+    names = free_grids(stripped)
+    grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}
+    fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
+    return judge_grids(stripped, draft.compared, draft.statistics, fed)
 
 
 def _judge_roundings(

@@ -1,10 +1,13 @@
 """How near a quantized candidate comes to the float model on samples that were held out from fitting."""
 
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import onnx
 
+from edgekit._ort import CpuSession
 from edgekit.machine import map_in_order
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
@@ -12,6 +15,9 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores
 from edgekit.quantize.graph.sessions import open_graph
+
+# After so many held-out samples what is behind by so much is not judged any more: choices, for the time.
+_FEW_SAMPLES, _CLEARLY_DB = 4, 1.0
 
 
 def judge_candidate(
@@ -25,22 +31,69 @@ def judge_candidate(
     Raises:
         UsageError: the statistics are gone.
     """
+    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=keep_float_weights)
+    powers = np.zeros((len(compared), 2))
+
+    def run(held: tuple[Tensors, Tensors]) -> Tensors:
+        return session.run(held[0])
+
+    for (_, expected), found in map_in_order(run, read_held_out(statistics)):
+        powers += _all_powers(names, expected, found)
+    return join_ratios([ratio_db(*power) for power in powers])
+
+
+def judge_grids(
+    qdq: onnx.ModelProto,
+    compared: tuple[ComparedTensor, ...],
+    statistics: Path,
+    grids: Mapping[str, Tensors],
+) -> dict[str, float]:
+    """Returns the ratio in dB of each of several grids, which are fed to a graph with float weights.
+
+    What is clearly worse after a few held-out samples is judged by these alone: by how much it is worse there.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
+    powers = {name: np.zeros((len(compared), 2)) for name in grids}
+    behind = dict[str, float]()
+
+    def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
+        return session.run({**task[1], **grids[task[0]]})
+
+    def rate() -> dict[str, float]:
+        every = {name: join_ratios([ratio_db(*power) for power in own]) for name, own in powers.items()}
+        return {name: ratio for name, ratio in every.items() if name not in behind}
+
+    held = read_held_out(statistics)
+    for part in (islice(held, _FEW_SAMPLES), held):
+        tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
+        for (name, _, expected), found in map_in_order(run, tasks):
+            powers[name] += _all_powers(names, expected, found)
+        if not behind:
+            ratios = rate()
+            best = max(ratios.values())
+            behind = {name: best - ratio for name, ratio in ratios.items() if ratio < best - _CLEARLY_DB}
+    ratios = rate()
+    return ratios | {name: max(ratios.values()) - lag for name, lag in behind.items()}
+
+
+def _open_compared(
+    qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool
+) -> tuple[CpuSession, dict[ComparedTensor, str]]:
+    """Returns a session that gives what is compared, and under which names."""
     proto = onnx.ModelProto()
     proto.CopyFrom(qdq)
     nodes = {node.name: node for node in proto.graph.node}
     names = {each: nodes[each.reader].input[0] if each.reader else each.tensor for each in compared}
     del proto.graph.output[:]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
-    session = open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights)
-    powers = {each: np.zeros(2) for each in compared}
+    return open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights), names
 
-    def run(held: tuple[Tensors, Tensors]) -> Tensors:
-        return session.run(held[0])
 
-    for (_, expected), found in map_in_order(run, read_held_out(statistics)):
-        for each, name in names.items():
-            powers[each] += powers_of(each, expected[each.tensor], found[name])
-    return join_ratios([ratio_db(*power) for power in powers.values()])
+def _all_powers(names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> Array:
+    return np.stack([powers_of(each, expected[each.tensor], found[name]) for each, name in names.items()])
 
 
 def powers_of(compared: ComparedTensor, expected: Array, found: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph
+from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.progress import NO_LIMIT, Budget
@@ -75,7 +77,8 @@ def rank_activations(
     session = open_graph(proto, statistics / "switched.onnx", keep_float_weights=False)
     held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
 
-    def measure(index: int, pairs: Sequence[tuple[Tensors, Tensors]]) -> float:
+    def measure(task: tuple[int, Sequence[tuple[Tensors, Tensors]]]) -> float:
+        index, pairs = task
         powers = np.zeros((len(compared), 2))
         for inputs, expected in pairs:
             found = session.run({**inputs, SWITCHES: np.arange(len(names)) == index})
@@ -83,16 +86,16 @@ def rank_activations(
         return round(join_ratios([ratio_db(*power) for power in powers]), 2)
 
     ratios, began = [np.inf] * len(names), time.monotonic()
-    for index in range(len(names)):
-        if not budget.allows(_RANKING):
-            break
-        budget.tell("rank activations by what they cost", index, len(names), began)
-        ratios[index] = measure(index, held if closely is None else held[:_FEW_SAMPLES])
+    few = held if closely is None else held[:_FEW_SAMPLES]
+    tasks = takewhile(lambda _: budget.allows(_RANKING), ((index, few) for index in range(len(names))))
+    for done, ((index, _), ratio) in enumerate(map_in_order(measure, tasks)):
+        budget.tell("rank activations by what they cost", done, len(names), began)
+        ratios[index] = ratio
     if closely is not None:
-        for index in sorted(range(len(names)), key=lambda index: ratios[index])[:closely]:
-            if not budget.allows(_RANKING):
-                break
-            ratios[index] = measure(index, held)
+        worst = sorted(range(len(names)), key=lambda index: ratios[index])[:closely]
+        tasks = takewhile(lambda _: budget.allows(_RANKING), ((index, held) for index in worst))
+        for (index, _), ratio in map_in_order(measure, tasks):
+            ratios[index] = ratio
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
     errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))

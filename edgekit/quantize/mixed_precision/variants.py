@@ -36,6 +36,23 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     return proto
 
 
+def free_grids(qdq: onnx.ModelProto) -> tuple[str, ...]:
+    """Makes inputs of the scales and zero points of activations, in place; returns their names."""
+    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
+    sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    names = tuple(
+        dict.fromkeys(
+            name for node in sites if node.input[0] not in stored for name in node.input[1:] if name in stored
+        )
+    )
+    for name in names:
+        qdq.graph.input.append(helper.make_tensor_value_info(name, stored[name].data_type, stored[name].dims))
+    kept = [tensor for name, tensor in stored.items() if name not in set(names)]
+    del qdq.graph.initializer[:]
+    qdq.graph.initializer.extend(kept)
+    return names
+
+
 def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """Returns the float graph in which each activation can be quantized by itself, and the names of those.
 

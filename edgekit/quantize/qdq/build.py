@@ -7,7 +7,8 @@ import onnx
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, order_nodes
-from edgekit.quantize._ort_quantizer import QdqRequest, place_qdq
+from edgekit.model.tensors import Array
+from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -61,6 +62,15 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     nodes = order_nodes(placed.graph)
     set_nodes(placed.graph, nodes)
     return placed
+
+
+def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Array]:
+    """Returns scales and zero points of activations, by their names in the placed graph of any plan with other ranges.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    return find_grids(graph.model, _request(plan, graph), subject)
 
 
 def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:
