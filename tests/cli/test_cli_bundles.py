@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from demo_paths import CALIBRATION, MODEL
+from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 
 from edgekit.cli.main import run_command
 
@@ -110,6 +110,23 @@ def test_a_build_is_repeated_with_its_reference(build: Path, capsys: pytest.Capt
     assert not (build / "no").exists()
 
 
+def test_a_build_that_is_not_proven_is_exit_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("metric.toml").write_text('[metric]\nname = "top1"\nmax_drop = 0.1\n')
+    data = ["--data", str(CALIBRATION), "--eval", str(EVALUATION), "--labels", str(LABELS)]
+    fast = ["--samples", "8", "--target", "cpu", "--precision", "fp32", "--recipe", "metric.toml"]
+    argv = ["build", str(MODEL), *data, *fast, "--out", "out"]
+    # 400 labelled samples on which both sides agree leave half a point of doubt.
+    code = run_command([*argv, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["verdict"], report["bundles"][0]["verdict"]) == (3, "not proven", "not proven")
+    assert all(not run["failures"] for run in report["bundles"][0]["verify"]["runs"])
+    assert "cpu: not proven" in Path("out/report.html").read_text()
+    assert run_command([*argv, "--accept-unproven"]) == 0
+
+
 def release(folder: Path, work: Path, key: Path) -> list[list[str]]:
     """The commands that let a bundle go."""
     return [
@@ -127,11 +144,40 @@ def test_what_was_not_verified_is_not_released(build: Path, tmp_path: Path, caps
         assert run_command(command) == 2
         assert "was not verified" in capsys.readouterr().err
         allowed = run_json(capsys, *command, "--allow-failed")["allowed"]
-        assert allowed == [{"bundle": str(bundle), "reason": "was not verified"}]
+        assert allowed == [{"bundle": str(bundle), "reason": "was not verified", "verdict": "fail"}]
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0
     (tmp_path / "again").mkdir()
     for command in release(bundle, tmp_path / "again", build / "key"):
         assert run_json(capsys, *command)["allowed"] == []
+
+
+def test_what_is_not_proven_is_released_where_somebody_says_so(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "digits_mobilenet-xnnpack"
+    shutil.copytree(build / "out" / bundle.name, bundle)
+    assert run_command(["verify", str(bundle), "--on", "host"]) == 0
+    report = json.loads((bundle / "verify.json").read_bytes())
+    # The figures pass, and their intervals on so few samples do not.
+    limits = {"gate": "bound", "min_top1_agreement": 0.999}
+    report["runs"] = [{**run, "thresholds": {**run["thresholds"], **limits}} for run in report["runs"]]
+    (bundle / "verify.json").write_text(json.dumps(report))
+    for command in release(bundle, tmp_path, build / "key"):
+        assert run_command(command) == 2
+        said = capsys.readouterr().err
+        assert "is not proven: output 'logits' has top-1 agreement 1" in said
+        assert "--accept-unproven to release it" in said
+        allowed = run_json(capsys, *command, "--accept-unproven")["allowed"]
+        assert [doubt["verdict"] for doubt in allowed] == ["not proven"]  # type: ignore[attr-defined]
+    attested = run_json(capsys, "verify", str(bundle), "--key", str(build / "key.pub"), "--files-only")["attested"]
+    assert attested["result"] == "WARNED"  # type: ignore[index]
+    assert len(attested["edgekit_allowed"]) == 1  # type: ignore[index]
+    # What failed is not let through by it.
+    report["runs"][0]["outputs"][0]["cosine"] = 0.1
+    (bundle / "verify.json").write_text(json.dumps(report))
+    for command in release(bundle, tmp_path, build / "key"):
+        assert run_command([*command, "--accept-unproven"]) == 2
+        assert "did not pass its verification" in capsys.readouterr().err
 
 
 def test_what_failed_or_was_altered_since_is_not_released(

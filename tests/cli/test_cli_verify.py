@@ -142,6 +142,46 @@ def test_recheck_says_yes_and_no_without_running(
     assert "below 90 dB" in (tmp_path / "j.xml").read_text()
 
 
+def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = ["--labels", str(LABELS), "--metric", "top1", "--max-metric-drop", "2"]
+    asked = ["verify", str(bundle), "--on", "host", *WITH_DATA, *labels, "--json"]
+    capsys.readouterr()
+    assert run_command(asked) == 3
+    shown = capsys.readouterr().out
+    report = json.loads(shown)
+    assert (report["verdict"], report["passed"], report["runs"][0]["failures"]) == ("not proven", False, [])
+    assert "samples would tell" in report["runs"][0]["unproven"][0]
+    facts = tmp_path / "facts.json"
+    facts.write_text(shown)
+    recheck = ["verify", "--recheck", str(facts), "--history", str(tmp_path / "h.sqlite")]
+    files = [
+        "--markdown",
+        str(tmp_path / "v.md"),
+        "--html",
+        str(tmp_path / "v.html"),
+        "--junit",
+        str(tmp_path / "v.xml"),
+    ]
+    assert run_command([*recheck, *files]) == 3
+    assert "not proven" in (tmp_path / "v.md").read_text().splitlines()[0]
+    assert '<span class="open">not proven</span>' in (tmp_path / "v.html").read_text()
+    assert ET.parse(tmp_path / "v.xml").getroot().get("failures") == "1"  # noqa: S314 - our own text
+    assert run_command([*recheck, *files, "--accept-unproven"]) == 0
+    assert ET.parse(tmp_path / "v.xml").getroot().get("failures") == "0"  # noqa: S314 - our own text
+    assert run_command([*recheck, "--gate", "estimate"]) == 0
+    assert run_command([*recheck, "--gate", "bound"]) == 3
+    # Nothing makes a failure go away.
+    assert run_command([*recheck, "--accept-unproven", "--min-sqnr", "190"]) == 1
+    capsys.readouterr()
+    assert run_command(["runs", "list", "--history", str(tmp_path / "h.sqlite")]) == 0
+    words = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["not proven", "not proven", "pass", "not proven", "fail"]
+    codes = [run_command(["runs", "show", str(n), "--history", str(tmp_path / "h.sqlite")]) for n in (1, 3, 5)]
+    assert codes == [3, 0, 1]
+
+
 def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = {"name": "y", "samples": 8, "cosine": 1.0, "sqnr_db": 50.0, "top1_agreement": 0.875}
     limits = {"min_cosine": 0.9, "min_top1_agreement": 0.9, "min_sqnr_db": 20.0, "granted_samples": 1}
