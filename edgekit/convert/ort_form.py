@@ -61,15 +61,15 @@ def refuse_large(model: Model) -> None:
     refuse_size(model.path, model.size_bytes)
 
 
-def refuse_size(path: Path, size_bytes: int) -> None:
-    """Refuses a model of a size that the ORT format cannot hold.
+def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
+    """Refuses a model of a size that the ORT format cannot hold; `having` says of what the size is.
 
     Raises:
         ModelError: the model is too large for the format.
     """
     if size_bytes > MAX_ORT_BYTES:
         raise ModelError(
-            f"'{path}' has {size_bytes / 1e9:.1f} GB, and the ORT format ends at 2 GB",
+            f"'{path}' {having} {size_bytes / 1e9:.1f} GB, and the ORT format ends at 2 GB",
             hint="ship the .onnx with its external data: a target whose forms are only 'onnx' does",
         )
 

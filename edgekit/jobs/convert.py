@@ -23,6 +23,9 @@ from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, We
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.target import Form, Target
 
+# What weights of a form have at least of the size of float ones; what is written is judged when it is.
+_LEAST_SHARES: dict[WeightForm, float] = {"fp16": 1 / 2, "dynamic-int8": 1 / 4, "int8": 1 / 4, "int4": 1 / 8}
+
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX form too `with_onnx`.
@@ -146,10 +149,14 @@ def _lighten(model: Model, options: ConvertOptions, samples: Samples | None, wor
 
 
 def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:
-    """Refuses at once, before gigabytes are read, what the ORT format cannot hold."""
+    """Refuses at once, before gigabytes are read, what the ORT format cannot hold, however small the weights become."""
     forms = targets[0].conversion.forms if targets else options.styles
+    form = None if options.weights is None else options.weights.form
+    # Files in ORT format that are for a target are made of the float model where weights are halved.
+    share = 1.0 if form is None or (targets and form == "fp16") else _LEAST_SHARES[form]
     if set(forms) & set(ORT_FILES):
-        refuse_size(model, measure_files(model))
+        having = "has" if share == 1 else f"with {form} weights has at least"
+        refuse_size(model, int(share * measure_files(model)), having)
 
 
 def _load_samples(data: Data | None, prepared: Model) -> Samples | None:

@@ -10,6 +10,8 @@ import pytest
 from demo_paths import CALIBRATION, MODEL
 
 from edgekit.cli.main import run_command
+from edgekit.jobs.convert import ConvertOptions, _refuse_large
+from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 
 
 def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
@@ -90,19 +92,39 @@ def test_operators_of_a_build_are_written_listed_and_compared(
     assert run_command(["operators", full, "--types"]) == 2
 
 
-def test_a_model_of_3_gb_is_refused_before_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weight = onnx.TensorProto(name="w", data_type=1, dims=[28000, 28000], data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", "w.data"), ("offset", "0"), ("length", str(28000 * 28000 * 4))):
+def make_huge(tmp_path: Path, width: int) -> None:
+    """Writes a MatMul whose weight is a hole in a file."""
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[width, width], data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", "w.data"), ("offset", "0"), ("length", str(width * width * 4))):
         weight.external_data.add(key=key, value=value)
-    ends = [onnx.helper.make_tensor_value_info(name, 1, [1, 28000]) for name in "xy"]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [1, width]) for name in "xy"]
     node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
     graph = onnx.helper.make_graph([node], "g", ends[:1], ends[1:], [weight])
     opsets = [onnx.helper.make_opsetid("", 17)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), str(tmp_path / "m.onnx"))
     with (tmp_path / "w.data").open("wb") as file:
-        file.truncate(28000 * 28000 * 4)
+        file.truncate(width * width * 4)
+
+
+@pytest.mark.parametrize(
+    ("width", "weights", "told"),
+    [
+        (28_000, [], "has 3.1 GB, and the ORT format ends at 2 GB"),
+        (72_000, ["--weights", "int4"], "with int4 weights has at least 2.6 GB, and the ORT format ends at 2 GB"),
+        (34_000, ["--weights", "fp16"], "with fp16 weights has at least 2.3 GB, and the ORT format ends at 2 GB"),
+    ],
+)
+def test_a_model_of_gigabytes_is_refused_before_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], width: int, weights: list[str], told: str
+) -> None:
+    make_huge(tmp_path, width)
     start = time.process_time()
-    assert run_command(["convert", str(tmp_path / "m.onnx"), "--out", str(tmp_path / "o")]) == 2
-    assert "has 3.1 GB, and the ORT format ends at 2 GB" in capsys.readouterr().err
+    assert run_command(["convert", str(tmp_path / "m.onnx"), "--out", str(tmp_path / "o"), *weights]) == 2
+    assert told in capsys.readouterr().err
     assert time.process_time() - start < 1.0
     assert not (tmp_path / "o").exists()
+
+
+def test_what_weights_of_4_bits_bring_below_2_gb_is_not_refused_for_its_float_size(tmp_path: Path) -> None:
+    make_huge(tmp_path, 28_000)
+    _refuse_large(tmp_path / "m.onnx", (), ConvertOptions(weights=WeightOnlyOptions(form="int4")))
