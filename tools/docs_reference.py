@@ -13,6 +13,7 @@ import msgspec
 from docs_types import describe_default, describe_type, find_structs, list_properties, type_hints
 
 import edgekit
+from edgekit.app.config import AppTable
 from edgekit.bench.report import BenchReport
 from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.bundle.statement import Statement
@@ -32,6 +33,7 @@ from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
 WRITTEN: Mapping[str, tuple[type, str]] = {
+    "edgekit.toml": (AppTable, "`edgekit run FILE`: an app. See [One file for an app](../how-to/app.md)."),
     "recipe.toml": (
         Recipe,
         "`build --recipe FILE`, `quantize --recipe FILE`: the options of a build, to keep in the repository.",
@@ -45,7 +47,7 @@ WRITTEN: Mapping[str, tuple[type, str]] = {
 }
 """Files that a user writes or edits: what each holds and which option takes it."""
 
-SCHEMAS = ("recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "driver.toml", "plan.json")
+SCHEMAS = ("edgekit.toml", "recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "driver.toml", "plan.json")
 """Those of which there is a JSON Schema; a target.toml has keys that are set while it is read."""
 
 REPORTS: Mapping[str, tuple[type, str]] = {

@@ -11,6 +11,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "": (
         ("__main__", "__init__"),
         ("cli",),
+        ("app",),
         ("jobs",),
         ("report",),
         ("inspect",),
@@ -25,6 +26,13 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("_files", "_proc", "app_runtime", "target"),
         ("errors", "evidence", "machine", "plain", "progress"),
+    ),
+    "app": (
+        ("run",),
+        ("cells", "packages"),
+        ("draft", "keys", "result"),
+        ("config",),
+        ("positions",),
     ),
     "bundle": (
         ("opening",),

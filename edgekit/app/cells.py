@@ -1,0 +1,124 @@
+"""One model on one target: built, verified, and its result kept."""
+
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_file, write_file
+from edgekit.app.config import App, Cell
+from edgekit.app.keys import Digests, make_key
+from edgekit.app.result import RESULT, CellResult, read_result, write_result
+from edgekit.bundle.folder import MANIFEST, open_bundle
+from edgekit.devices.register import DeviceChoice
+from edgekit.errors import EdgekitError
+from edgekit.jobs.build import build
+from edgekit.model.model import load_model
+from edgekit.plain import to_json
+from edgekit.progress import Progress
+from edgekit.report.headline import headline_build
+from edgekit.report.pages.html import render_build
+from edgekit.report.summary import BuildReport
+from edgekit.report.text import describe_agreement, describe_evidence
+from edgekit.verify.on_devices import verify_on
+from edgekit.verify.report import require_devices
+
+CACHE = ".cache"
+
+
+def cell_folder(app: App, cell: Cell) -> Path:
+    """Returns where the results of a cell lie."""
+    return app.out / cell.model / cell.target
+
+
+def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
+    """Returns what an earlier run found, if nothing that it depends on has changed since and its bundle is there."""
+    result = read_result(cell_folder(app, cell))
+    if result is None or result.key != make_key(app, cell, result.beside, digests):
+        return None
+    manifest = app.out / result.bundle / MANIFEST
+    if not manifest.is_file() or digest_file(manifest) != result.sha256:
+        return None
+    return msgspec.structs.replace(result, state="kept")
+
+
+def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress) -> CellResult:
+    """Builds and verifies a cell and returns what was found; a bundle that was made is kept with its result.
+
+    What cannot be built is a finding, too, and is tried again the next time.
+    """
+    folder, start, verify = cell_folder(app, cell), time.monotonic(), app.table.verify
+    try:
+        beside = load_model(cell.path).external_files
+        # Taken before: what changes while it is built makes it out of date.
+        key = make_key(app, cell, beside, digests)
+        (folder / RESULT).unlink(missing_ok=True)
+        report = build(
+            cell.path,
+            cell.data,
+            folder,
+            cell.recipe,
+            verify=verify.enabled and not verify.on,
+            cache=app.out / CACHE,
+            time_budget_s=app.table.time_budget_s,
+            progress=lambda step: progress(f"{cell.name}: {step}"),
+        )
+        if verify.enabled and (verify.on or verify.require):
+            report = _verify_on(app, report, folder)
+    except EdgekitError as error:
+        said = f"It cannot be built: {error}."
+        return CellResult(
+            model=cell.model, target=cell.target, key="", state="failed", passed=False, headline=said,
+            seconds=round(time.monotonic() - start, 2),
+        )  # fmt: skip
+    result = _describe(app, cell, report, key)
+    result = msgspec.structs.replace(result, beside=beside, seconds=round(time.monotonic() - start, 2))
+    if result.bundle:
+        write_result(folder, result)
+    return result
+
+
+def forget_cell(app: App, cell: Cell) -> None:
+    """Removes what was found of a cell, so that it is built again."""
+    shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
+
+
+def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
+    """Returns the report with the verification on the app's own devices in it, written anew."""
+    (summary,), verify = report.bundles, app.table.verify
+    if summary.path is None:
+        return report
+    found = summary.verify
+    if verify.on:
+        found = verify_on(open_bundle(summary.path), DeviceChoice(names=verify.on))
+    if found is not None:
+        found = require_devices(found, verify.require)
+    bundles = (msgspec.structs.replace(summary, verify=found),)
+    report = msgspec.structs.replace(report, bundles=bundles, verified=True)
+    write_file(folder / "report.json", to_json(report).encode())
+    write_file(folder / "report.html", render_build(report).encode())
+    return report
+
+
+def _describe(app: App, cell: Cell, report: BuildReport, key: str) -> CellResult:
+    (bundle,) = report.bundles
+    made = bundle.path is not None
+    return CellResult(
+        model=cell.model,
+        target=cell.target,
+        key=key,
+        state="built" if made else "failed",
+        passed=report.passed,
+        headline=headline_build(report),
+        bundle="" if bundle.path is None else bundle.path.relative_to(app.out).as_posix(),
+        sha256=bundle.sha256,
+        report=report.report.relative_to(app.out).as_posix(),
+        precision=bundle.precision or "",
+        size_before=bundle.size_before,
+        size_after=bundle.size_after,
+        taken_macs=0.0 if bundle.check is None else bundle.check.taken_macs,
+        partitions=0 if bundle.check is None else bundle.check.partitions,
+        agreement=describe_agreement(bundle.verify),
+        evidence=describe_evidence(bundle.verify),
+    )

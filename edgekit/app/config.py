@@ -1,0 +1,271 @@
+"""`edgekit.toml`: models, data, targets, gates, devices and packages of an app, read strictly."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from edgekit.app.positions import Place, find_position
+from edgekit.data.images import Preprocess, load_preprocess
+from edgekit.errors import UsageError, suggest_name
+from edgekit.model.outputs import OutputKind, StatedOutput
+from edgekit.package.contents import Extra
+from edgekit.package.package import Kind
+from edgekit.plain import read_toml
+from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes
+from edgekit.target import TaskLimit, load_target
+
+FILE = "edgekit.toml"
+
+_Value = TypeVar("_Value")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class DataTable(_Table, frozen=True, kw_only=True):
+    """`[models.NAME.data]`: samples as `--data`, `--eval`, `--labels`, `--preprocess`, `--samples` and `--golden`.
+
+    `preprocess` is a table, or the path of its file. Paths are relative to the file that names them.
+    """
+
+    source: str
+    evaluation: str | None = None
+    labels: str | None = None
+    preprocess: Preprocess | str | None = None
+    samples: int | None = None
+    golden: str | None = None
+
+
+class ModelTable(_Table, frozen=True, kw_only=True):
+    """`[models.NAME]`: a model file, its samples, and what it is told; `targets` are those of the file by default."""
+
+    path: str
+    data: DataTable
+    dims: dict[str, int] = {}
+    freeze: dict[str, float] = {}
+    targets: tuple[str, ...] = ()
+    outputs: dict[str, OutputKind | StatedOutput] = {}
+    tensors: dict[str, TensorNotes] = {}
+    licence: Licence = Licence()
+
+
+class TargetTable(_Table, frozen=True, kw_only=True):
+    """`[targets.NAME]`: a target with its parameters (`settings`) and limits (`thresholds`).
+
+    `target` is its name or folder, where NAME is another one.
+    """
+
+    target: str = ""
+    settings: dict[str, str | int] = {}
+    precision: PrecisionChoice = "auto"
+    thresholds: dict[str, Any] = {}
+    fix: bool = True
+
+
+class GateTable(_Table, frozen=True, kw_only=True):
+    """`[gates]`: what every bundle must keep, as `--max-drop` and `--metric`."""
+
+    max_drop: float | None = None
+    metric: TaskLimit | None = None
+
+
+class VerifyTable(_Table, frozen=True, kw_only=True):
+    """`[verify]`: the devices to run on (those of the targets by default), and those that must run."""
+
+    enabled: bool = True
+    on: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
+
+
+class PackageTable(_Table, frozen=True, kw_only=True):
+    """`[packages.NAME]`: bundles of one model as `edgekit package --as`; `targets` are all that fit by default."""
+
+    kind: Kind = msgspec.field(name="as")
+    model: str = ""
+    targets: tuple[str, ...] = ()
+    name: str = ""
+    group: str = ""
+    version: str = ""
+    extras: tuple[Extra, ...] = msgspec.field(name="with", default=())
+
+
+class AppTable(_Table, frozen=True, kw_only=True):
+    """An `edgekit.toml`: everything lies below `out`, and planning of a bundle ends after `time_budget_s`."""
+
+    version: Literal[1] = 1
+    out: str = "build"
+    time_budget_s: float | None = None
+    models: dict[str, ModelTable]
+    targets: dict[str, TargetTable]
+    gates: GateTable = GateTable()
+    verify: VerifyTable = VerifyTable()
+    packages: dict[str, PackageTable] = {}
+
+
+class App(msgspec.Struct, frozen=True, kw_only=True):
+    """An `edgekit.toml` that was read: what it says, and the folder that its paths start from."""
+
+    path: Path
+    table: AppTable
+
+    @property
+    def out(self) -> Path:
+        """The folder of the results."""
+        return self.path.parent / self.table.out
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a target of an app: what `build` is asked for."""
+
+    model: str
+    target: str
+    path: Path
+    data: Data
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """The model and the target, as `--only` takes them."""
+        return f"{self.model}/{self.target}"
+
+
+def load_app(path: Path) -> App:
+    """Reads an `edgekit.toml`.
+
+    Raises:
+        UsageError: it cannot be read, is malformed, has an unknown key, or names what is not there; with line and
+            column.
+    """
+    try:
+        raw = read_toml(path, dict[str, Any])
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"cannot read '{path}': {reason}", hint="edgekit init MODEL writes one") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint="see the place that it names") from error
+    app = App(path=path, table=_convert_app(raw, path, text))
+    _check_names(app, text)
+    return app
+
+
+def list_cells(app: App) -> tuple[Cell, ...]:
+    """Returns each model on each of its targets, in the order of the file.
+
+    Raises:
+        EdgekitError: a preprocessing file or a target cannot be read.
+    """
+    return tuple(
+        _make_cell(app, name, model, target)
+        for name, model in app.table.models.items()
+        for target in model.targets or tuple(app.table.targets)
+    )
+
+
+def describe_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of `edgekit.toml`, which editors use (`#:schema FILE` in its first line)."""
+    schema = msgspec.json.schema(AppTable)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
+
+
+def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
+    folder, gates, table = app.path.parent, app.table.gates, app.table.targets[target]
+    given = model.data.preprocess
+    wanted = table.target or target
+    named = str(folder / wanted) if "/" in wanted else wanted
+    preprocess = load_preprocess(folder / given) if isinstance(given, str) else given
+    return Cell(
+        model=name,
+        target=target,
+        path=folder / model.path,
+        data=Data(
+            source=_place(folder, model.data.source),
+            evaluation=None if model.data.evaluation is None else _place(folder, model.data.evaluation),
+            labels=None if model.data.labels is None else folder / model.data.labels,
+            preprocess=preprocess,
+            golden=None if model.data.golden is None else folder / model.data.golden,
+        ),
+        recipe=Recipe(
+            targets=(named,),
+            dims=model.dims,
+            freeze=model.freeze,
+            settings={key: str(value) for key, value in table.settings.items()},
+            precision=table.precision,
+            samples=model.data.samples,
+            max_drop=gates.max_drop,
+            thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
+            licence=model.licence,
+            tensors=model.tensors,
+            metric=gates.metric,
+            fix=table.fix,
+            outputs=model.outputs,
+        ),
+    )
+
+
+def _place(folder: Path, source: str) -> str:
+    """Returns data as a path from here, and a function of a module as it is."""
+    return source if _FUNCTION.fullmatch(source) else str(folder / source)
+
+
+def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
+    # Entry by entry: msgspec names the key of a field, and not that of an entry in a table of tables.
+    kinds: dict[str, Any] = {"models": ModelTable, "targets": TargetTable, "packages": PackageTable}
+    tables: dict[str, Any] = {}
+    for section, kind in kinds.items():
+        entries = raw.get(section, {})
+        if isinstance(entries, dict):
+            tables[section] = {
+                name: _convert(entry, kind, (section, name), path, text) for name, entry in entries.items()
+            }
+    rest = _convert({**raw, **{section: {} for section in tables}}, AppTable, (), path, text)
+    for section in ("models", "targets"):
+        if not tables.get(section):
+            raise UsageError(f"'{path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")
+    return msgspec.structs.replace(rest, **tables)
+
+
+def _convert(value: object, kind: type[_Value], place: Place, path: Path, text: str) -> _Value:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        said, _, where = str(error).partition(" - at `$")
+        unknown = re.search(r"unknown field `([^`]*)`", said)
+        inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
+        fields = getattr(kind, "__struct_encode_fields__", ())
+        hint = (
+            suggest_name(unknown[1], fields) if unknown and not where.strip("`") else "edgekit schema prints the keys"
+        )
+        raise _refuse(said, (*place, *inner), path, text, hint=hint) from error
+
+
+def _check_names(app: App, text: str) -> None:
+    """Refuses names of tables that are not there, and files that are missing, before anything runs."""
+    table, folder = app.table, app.path.parent
+    for name, model in table.models.items():
+        for target in model.targets:
+            _require(target, table.targets, "target", ("models", name, "targets"), app.path, text)
+        if not (folder / model.path).is_file():
+            place = ("models", name, "path")
+            raise _refuse(f"there is no model '{folder / model.path}'", place, app.path, text, hint="give its path")
+    for name, package in table.packages.items():
+        if package.model or len(table.models) > 1:
+            _require(package.model, table.models, "model", ("packages", name, "model"), app.path, text)
+        for target in package.targets:
+            _require(target, table.targets, "target", ("packages", name, "targets"), app.path, text)
+
+
+def _require(name: str, known: Mapping[str, object], what: str, place: Place, path: Path, text: str) -> None:
+    if name not in known:
+        raise _refuse(f"the file has no {what} '{name}'", place, path, text, hint=suggest_name(name, known))
+
+
+def _refuse(said: str, place: Place, path: Path, text: str, *, hint: str) -> UsageError:
+    line, column = find_position(text, place)
+    where = f"'{path}', line {line}, column {column}"
+    return UsageError(f"{where}: {'.'.join(place)}: {said}" if place else f"{where}: {said}", hint=hint)

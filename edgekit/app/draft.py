@@ -1,0 +1,217 @@
+"""A first `edgekit.toml` for a model: what the model can tell is asked of it, and what is guessed is marked as such."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from edgekit._files import work_folder
+from edgekit.app.config import FILE
+from edgekit.data.images import SUFFIXES, Preprocess
+from edgekit.errors import DataError, UsageError
+from edgekit.graph.graph import Graph, view_model
+from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.tensors import TensorSpec
+from edgekit.prepare.clean import prepare_model
+from edgekit.target import target_names
+
+_MOST_IMAGES = 64
+# Networks for images halve their size five times: what is no multiple of 32 does not divide.
+_STEP = 32
+_USUAL_SIDE = 224
+_WHOLE = frozenset({"int32", "int64"})
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of an `edgekit.toml`, and what was found or guessed, a line each."""
+
+    text: str
+    remarks: tuple[str, ...]
+
+
+class _Frozen(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    value: int
+    before: int
+    after: int
+
+
+def draft_app(model: Path, folder: Path, *, data: str | None, images: Path | None, targets: Sequence[str]) -> Draft:
+    """Returns an `edgekit.toml` for a model, its data and some targets; paths in it are relative to `folder`.
+
+    Raises:
+        EdgekitError: the model cannot be read, or there is no image, or a target that does not exist.
+        UsageError: neither data nor images are given, or the model has no input for images.
+    """
+    if (data is None) == (images is None):
+        raise UsageError("init wants sample inputs", hint="give --images FOLDER or --data DATA")
+    unknown = next((name for name in targets if name not in target_names()), None)
+    if unknown is not None:
+        raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
+    source = load_model(model)
+    dims, remarks = _guess_dims(source, images), list[str]()
+    frozen = list(_find_frozen(source, dims))
+    preprocess = None if images is None else _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
+    remarks += [
+        f"freezing '{entry.name}' at {entry.value} leaves {entry.after} of {entry.before} nodes" for entry in frozen
+    ]
+    remarks += [f"'{name}' is taken as {size}" for name, size in dims.items()]
+    if preprocess is not None:
+        remarks.append(
+            f"images are taken as {preprocess.layout}, {preprocess.size[0]} x {preprocess.size[1]}, {preprocess.color},"
+            f" {preprocess.dtype}: hold that against how the model was trained"
+        )
+    lines = _write(source, folder, data, images, dims=dims, frozen=frozen, preprocess=preprocess, targets=targets)
+    return Draft(text="\n".join(lines) + "\n", remarks=tuple(remarks))
+
+
+def _write(
+    source: Model,
+    folder: Path,
+    data: str | None,
+    images: Path | None,
+    *,
+    dims: Mapping[str, int],
+    frozen: Sequence[_Frozen],
+    preprocess: Preprocess | None,
+    targets: Sequence[str],
+) -> Iterator[str]:
+    name = _quote_key(source.name)
+    yield "#:schema edgekit.schema.json"
+    yield f"# {FILE}: `edgekit run` builds, verifies and packs what stands here, where something changed."
+    yield "version = 1"
+    yield f"\n[models.{name}]"
+    yield f"path = {_quote(_relate(source.path, folder))}"
+    if dims:
+        yield f"dims = {{ {', '.join(f'{_quote_key(key)} = {size}' for key, size in dims.items())} }}"
+    for entry in frozen:
+        yield f"# It decides which branch runs: as a constant it leaves {entry.after} of {entry.before} nodes."
+    if frozen:
+        yield f"freeze = {{ {', '.join(f'{_quote_key(entry.name)} = {entry.value}' for entry in frozen)} }}"
+    yield f"\n[models.{name}.data]"
+    yield f"source = {_quote(_relate(images, folder) if images is not None else str(data))}"
+    yield '# evaluation = "..."  # samples to verify with; else some of these are kept back'
+    yield '# labels = "..."      # the class of each of them'
+    if preprocess is not None:
+        yield f"\n[models.{name}.data.preprocess]  # guessed: hold it against how the model was trained"
+        for key, value in msgspec.to_builtins(preprocess).items():
+            if value is not None:
+                yield f"{key} = {_write_value(value)}"
+    for target in targets:
+        yield f"\n[targets.{target}]"
+    yield "\n[gates]"
+    yield "# max_drop = 1.0  # answers that may change, in percent"
+    yield "\n# [packages.app]"
+    yield '# as = "aar"  # or swiftpm, tar, zip, ort-package'
+
+
+def _guess_dims(model: Model, images: Path | None) -> dict[str, int]:
+    """Returns a size for each dynamic dimension: one for the batch, the images' own for theirs, else one."""
+    sizes: dict[str, int] = {}
+    side = None if images is None else _guess_side(images)
+    for spec in model.inputs:
+        for axis, dim in enumerate(spec.shape or ()):
+            if not isinstance(dim, int):
+                is_plane = axis in _find_planes(spec)
+                sizes[dim or f"{spec.name}:{axis}"] = side if is_plane and side is not None else 1
+    return sizes
+
+
+def _find_planes(spec: TensorSpec) -> tuple[int, ...]:
+    """Returns the axes of height and width, none for what is no image."""
+    if spec.shape is None or len(spec.shape) != 4:
+        return ()
+    return (1, 2) if spec.shape[3] in {1, 3} else (2, 3)
+
+
+def _guess_side(folder: Path) -> int:
+    shorter = [min(size) for size in _read_sizes(folder)]
+    return max(_STEP, min(_USUAL_SIDE * 2, round(statistics.median(shorter) / _STEP) * _STEP))
+
+
+def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not files:
+        raise DataError(f"'{folder}' holds no images", hint="give a folder of JPEG or PNG files")
+    for path in islice(files, _MOST_IMAGES):
+        try:
+            with Image.open(path) as image:
+                yield image.size
+        except (OSError, ValueError) as error:
+            raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
+
+
+def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mapping[str, int]) -> Preprocess:
+    pictures = [spec for spec in model.inputs if spec.name not in frozen]
+    if len(pictures) != 1 or not _find_planes(pictures[0]):
+        named = ", ".join(spec.name for spec in pictures)
+        raise UsageError(f"the model takes no image alone: its inputs are {named}", hint="give --data with all of them")
+    (spec,) = pictures
+    list(_read_sizes(images))
+    shape = [
+        dim if isinstance(dim, int) else dims[dim or f"{spec.name}:{axis}"] for axis, dim in enumerate(spec.shape or ())
+    ]
+    high, wide = _find_planes(spec)
+    channels = shape[3 if high == 1 else 1]
+    plain = spec.dtype in {"uint8", "int8"}
+    guessed = {
+        "size": (shape[wide], shape[high]),
+        "resize": shape[wide] if shape[wide] == shape[high] else None,
+        "color": "L" if channels == 1 else "RGB",
+        "layout": "NHWC" if high == 1 else "NCHW",
+        # Bytes as they are; numbers from 0 to 1, unless whoever trained it knows better.
+        "scale": 1.0 if plain else 1 / 255,
+        "dtype": spec.dtype,
+    }
+    try:
+        return msgspec.convert(guessed, Preprocess)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"input '{spec.name}' takes {spec.dtype}, no image", hint="give --data instead") from error
+
+
+def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
+    """Yields the inputs of one whole number that decide a branch, with a value that the graph compares them with."""
+    graph = view_model(read_proto(model, weights=False), model.path.parent)
+    for spec in model.inputs:
+        value = _find_compared(graph, spec.name) if spec.dtype in _WHOLE and spec.shape in {(), (1,)} else None
+        if value is None:
+            continue
+        own = {name: size for name, size in dims.items() if not name.startswith(f"{spec.name}:")}
+        with work_folder() as work:
+            frozen = prepare_model(model, work / "frozen.onnx", own, constants={spec.name: value})
+            after = _count_nodes(view_model(read_proto(frozen, weights=False)))
+        yield _Frozen(name=spec.name, value=value, before=_count_nodes(graph), after=after)
+
+
+def _find_compared(graph: Graph, name: str) -> int | None:
+    for node in graph.readers(name):
+        numbers = [graph.number(other) for other in node.input if other != name]
+        if node.op_type == "Equal" and numbers and numbers[0] is not None:
+            return int(numbers[0])
+    return None
+
+
+def _count_nodes(graph: Graph) -> int:
+    return sum(1 + sum(map(_count_nodes, node.bodies)) for node in graph.nodes)
+
+
+def _relate(path: Path, folder: Path) -> str:
+    full, root = path.absolute(), folder.absolute()
+    return full.relative_to(root).as_posix() if full.is_relative_to(root) else str(full)
+
+
+def _write_value(value: Any) -> str:
+    return _quote(value) if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _quote_key(name: str) -> str:
+    plain = name.replace("_", "").replace("-", "")
+    return name if plain.isascii() and plain.isalnum() else _quote(name)

@@ -1,0 +1,76 @@
+"""The packages of an app: made of the bundles that passed, and again only where one of them changed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_bytes, staged_entries, write_file
+from edgekit.app.config import App, PackageTable
+from edgekit.app.result import CellResult, PackageResult
+from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.errors import EdgekitError
+from edgekit.jobs.release import package_verified
+from edgekit.package.package import FORMS
+from edgekit.package.variant import Names, sort_bundles
+
+_FOLDER, _KEPT = "packages", "packages.json"
+
+
+def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]:
+    """Returns the packages of an app, made where they are out of date."""
+    known = _read_known(app)
+    results = tuple(_pack(app, name, cells, known.get(name)) for name in app.table.packages)
+    if results:
+        write_file(app.out / _FOLDER / _KEPT, encode_json({result.name: result for result in results}))
+    return results
+
+
+def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult | None) -> PackageResult:
+    table = app.table.packages[name]
+    model, providers = table.model or next(iter(app.table.models)), FORMS[table.kind].providers
+    wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
+    # What failed is not packed; what was asked for by name and failed is a failure of the package.
+    good = [cell for cell in wanted if cell.passed and cell.bundle]
+    left_out = tuple(cell.target for cell in wanted if cell not in good)
+    key = digest_bytes(encode_json({"package": table, "bundles": [cell.sha256 for cell in good]}))
+    result = PackageResult(name=name, kind=table.kind, key=key, state="failed", left_out=left_out)
+    missing = next((target for target in table.targets if target in left_out), None)
+    if missing is not None:
+        return msgspec.structs.replace(result, failure=f"{model}/{missing} did not pass, and is not packed")
+    if known is not None and known.key == key and known.failure is None and (app.out / known.path).exists():
+        return msgspec.structs.replace(known, state="kept")
+    folders = [app.out / cell.bundle for cell in good]
+    try:
+        if not table.targets:
+            # As of a build's folder: those that fit, the NPU first. Named ones keep the order of the file.
+            fitting = sort_bundles([open_bundle(folder) for folder in folders])
+            folders = [found.folder for found in fitting if not providers or found.manifest.provider in providers]
+        return _write(app, result, table, folders)
+    except EdgekitError as error:
+        return msgspec.structs.replace(result, failure=str(error))
+
+
+def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequence[Path]) -> PackageResult:
+    suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
+    names = Names(name=table.name, group=table.group, version=table.version)
+    with staged_entries(app.out / _FOLDER) as staging:
+        place = staging / f"{result.name}{suffix}"
+        report, _ = package_verified(folders, table.kind, place, names=names, extras=table.extras)
+    return msgspec.structs.replace(
+        result,
+        state="built",
+        path=f"{_FOLDER}/{place.name}",
+        sha256=report.sha256,
+        size_bytes=report.size_bytes,
+        bundles=tuple(variant.name for variant in report.bundles),
+    )
+
+
+def _read_known(app: App) -> dict[str, PackageResult]:
+    try:
+        data = (app.out / _FOLDER / _KEPT).read_bytes()
+        return msgspec.json.decode(data, type=dict[str, PackageResult])
+    except (OSError, msgspec.MsgspecError, UnicodeError):
+        return {}

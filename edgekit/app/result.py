@@ -1,0 +1,83 @@
+"""What a run of an app found: a result for each cell and each package, and the verdict computed from them."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekit._files import write_file
+from edgekit.bundle.manifest.manifest import encode_json
+
+RESULT = "cell.json"
+State = Literal["built", "kept", "failed"]
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a target: the key of what it was made of, where its bundle is, and what was found.
+
+    `state` says if it was built in this run, kept from an earlier one, or could not be built; `headline` is the verdict
+    with its reason. `sha256` is that of the bundle's manifest, `beside` the files with weights beside the model.
+    """
+
+    model: str
+    target: str
+    key: str
+    state: State
+    passed: bool
+    headline: str
+    bundle: str = ""
+    sha256: str = ""
+    report: str = ""
+    precision: str = ""
+    size_before: int = 0
+    size_after: int = 0
+    taken_macs: float = 0.0
+    partitions: int = 0
+    agreement: str = ""
+    evidence: str = ""
+    seconds: float = 0.0
+    beside: tuple[str, ...] = ()
+
+
+class PackageResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A package of an app; `failure` says in one line why there is none."""
+
+    name: str
+    kind: str
+    key: str
+    state: State
+    path: str = ""
+    sha256: str = ""
+    size_bytes: int = 0
+    bundles: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    failure: str | None = None
+
+
+class AppReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `edgekit run` found; paths are relative to the results' folder. Keys are only added, never renamed."""
+
+    schema_version: Literal[1] = 1
+    app: str
+    out: Path
+    cells: tuple[CellResult, ...]
+    packages: tuple[PackageResult, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True if every cell has a bundle that passed, and every package was made."""
+        return all(cell.passed for cell in self.cells) and all(package.failure is None for package in self.packages)
+
+
+def read_result(folder: Path) -> CellResult | None:
+    """Returns what was found of a cell, None where nothing was, or not to its end."""
+    try:
+        return msgspec.json.decode((folder / RESULT).read_bytes(), type=CellResult)
+    except (OSError, msgspec.MsgspecError, UnicodeError):
+        return None
+
+
+def write_result(folder: Path, result: CellResult) -> None:
+    """Writes the result of a cell, after all else in its folder: a cell that has none was not finished."""
+    write_file(folder / RESULT, encode_json(result))

@@ -1,0 +1,119 @@
+"""An app built: what changed since the last run is made anew, everything is verified, packed and reported once."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from edgekit._files import write_file
+from edgekit.app.cells import build_cell, find_kept, forget_cell
+from edgekit.app.config import App, Cell, list_cells
+from edgekit.app.keys import STORE, Digests
+from edgekit.app.packages import pack_all
+from edgekit.app.result import AppReport, CellResult
+from edgekit.errors import DataError, UsageError, suggest_name
+from edgekit.plain import to_json
+from edgekit.progress import Progress, say_nothing
+from edgekit.report.junit import render_junit
+from edgekit.report.markdown import render_markdown
+from edgekit.report.pages.pages import make_page
+from edgekit.report.tables import format_bytes
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run import read_report
+
+Spread = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
+"""What builds several cells, and yields for each, in their order, what was found; None: build it here."""
+
+
+def run_app(
+    app: App,
+    *,
+    only: Sequence[str] = (),
+    again: bool = False,
+    spread: Spread | None = None,
+    progress: Progress | None = None,
+) -> AppReport:
+    """Builds the cells of an app that are not up to date, and writes packages and one report of all.
+
+    `only` names cells (`model/target`), models or targets; the others stay as they are and out of the report. A cell is
+    finished and kept when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept.
+    `spread` builds cells elsewhere.
+
+    Raises:
+        UsageError: `only` names nothing.
+        EdgekitError: a target or a preprocessing file cannot be read.
+    """
+    start, progress = time.monotonic(), progress or say_nothing
+    cells, digests = _choose(list_cells(app), only), Digests(app.out / STORE)
+    if again:
+        for cell in cells:
+            forget_cell(app, cell)
+    found = {cell.name: find_kept(app, cell, digests) for cell in cells}
+    open_cells = [cell for cell in cells if found[cell.name] is None]
+    elsewhere = spread(open_cells) if spread is not None else iter([None] * len(open_cells))
+    for cell, result in zip(open_cells, elsewhere, strict=True):
+        found[cell.name] = result or build_cell(app, cell, digests, progress)
+    results = tuple(result for result in found.values() if result is not None)
+    digests.save()
+    report = AppReport(
+        app=app.path.name,
+        out=app.out,
+        cells=results,
+        packages=() if only else pack_all(app, results),
+        seconds=round(time.monotonic() - start, 2),
+    )
+    _write_reports(app, report)
+    return report
+
+
+def headline_app(report: AppReport) -> str:
+    """Returns how many cells passed, what was built and what was kept, and why the first of the others did not pass."""
+    good = sum(cell.passed for cell in report.cells)
+    counts = {state: sum(cell.state == state for cell in report.cells) for state in ("built", "kept", "failed")}
+    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    said = f"{good} of {len(report.cells)} bundles passed ({states})"
+    bad = next((cell for cell in report.cells if not cell.passed), None)
+    if bad is not None:
+        return f"{said}; {bad.model}/{bad.target}: {bad.headline}"
+    lost = next((package for package in report.packages if package.failure is not None), None)
+    return f"{said}." if lost is None else f"{said}; package '{lost.name}': {lost.failure}"
+
+
+def render_app(report: AppReport) -> str:
+    """Returns a run as an HTML page, with links to the page of each bundle."""
+    return make_page("app", {"bytes": format_bytes}, report=report, headline=headline_app(report))
+
+
+def list_watched(app: App) -> Iterator[Path]:
+    """Yields the files and folders that a run depends on."""
+    yield app.path
+    for cell in list_cells(app):
+        yield cell.path
+        data = cell.data
+        yield from (Path(source) for source in (data.source, data.evaluation) if source is not None)
+        yield from (path for path in (data.labels, data.golden) if path is not None)
+
+
+def _choose(cells: Sequence[Cell], only: Sequence[str]) -> tuple[Cell, ...]:
+    for word in only:
+        known = {name for cell in cells for name in (cell.name, cell.model, cell.target)}
+        if word not in known:
+            raise UsageError(f"--only '{word}': the app has no such model or target", hint=suggest_name(word, known))
+    wanted = set(only)
+    return tuple(cell for cell in cells if not only or wanted & {cell.name, cell.model, cell.target})
+
+
+def _write_reports(app: App, report: AppReport) -> None:
+    verified = [found for cell in report.cells if (found := _read_verification(app, cell)) is not None]
+    write_file(app.out / "report.json", to_json(report).encode())
+    write_file(app.out / "report.html", render_app(report).encode())
+    write_file(app.out / "junit.xml", render_junit(verified))
+    write_file(app.out / "summary.md", render_markdown(verified).encode())
+
+
+def _read_verification(app: App, cell: CellResult) -> VerifyReport | None:
+    if not cell.bundle:
+        return None
+    try:
+        return read_report(app.out / cell.bundle / "verify.json")
+    except DataError:
+        return None

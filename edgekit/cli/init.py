@@ -1,0 +1,42 @@
+"""`edgekit init`."""
+
+from pathlib import Path
+
+import click
+
+from edgekit._files import write_file
+from edgekit.app.config import FILE, describe_schema
+from edgekit.app.draft import draft_app
+from edgekit.cli import options
+from edgekit.cli.main import YES
+from edgekit.cli.terminal import show_line
+from edgekit.errors import UsageError
+from edgekit.plain import to_json
+
+
+@click.command(short_help="Write an edgekit.toml for a model.")
+@options.MODEL
+@click.option("--images", type=click.Path(path_type=Path), metavar="DIR", help="A folder of images to feed it.")
+@click.option("--data", metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
+@click.option("--target", "targets", multiple=True, default=("nnapi", "xnnpack"), metavar="NAME", show_default=True)
+@click.option("--out", default=FILE, type=click.Path(path_type=Path), metavar="FILE", show_default=True)
+def command(model: Path, images: Path | None, data: str | None, targets: tuple[str, ...], out: Path) -> int:
+    """Write an edgekit.toml for MODEL, with what the model can tell and guesses that are marked as such.
+
+    \b
+    Example:
+      edgekit init model.onnx --images photos --target nnapi --target qnn
+      edgekit run
+
+    Exit code 0: written. 2: an input is wrong, or the file is there already.
+    """
+    if out.exists():
+        raise UsageError(f"'{out}' is there already", hint="remove it, or give another --out")
+    draft = draft_app(model, out.parent, data=data, images=images, targets=targets)
+    write_file(out, draft.text.encode())
+    # Beside it: editors find it by the first line, without a network.
+    write_file(out.parent / "edgekit.schema.json", to_json(describe_schema()).encode())
+    for remark in draft.remarks:
+        show_line(f"- {remark}")
+    show_line(f"{out}: edgekit run {out} builds, verifies and packs what it names")
+    return YES

@@ -1,0 +1,47 @@
+"""`edgekit schema`."""
+
+from typing import Any
+
+import click
+
+from edgekit.app.config import describe_schema
+from edgekit.cli import options
+from edgekit.cli.main import COMMANDS, YES, group
+from edgekit.cli.terminal import show_json
+
+
+@click.command(short_help="Print the JSON Schema of edgekit.toml, and with --json every command with its options.")
+@options.JSON
+def command(as_json: bool) -> int:
+    """Print the JSON Schema of edgekit.toml for editors; with --json also every command and option, for agents.
+
+    \b
+    Example:
+      edgekit schema > edgekit.schema.json
+      edgekit schema --json
+    """
+    schema = describe_schema()
+    show_json({"schema_version": 1, "edgekit.toml": schema, "commands": _list_commands()} if as_json else schema)
+    return YES
+
+
+def _list_commands() -> dict[str, Any]:
+    context = click.Context(group, info_name="edgekit")
+    found: dict[str, Any] = {}
+    for name in sorted(COMMANDS):
+        entry = group.get_command(context, name)
+        if entry is not None:
+            found[name] = {"help": COMMANDS[name], "parameters": [_describe(each) for each in entry.params]}
+    return found
+
+
+def _describe(parameter: click.Parameter) -> dict[str, Any]:
+    words = [*parameter.opts, *parameter.secondary_opts]
+    return {
+        "name": parameter.name,
+        "words": words,
+        "help": getattr(parameter, "help", None),
+        "required": parameter.required,
+        "many": parameter.multiple or parameter.nargs == -1,
+        "choices": list(parameter.type.choices) if isinstance(parameter.type, click.Choice) else None,
+    }

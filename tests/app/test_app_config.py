@@ -1,0 +1,128 @@
+"""`edgekit.toml`: what it may say, and where an error stands."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from demo_paths import CALIBRATION, MODEL
+from PIL import Image
+from tiny_models import parse_model
+
+from edgekit.app.config import describe_schema, list_cells, load_app
+from edgekit.app.positions import find_position
+from edgekit.cli.main import COMMANDS, run_command
+from edgekit.errors import UsageError
+from edgekit.plain import to_plain
+
+GOOD = f"""#:schema edgekit.schema.json
+[models.digits]
+path = "{MODEL}"
+[models.digits.data]
+source = "{CALIBRATION}"
+
+[targets.nnapi]
+settings = {{ api_level = 31 }}
+[targets.mine]
+target = "xnnpack"
+thresholds = {{ min_cosine = 0.9 }}
+"""
+
+
+def _load(folder: Path, text: str) -> None:
+    (folder / "edgekit.toml").write_text(text)
+    load_app(folder / "edgekit.toml")
+
+
+def test_each_model_meets_each_target_with_what_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "edgekit.toml").write_text(GOOD)
+    one, two = list_cells(load_app(tmp_path / "edgekit.toml"))
+    assert (one.name, one.recipe.targets, one.recipe.settings) == ("digits/nnapi", ("nnapi",), {"api_level": "31"})
+    assert (two.name, two.recipe.thresholds) == ("digits/mine", {"xnnpack": {"min_cosine": 0.9}})
+    assert one.data.source == str(CALIBRATION)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "hint"),
+    [
+        ("source =", "sauce =", "line 5, column 1: models.digits.data.sauce: Object contains unknown field", "schema"),
+        ("api_level = 31", "api_level = true", "line 8, column 1: targets.nnapi.settings: Expected", "schema"),
+        ('target = "xnnpack"', "target = 3", "line 10, column 1: targets.mine.target: Expected `str`", "schema"),
+        ("[targets.nnapi]", "[target.nnapi]", "line 7, column 1: target: Object contains unknown field", "targets"),
+        (str(MODEL), "gone.onnx", "line 3, column 1: models.digits.path: there is no model", "path"),
+        ("[models.digits.data]", 'targets = ["nnap"]\n[models.digits.data]', "line 4, column 1: models.", "nnapi"),
+        ("thresholds = {", "thresholds = ", "(at line 11, column 15)", "place"),
+    ],
+)  # fmt: skip
+def test_an_error_names_line_column_and_key(old: str, new: str, where: str, hint: str, tmp_path: Path) -> None:
+    assert old in GOOD
+    with pytest.raises(UsageError) as raised:
+        _load(tmp_path, GOOD.replace(old, new))
+    assert where in raised.value.message
+    assert hint in (raised.value.hint or "")
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no \[models\.NAME\]"):
+        _load(tmp_path, "version = 1\n")
+    with pytest.raises(UsageError, match=r"has no \[targets\.NAME\]"):
+        _load(tmp_path, GOOD[: GOOD.index("[targets")])
+    with pytest.raises(UsageError, match=r"line 14, column 1: packages\.p\.targets: the file has no target 'coreml'"):
+        _load(tmp_path, GOOD + '[packages.p]\nas = "aar"\ntargets = ["coreml"]\n')
+    with pytest.raises(UsageError, match="cannot read"):
+        load_app(tmp_path / "gone.toml")
+
+
+def test_places_of_keys_are_found() -> None:
+    text = 'a = 1\n[b."c d"]\n  e.f = """\nx = 2\n"""\ng = { h = 1, i = 2 }\n[[j]]\nk = 3\n'
+    assert find_position(text, ("a",)) == (1, 1)
+    assert find_position(text, ("b", "c d", "e", "f")) == (3, 3)
+    assert find_position(text, ("b", "c d", "x")) == (2, 1) == find_position(text, ("b",))
+    assert find_position(text, ("b", "c d", "g", "i")) == (6, 14)
+    assert find_position(text, ("j", "k")) == (8, 1)
+    assert find_position(text, ("nowhere",)) == (1, 1)
+
+
+def test_the_schema_takes_what_the_reader_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "edgekit.toml").write_text(GOOD)
+    app = load_app(tmp_path / "edgekit.toml")
+    assert run_command(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema == json.loads(json.dumps(describe_schema()))
+    given = {"models": to_plain(app.table.models), "targets": to_plain(app.table.targets)}
+    jsonschema.validate(given, schema)
+    with pytest.raises(jsonschema.ValidationError, match="sauce"):
+        jsonschema.validate({**given, "sauce": 1}, schema)
+    assert run_command(["schema", "--json"]) == 0
+    commands = json.loads(capsys.readouterr().out)["commands"]
+    assert commands.keys() == COMMANDS.keys()
+    assert {"name", "words", "help", "required", "many", "choices"} <= commands["run"]["parameters"][0].keys()
+
+
+def test_init_asks_the_model_and_says_what_it_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,3,height,width] image, int64 sr) => (float[N,C,H,W] y)'
+        "<int64 wanted = {16000}> { wide = Equal(sr, wanted) y = If (wide) <"
+        " then_branch = a () => (float[N,C,H,W] b) { b = Relu(image) },"
+        " else_branch = c () => (float[N,C,H,W] d) { e = Neg(image) d = Relu(e) }> }",
+        tmp_path / "net.onnx",
+    )
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.zeros((100, 140, 3), np.uint8)).save(tmp_path / "photos" / "a.jpg")
+    words = ["init", str(tmp_path / "net.onnx"), "--images", str(tmp_path / "photos"), "--target", "xnnpack"]
+    assert run_command([*words, "--out", str(tmp_path / "edgekit.toml")]) == 0
+    said = capsys.readouterr().out
+    assert "freezing 'sr' at 16000 leaves 1 of 5 nodes" in said
+    assert "images are taken as NCHW, 96 x 96, RGB, float32" in said
+    (cell,) = list_cells(load_app(tmp_path / "edgekit.toml"))
+    assert cell.recipe.dims == {"batch": 1, "height": 96, "width": 96}
+    assert cell.recipe.freeze == {"sr": 16000}
+    assert cell.data.preprocess is not None
+    assert (cell.data.preprocess.size, cell.data.preprocess.layout) == ((96, 96), "NCHW")
+    assert (tmp_path / "edgekit.schema.json").is_file()
+    assert run_command([*words, "--out", str(tmp_path / "edgekit.toml")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run_command(["init", str(tmp_path / "net.onnx"), "--out", str(tmp_path / "no.toml")]) == 2
+    assert run_command([*words, "--target", "pnnapi", "--out", str(tmp_path / "no.toml")]) == 2
+    assert not (tmp_path / "no.toml").exists()

@@ -1,0 +1,172 @@
+"""`edgekit run`: what is built, what is kept, and what one report says of it."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from demo_paths import CALIBRATION, MODEL
+
+from edgekit.app.config import list_cells, load_app
+from edgekit.app.keys import STORE, Digests, make_key
+from edgekit.app.result import RESULT
+from edgekit.app.run import headline_app, render_app, run_app
+from edgekit.bundle.folder import open_bundle
+from edgekit.cli.main import run_command
+from edgekit.errors import UsageError
+
+pytestmark = pytest.mark.slow
+
+TEXT = """
+[models.digits]
+path = "model.onnx"
+[models.digits.data]
+source = "samples.npz"
+samples = 8
+
+[targets.cpu]
+precision = "fp32"
+[targets.coreml]
+
+[verify]
+on = ["{device}"]
+
+[packages.board]
+as = "tar"
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    """An app of one model and two targets, that passes."""
+    shutil.copyfile(MODEL, tmp_path / "model.onnx")
+    with np.load(CALIBRATION) as given:
+        np.savez(tmp_path / "samples.npz", **{name: rows[:16] for name, rows in given.items()})
+    (tmp_path / "edgekit.toml").write_text(TEXT.replace('on = ["{device}"]', ""))
+    return tmp_path / "edgekit.toml"
+
+
+def _run(app: Path, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command(["run", str(app), "--json", *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def _states(report: Any) -> dict[str, str]:
+    return {f"{cell['model']}/{cell['target']}": cell["state"] for cell in report["cells"]}
+
+
+def test_what_did_not_change_is_kept(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = _run(app, capsys)
+    assert _states(first) == {"digits/cpu": "built", "digits/coreml": "built"}
+    assert first["passed"]
+    out = app.parent / "build"
+    bundle = out / first["cells"][0]["bundle"]
+    assert open_bundle(bundle).manifest.target == "cpu"
+    start = time.process_time()
+    second = _run(app, capsys)
+    assert time.process_time() - start < 2.0
+    assert _states(second) == {"digits/cpu": "kept", "digits/coreml": "kept"}
+    assert [package["state"] for package in (*first["packages"], *second["packages"])] == ["built", "kept"]
+    # What one target is told touches only that target.
+    app.write_text(app.read_text().replace("[targets.coreml]", "[targets.coreml]\nsettings = { ios = 17 }"))
+    assert _states(_run(app, capsys)) == {"digits/cpu": "kept", "digits/coreml": "built"}
+    # A bundle that was altered or lost is made again, to the same bytes.
+    shutil.rmtree(bundle)
+    third = _run(app, capsys, "--only", "cpu")
+    assert _states(third) == {"digits/cpu": "built"}
+    assert third["cells"][0]["sha256"] == first["cells"][0]["sha256"]
+
+
+def test_one_report_and_junit_tell_of_all(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _run(app, capsys)
+    out = app.parent / "build"
+    kept = json.loads((out / "report.json").read_bytes())
+    assert (kept["schema_version"], kept["passed"], kept["cells"]) == (1, True, report["cells"])
+    suites = ET.parse(out / "junit.xml").getroot()  # noqa: S314 - our own file
+    assert [suite.get("name") for suite in suites] == ["model-cpu", "model-coreml"]
+    assert "model-cpu" in (out / "summary.md").read_text().replace("\\", "")
+    page = (out / "report.html").read_text()
+    for cell in report["cells"]:
+        assert f'href="{cell["report"]}"' in page
+        assert (out / cell["report"]).is_file()
+    (package,) = report["packages"]
+    assert (out / package["path"]).stat().st_size > 0
+    assert package["bundles"] == ["model-coreml", "model-cpu"]
+
+
+def test_what_fails_is_told_tried_again_and_not_packed(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strict = "thresholds = { min_sqnr_db = 190.0 }"
+    app.write_text(app.read_text().replace("[targets.coreml]", f"[targets.coreml]\n{strict}"))
+    report = _run(app, capsys, code=1)
+    assert {cell["target"]: cell["passed"] for cell in report["cells"]} == {"cpu": True, "coreml": False}
+    (package,) = report["packages"]
+    assert (package["bundles"], package["left_out"]) == (["model-cpu"], ["coreml"])
+    asked = app.read_text().replace('as = "tar"', 'as = "tar"\ntargets = ["coreml", "cpu"]')
+    app.write_text(asked)
+    report = _run(app, capsys, code=1)
+    assert report["packages"][0]["failure"] == "digits/coreml did not pass, and is not packed"
+    app.write_text(asked.replace('source = "samples.npz"', 'source = "gone.npz"'))
+    report = _run(app, capsys, code=1)
+    assert {cell["state"] for cell in report["cells"]} == {"failed"}
+    assert "does not exist" in report["cells"][0]["headline"]
+
+
+def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(step: str) -> None:
+        if step.startswith("digits/coreml"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_app(load_app(app), progress=stop)
+    out = app.parent / "build" / "digits"
+    assert (out / "cpu" / RESULT).is_file()
+    assert not (out / "coreml").exists()
+    assert _states(_run(app, capsys)) == {"digits/cpu": "kept", "digits/coreml": "built"}
+
+
+def test_devices_of_the_app_are_asked_and_must_run(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app.write_text(TEXT.replace('on = ["{device}"]', 'on = ["emulated"]\nrequire = ["emulated"]'))
+    report = _run(app, capsys, "--only", "coreml")
+    assert report["cells"][0]["evidence"] == "emulated"
+    assert "emulated" in (app.parent / "build" / report["cells"][0]["report"]).read_text()
+    app.write_text(TEXT.replace('on = ["{device}"]', 'require = ["adb:1234"]'))
+    report = _run(app, capsys, "--only", "coreml", code=1)
+    assert "device 'adb:1234' was asked for and did not run" in report["cells"][0]["headline"]
+
+
+def test_every_input_is_in_the_key(app: Path) -> None:
+    def key() -> str:
+        loaded = load_app(app)
+        digests = Digests(app.parent / STORE)
+        return make_key(loaded, list_cells(loaded)[0], (), digests)
+
+    seen = {key()}
+    for old, new in (
+        ("samples = 8", "samples = 9"),
+        ("[models.digits]", "time_budget_s = 60.0\n[models.digits]"),
+        ('precision = "fp32"', 'precision = "int8"'),
+        ("[verify]", "[verify]\nenabled = false"),
+        ("[verify]", "[gates]\nmax_drop = 2.0\n[verify]"),
+    ):
+        app.write_text(app.read_text().replace(old, new, 1))
+        seen.add(key())
+    for name in ("model.onnx", "samples.npz"):
+        with (app.parent / name).open("ab") as file:
+            file.write(b"\0")
+        seen.add(key())
+    assert len(seen) == 8
+    assert key() in seen
+
+
+def test_only_and_watch_know_what_there_is(app: Path) -> None:
+    with pytest.raises(UsageError, match="--only 'cpuu'") as raised:
+        run_app(load_app(app), only=("cpuu",))
+    assert raised.value.hint == "did you mean 'cpu'?"
+    report = run_app(load_app(app), only=("digits/cpu",))
+    assert headline_app(report) == "1 of 1 bundles passed (1 built)."
+    assert "<script>" in render_app(report)
