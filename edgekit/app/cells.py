@@ -69,7 +69,7 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress) -> Ce
     except EdgekitError as error:
         said = f"It cannot be built: {error}."
         return CellResult(
-            model=cell.model, target=cell.target, key="", state="failed", passed=False, headline=said,
+            model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=said,
             seconds=round(time.monotonic() - start, 2),
         )  # fmt: skip
     result = _describe(app, cell, report, key)
@@ -109,7 +109,7 @@ def _describe(app: App, cell: Cell, report: BuildReport, key: str) -> CellResult
         target=cell.target,
         key=key,
         state="built" if made else "failed",
-        passed=report.passed,
+        verdict=report.verdict,
         headline=headline_build(report),
         bundle="" if bundle.path is None else bundle.path.relative_to(app.out).as_posix(),
         sha256=bundle.sha256,

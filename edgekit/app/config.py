@@ -75,11 +75,15 @@ class GateTable(_Table, frozen=True, kw_only=True):
 
 
 class VerifyTable(_Table, frozen=True, kw_only=True):
-    """`[verify]`: the devices to run on (those of the targets by default), and those that must run."""
+    """`[verify]`: the devices to run on (those of the targets by default), and those that must run.
+
+    With `accept_unproven` bundles that are not proven are packed, and are no reason to say no.
+    """
 
     enabled: bool = True
     on: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
+    accept_unproven: bool = False
 
 
 class PackageTable(_Table, frozen=True, kw_only=True):

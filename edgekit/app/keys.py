@@ -73,7 +73,7 @@ def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> s
         "name": cell.path.name,
         "recipe": msgspec.structs.replace(cell.recipe, targets=(target.name,)),
         "preprocess": data.preprocess,
-        "verify": app.table.verify,
+        "verify": msgspec.structs.replace(app.table.verify, accept_unproven=False),
         "time_budget_s": app.table.time_budget_s,
         "versions": {name: version(name) for name in _PACKAGES},
     }

@@ -11,7 +11,7 @@ from edgekit.app.result import CellResult, PackageResult
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.errors import EdgekitError
-from edgekit.jobs.release import package_verified
+from edgekit.jobs.release import Allowed, package_verified
 from edgekit.package.package import FORMS
 from edgekit.package.variant import Names, sort_bundles
 
@@ -32,7 +32,7 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
     model, providers = table.model or next(iter(app.table.models)), FORMS[table.kind].providers
     wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
     # What failed is not packed; what was asked for by name and failed is a failure of the package.
-    good = [cell for cell in wanted if cell.passed and cell.bundle]
+    good = [cell for cell in wanted if cell.bundle and _may_go(app, cell)]
     left_out = tuple(cell.target for cell in wanted if cell not in good)
     key = digest_bytes(encode_json({"package": table, "bundles": [cell.sha256 for cell in good]}))
     result = PackageResult(name=name, kind=table.kind, key=key, state="failed", left_out=left_out)
@@ -55,9 +55,10 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
 def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequence[Path]) -> PackageResult:
     suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
     names = Names(name=table.name, group=table.group, version=table.version)
+    allowed = Allowed(unproven=app.table.verify.accept_unproven)
     with staged_entries(app.out / _FOLDER) as staging:
         place = staging / f"{result.name}{suffix}"
-        report, _ = package_verified(folders, table.kind, place, names=names, extras=table.extras)
+        report, _ = package_verified(folders, table.kind, place, names=names, extras=table.extras, allowed=allowed)
     return msgspec.structs.replace(
         result,
         state="built",
@@ -66,6 +67,10 @@ def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequen
         size_bytes=report.size_bytes,
         bundles=tuple(variant.name for variant in report.bundles),
     )
+
+
+def _may_go(app: App, cell: CellResult) -> bool:
+    return cell.passed or (cell.verdict == "not proven" and app.table.verify.accept_unproven)
 
 
 def _read_known(app: App) -> dict[str, PackageResult]:

@@ -1,12 +1,14 @@
 """What a run of an app found: a result for each cell and each package, and the verdict computed from them."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
 from edgekit._files import write_file
 from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.evidence import Verdict, worst_verdict
 
 RESULT = "cell.json"
 State = Literal["built", "kept", "failed"]
@@ -23,7 +25,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     key: str
     state: State
-    passed: bool
+    verdict: Verdict
     headline: str
     bundle: str = ""
     sha256: str = ""
@@ -37,6 +39,11 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str = ""
     seconds: float = 0.0
     beside: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True if there is a bundle that passed."""
+        return self.verdict == "pass"
 
 
 class PackageResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,9 +72,15 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether every cell has a bundle that passed, and every package was made."""
+        packed = ("fail" if package.failure is not None else "pass" for package in self.packages)
+        return worst_verdict((*(cell.verdict for cell in self.cells), *cast("Iterable[Verdict]", packed)))
+
+    @property
     def passed(self) -> bool:
-        """True if every cell has a bundle that passed, and every package was made."""
-        return all(cell.passed for cell in self.cells) and all(package.failure is None for package in self.packages)
+        """True if all passed."""
+        return self.verdict == "pass"
 
 
 def read_result(folder: Path) -> CellResult | None:

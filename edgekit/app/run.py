@@ -18,7 +18,7 @@ from edgekit.report.markdown import render_markdown
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run import read_report
+from edgekit.verify.saved import read_report
 
 Spread = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
 """What builds several cells, and yields for each, in their order, what was found; None: build it here."""
@@ -106,7 +106,7 @@ def _write_reports(app: App, report: AppReport) -> None:
     verified = [found for cell in report.cells if (found := _read_verification(app, cell)) is not None]
     write_file(app.out / "report.json", to_json(report).encode())
     write_file(app.out / "report.html", render_app(report).encode())
-    write_file(app.out / "junit.xml", render_junit(verified))
+    write_file(app.out / "junit.xml", render_junit(verified, accept_unproven=app.table.verify.accept_unproven))
     write_file(app.out / "summary.md", render_markdown(verified).encode())
 
 

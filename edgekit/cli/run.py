@@ -9,7 +9,6 @@ from edgekit.app.config import FILE, App, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import headline_app, list_watched, run_app
 from edgekit.cli import options
-from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import print_table, show_json, show_line, showing_progress
 from edgekit.report.tables import format_bytes, make_table
 
@@ -19,9 +18,12 @@ from edgekit.report.tables import format_bytes, make_table
 @click.option("--only", multiple=True, metavar="NAME", help="A model, a target, or model/target; may be repeated.")
 @click.option("--again", is_flag=True, help="Keep nothing of earlier runs.")
 @click.option("--watch", is_flag=True, help="Run again whenever a file changes, until Ctrl-C.")
+@options.ACCEPT_UNPROVEN
 @options.JSON
 @options.verbosity
-def command(file: Path, only: tuple[str, ...], again: bool, watch: bool, as_json: bool, volume: int) -> int:
+def command(
+    file: Path, only: tuple[str, ...], again: bool, watch: bool, accept_unproven: bool, as_json: bool, volume: int
+) -> int:
     """Build, verify and pack what FILE names, where something changed since the last run.
 
     Results lie in its `out` folder: bundles, packages, report.html, report.json, junit.xml and summary.md. Each bundle
@@ -33,7 +35,8 @@ def command(file: Path, only: tuple[str, ...], again: bool, watch: bool, as_json
       edgekit run
       edgekit run --only nnapi --json
 
-    Exit code 0: every bundle passed and every package was made. 1: one did not. 2: FILE is wrong.
+    Exit code 0: every bundle passed and every package was made. 1: one did not. 2: FILE is wrong. 3: nothing failed,
+    and one is not proven.
     """
     while True:
         app = load_app(file)
@@ -42,7 +45,8 @@ def command(file: Path, only: tuple[str, ...], again: bool, watch: bool, as_json
             report = run_app(app, only=only, again=again, progress=progress)
         show_json(report) if as_json else show_run(report)
         if not watch:
-            return YES if report.passed else NO
+            accepts = accept_unproven or app.table.verify.accept_unproven
+            return options.exit_code(report.verdict, accept_unproven=accepts)
         again = False
         while _stamp(app) == seen:
             time.sleep(1)
@@ -53,9 +57,8 @@ def show_run(report: AppReport) -> None:
     table = make_table("model", "target", "state", "precision", "size", "agreement", "evidence", "result")
     for cell in report.cells:
         size = f"{format_bytes(cell.size_before)} -> {format_bytes(cell.size_after)}" if cell.bundle else "-"
-        result = "pass" if cell.passed else "fail"
         words = (cell.precision, size, cell.agreement, cell.evidence)
-        table.add_row(cell.model, cell.target, cell.state, *(word or "-" for word in words), result)
+        table.add_row(cell.model, cell.target, cell.state, *(word or "-" for word in words), cell.verdict)
     print_table(table)
     for package in report.packages:
         said = package.failure or f"{format_bytes(package.size_bytes)}, {', '.join(package.bundles)}"
