@@ -17,6 +17,7 @@ LEVELS: dict[str, Evidence] = {
     "arm64": Evidence.SAME_ARCH,
     "coreml": Evidence.DEVICE,
     "emulated": Evidence.EMULATED,
+    "ios-sim": Evidence.SAME_EP,
     "qnn-htp-sim": Evidence.SIMULATOR,
 }
 """How good the evidence of the devices is that targets name."""
