@@ -10,6 +10,7 @@ from quantize_models import make_model, make_samples
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
@@ -479,6 +480,34 @@ def test_a_sequence_is_read_on_the_axis_that_its_values_decide_over(tmp_path: Pa
     assert found == Reading(kind="sequence", axis=1 if layout == "classes before steps" else 2)
     beside = [{"y": row, "boxes": np.zeros((1, 24, 4), np.float32)} for row in moved]
     assert read_output_kinds(graph, beside, {})["y"].kind == "map"
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "kind"),
+    [
+        ((1, 21, 16, 16), 1, "map"), ((1, 16, 16, 21), 3, "map"), ((1, 7, 16, 16), 1, "map"),
+        ((1, 8, 12, 24), 1, "map"), ((1, 24, 12, 8), 3, "map"), ((1, 16, 16, 16), 1, "map"),
+        ((1, 30, 1, 18), 1, "sequence"), ((1, 18, 1, 30), 3, "sequence"), ((1, 18, 1, 30), 1, "sequence"),
+    ],
+)  # fmt: skip
+def test_classes_of_four_axes_are_the_odd_side_or_what_values_decide_over(
+    shape: tuple[int, ...], axis: int, kind: str, tmp_path: Path
+) -> None:
+    size = ",".join(map(str, shape))
+    text = (
+        f"""<ir_version: 8, opset_import: ["" : 17]> g (float[{size}] x) => (float[{size}] y) {{ y = Identity(x) }}"""
+    )
+    graph, rng = read_float_graph(make_model(text, tmp_path / "m.onnx")), np.random.default_rng(0)
+    rows = []
+    for _ in range(4):
+        value = rng.normal(size=shape).astype(np.float32)
+        winners = rng.integers(0, shape[axis], [1 if at == axis else side for at, side in enumerate(shape)])
+        np.put_along_axis(value, winners, np.float32(9), axis)
+        rows.append({"y": value})
+    found = read_output_kinds(graph, rows, {})["y"]
+    assert (found.kind, found.axis) == (kind, axis)
+    if kind == "map":
+        assert read_output_kinds(graph, rows, {"y": StatedOutput(kind="map")})["y"].axis == axis
 
 
 def test_the_drop_of_a_sequence_is_that_of_whole_answers() -> None:

@@ -126,7 +126,7 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
     elif stated.kind == "values":
         axis = _find_channels(value)
     else:
-        axis = 1 if value.ndim == 4 and value.shape[1] <= value.shape[3] else value.ndim - 1
+        axis = _map_axes(value.shape)[0] if value.ndim == 4 else value.ndim - 1
     if stated.kind == "values":
         return Reading(kind="values", axis=axis)
     if stated.kind == "scores":
@@ -154,13 +154,14 @@ def _is_sequence(name: str, reading: Reading, outputs: Tensors) -> bool:
     """Returns True for one decision at each of some steps, where no other output has a row for each, as boxes do.
 
     It has three axes: PyTorch's CTC heads give [steps, 1, classes] or [1, classes, steps], most others
-    [1, steps, classes].
+    [1, steps, classes]; or four, where a height of one is left, [1, classes, 1, steps].
     """
     shape = outputs[name].shape
     steps = outputs[name].size // shape[reading.axis]
     others = [value.shape for other, value in outputs.items() if other != name]
     is_alone = not any(steps in shape for shape in others)
-    return len(shape) == 3 and 1 in shape and not reading.squash and 1 < steps <= _MOST_STEPS and is_alone
+    in_a_row = 1 in shape if len(shape) == 3 else len(shape) == 4 and shape.count(1) == 2
+    return in_a_row and not reading.squash and 1 < steps <= _MOST_STEPS and is_alone
 
 
 def _read_numbers(values: Sequence[Array]) -> Reading:
@@ -224,7 +225,7 @@ def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
     first = values[0]
     axes: tuple[int, ...] = ()
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
-        axes = (1,) if first.shape[1] <= first.shape[3] else (3,)
+        axes = _map_axes(first.shape)
     elif first.ndim == 3 and first.shape[2] > _BOX:
         axes = (2, 1) if first.shape[1] > _BOX else (2,)
     # Classes may lie on either axis: values decide between them, and hardly between steps. Before steps they must be
@@ -235,6 +236,17 @@ def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
     best = max(readings, key=lambda reading: confidences[reading], default=None)
     if best is not None and confidences[best] >= _LEAST_CONFIDENCE:
         yield best
+
+
+def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes that may be the classes of a map with four, the likeliest first: of a square one the odd one.
+
+    Where a height of one is left, both the classes and the steps may be the longer axis.
+    """
+    if shape[1] != shape[2] == shape[3] or shape[1] == shape[2] != shape[3]:
+        return (1,) if shape[2] == shape[3] else (3,)
+    axes = (1, 3) if shape[1] <= shape[3] else (3, 1)
+    return axes if shape[2] == 1 else axes[:1]
 
 
 def _is_even(values: Sequence[Array], axis: int) -> bool:
