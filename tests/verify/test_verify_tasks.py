@@ -17,7 +17,7 @@ from edgekit.bundle.golden.golden import make_golden
 from edgekit.data.labels import FOLDERS, Boxes, Label, read_task_labels
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
-from edgekit.model.tensors import Tensors
+from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.accuracy import check_class_labels, measure_accuracy
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, judge_task
@@ -122,6 +122,33 @@ def test_masks_overlap_by_class_over_all_samples() -> None:
     found[0, 1, 1] = 1.0
     assert score("miou", [{"y": found}], [label]) == pytest.approx((0 / 2 + 1 / 3) / 2)
     assert score("miou", [{"y": np.array([[[0, 0], [1, 1]]], np.int64)}], [label]) == 1.0
+
+
+def test_texts_are_judged_by_how_well_each_token_is_foreseen() -> None:
+    # Two words with odds 3 to 1, then even odds; the last position does not count.
+    scores = np.log(np.array([[[0.75, 0.25], [0.5, 0.5], [0.01, 0.99]]], np.float32)) + 7
+    outputs, labels = [{"other": np.zeros((1, 5), np.float32), "y": scores}], [np.array([0, 1, -1])]
+    assert score("perplexity", outputs, labels) == pytest.approx((0.75 * 0.5) ** -0.5, rel=1e-6)
+    assert score("next-token", outputs, labels) == 0.5
+    more, both = [*outputs, *outputs], [labels[0], np.array([1, -1, -1])]
+    assert score("perplexity", more, both) == pytest.approx((0.75 * 0.5 * 0.25) ** (-1 / 3), rel=1e-6)
+    assert score("next-token", more, both) == pytest.approx(1 / 3)
+    assert score("perplexity", outputs, [np.array([-1, -1, -1])]) == 1.0
+    far = [{"y": np.array([[[0.0, 2000.0]]], np.float32)}]
+    assert np.isfinite(score("perplexity", far, [np.array([0])]))
+
+
+@pytest.mark.parametrize(
+    ("label", "what"),
+    [
+        (np.array([0, 2, 1]), "token 2 is no word of 2"),
+        (np.array([0.0, 1.0, 1.0]), "do not fit a text"),
+        (np.array([0, 1]), "can read no output"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(label: Array, what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        score("perplexity", [{"y": np.zeros((1, 3, 2), np.float32)}], [label])
 
 
 @pytest.mark.slow

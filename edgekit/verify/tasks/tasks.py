@@ -20,6 +20,7 @@ from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, decibels
 from edgekit.verify.tasks.decoders import decode_text
 from edgekit.verify.tasks.detection import Weights, prepare_map, read_detections
 from edgekit.verify.tasks.extras import import_extra
+from edgekit.verify.tasks.language import prepare_perplexity, read_next_tokens, read_token_losses
 from edgekit.verify.tasks.scores import TaskReport, Unit
 
 LEAST_FOR_INTERVAL = 30
@@ -249,6 +250,15 @@ def read_psnr(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[float, 
     return min(decibels(peak * peak, float(np.mean(error * error))), DB_LIMIT / 2), 1.0
 
 
+def read_text(
+    outputs: Tensors, label: Array, limit: TaskLimit, *, count: Callable[[Array, Array], tuple[float, float]]
+) -> tuple[float, float]:
+    """Returns what `count` makes of the scores of a text's tokens and of the tokens."""
+    tokens = np.asarray(label)
+    found = find_output(outputs, limit, lambda value: value.ndim > 1 and value.shape[-2] == tokens.size)
+    return count(found, tokens)
+
+
 def prepare_ratio(records: Sequence[tuple[float, float]]) -> Scorer:
     """Returns the scorer sum a / sum b over what was kept as (a, b) of each sample."""
     table = np.array(records, dtype=np.float64).reshape(-1, 2)
@@ -326,6 +336,14 @@ METRICS: Mapping[str, TaskMetric] = {
     "miou": TaskMetric(labels="array", read=read_masks, prepare=prepare_masks),
     "auc": TaskMetric(labels="class", read=read_score, prepare=prepare_auc, rounds=200),
     "map": TaskMetric(labels="boxes", read=read_detections, prepare=prepare_map, rounds=100),
+    "perplexity": TaskMetric(
+        labels="array",
+        read=partial(read_text, count=read_token_losses),
+        prepare=prepare_perplexity,
+        unit="value",
+        higher_is_better=False,
+    ),
+    "next-token": TaskMetric(labels="array", read=partial(read_text, count=read_next_tokens), prepare=prepare_ratio),
     "psnr": TaskMetric(labels="array", read=read_psnr, prepare=prepare_ratio, unit="dB"),
 }
 
