@@ -3,7 +3,7 @@
 import contextlib
 import enum
 import importlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +11,6 @@ import msgspec
 import onnxruntime as _ort
 
 from edgekit.errors import RuntimeRefusal
-from edgekit.machine import map_in_order
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -57,7 +56,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a session on the CPU provider is made with; `libraries` hold custom operators.
 
     `threads` work on one run, 0 for as many as there are cores. Runs that do not wait for each other take fewer CPU
-    seconds with one thread each (`CpuSession.run_each`).
+    seconds with one thread each, side by side (`machine.map_in_order`).
     """
 
     level: Level = Level.ALL
@@ -86,7 +85,6 @@ class CpuSession:
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
         self._name = name
-        self._is_single = settings.threads == 1
 
     def run(self, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Returns the outputs (all of them, or the named ones) for one sample; sequences and maps become tensors."""
@@ -98,16 +96,6 @@ class CpuSession:
             for name, value in zip(names, values, strict=True)
             for part, array in flatten_value(name, value).items()
         }
-
-    def run_each(
-        self, samples: Iterable[Tensors], outputs: Sequence[str] | None = None
-    ) -> Iterator[tuple[Tensors, dict[str, Array]]]:
-        """Yields each sample with its outputs, in order; a session of one thread runs one on each core."""
-
-        def run(sample: Tensors) -> dict[str, Array]:
-            return self.run(sample, outputs)
-
-        yield from map_in_order(run, samples, None if self._is_single else 1)
 
 
 def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str | None = None) -> None:
