@@ -195,8 +195,8 @@ def outputs(model: Model, samples: Samples) -> Array:
 
 def test_learning_needs_samples_and_4_bits(tmp_path: Path) -> None:
     model = make_perceptron(tmp_path / "m.onnx")
-    for form, samples in (("int4", None), ("int8", drawn(8, 1))):
-        options = WeightOnlyOptions(form=form, rounding="comq")
+    four, eight = WeightOnlyOptions(form="int4", rounding="comq"), WeightOnlyOptions(form="int8", rounding="comq")
+    for options, samples in ((four, None), (eight, drawn(8, 1))):
         with pytest.raises(UsageError, match="rounds 4-bit weights by samples"):
             compress_weights(model, options, tmp_path / "c.onnx", samples)
 

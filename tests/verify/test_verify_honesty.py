@@ -234,7 +234,7 @@ def test_outputs_that_do_not_follow_their_inputs_are_told(size: int, level: floa
     assert ("does not follow its inputs" in str(wrong.mismatch)) is is_told
 
 
-def rows_of(rows: list[np.ndarray]) -> Samples:
+def rows_of(rows: Sequence[Array] | Array) -> Samples:
     return Samples(source="x", count=len(rows), read=lambda: ({"y": row} for row in rows))
 
 
