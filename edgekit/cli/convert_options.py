@@ -64,6 +64,7 @@ def weights(function: Command) -> Command:
     @click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
     @click.option("--rounding", type=click.Choice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
     @click.option("--accuracy-level", "accuracy", type=int, metavar="0-4", help="Of MatMulNBits; 4: int8 products.")
+    @click.option("--lpbq", is_flag=True, help="Scales of int4 that Qualcomm's HTP holds.")
     @functools.wraps(function)
     def command(
         *,
@@ -72,11 +73,12 @@ def weights(function: Command) -> Command:
         block: int | None,
         rounding: BlockRounding | None,
         accuracy: int | None,
+        lpbq: bool,
         **rest: Any,
     ) -> int:
-        if form is None and (keep or block or rounding or accuracy is not None):
+        if form is None and (keep or block or rounding or lpbq or accuracy is not None):
             raise UsageError(
-                "--keep, --block, --rounding and --accuracy-level say how to make weights smaller",
+                "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
                 hint="add --weights int8",
             )
         chosen = WeightOnlyOptions(
@@ -85,6 +87,7 @@ def weights(function: Command) -> Command:
             block=block or 32,
             accuracy_level=accuracy or 0,
             rounding=rounding or "nearest",
+            lpbq=lpbq,
         )
         return function(weights=chosen if form else None, **rest)
 

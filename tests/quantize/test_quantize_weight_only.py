@@ -16,10 +16,11 @@ from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize.calibration.moments import InputMoments
 from edgekit.quantize.qdq.qoperator import write_qoperator
-from edgekit.quantize.weight_only.blocks import quantize_blocks
+from edgekit.quantize.weight_only.blocks import BlockForm, quantize_blocks
 from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
     WEIGHT_FORMS,
+    BlockRounding,
     WeightForm,
     WeightOnlyOptions,
     compress_weights,
@@ -220,7 +221,7 @@ def test_blocks_of_zeros_stay_zero() -> None:
         count=500, mean=inputs.mean(axis=0)[None], spread=np.ptp(inputs, axis=0)[None], low=inputs.min(axis=0),
         high=inputs.max(axis=0), blocks=(inputs.T @ inputs / 500)[None],
     )  # fmt: skip
-    values, scales = round_blocks(weight, moments, 32)
+    values, scales = round_blocks(weight, moments, BlockForm(bits=4, block=32))
     assert (values.shape, scales.shape) == ((5, 3, 32), (5, 3))
     assert (values[2, 1] == 8).all()
     assert (values[:, 2, 6:] == 8).all()
@@ -228,3 +229,20 @@ def test_blocks_of_zeros_stay_zero() -> None:
     plain, sizes = quantize_blocks(weight, 4, 32)
     nearest = ((plain.astype(np.float32) - 8) * sizes[..., None]).reshape(5, -1)[:, :70].T
     assert np.linalg.norm(inputs @ (back - weight)) < 0.95 * np.linalg.norm(inputs @ (nearest - weight))
+
+
+@pytest.mark.parametrize("rounding", BLOCK_ROUNDINGS)
+def test_scales_of_lpbq_are_sixteenths_of_their_columns_largest(tmp_path: Path, rounding: BlockRounding) -> None:
+    model = make_perceptron(tmp_path / "m.onnx")
+    options = WeightOnlyOptions(form="int4", rounding=rounding, lpbq=True)
+    light = compress_weights(model, options, tmp_path / "c.onnx", drawn(64, 1))
+    proto = onnx.load(str(light.model.path))
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    for node in (node for node in proto.graph.node if node.op_type == "MatMulNBits"):
+        scales = stored[node.input[2]].reshape(-1, 4 if node.name == "first" else 2).astype(np.float64)
+        counts = 16 * scales / scales.max(axis=1, keepdims=True)
+        assert counts == pytest.approx(np.rint(counts), abs=1e-4)
+        assert counts.min() >= 1 - 1e-4
+    assert sqnr_db(run(model), run(light.model)) > 12
+    with pytest.raises(UsageError, match="LPBQ is a form of 4-bit"):
+        compress_weights(model, WeightOnlyOptions(form="int8", lpbq=True), tmp_path / "c.onnx")

@@ -17,6 +17,7 @@ from edgekit.model.model import drop_unread
 from edgekit.model.tensors import Array
 
 _CONTRIB = "com.microsoft"
+_LPBQ_STEPS = 16
 
 
 Blocks = tuple[Array, Array]
@@ -27,11 +28,13 @@ class BlockForm(msgspec.Struct, frozen=True, kw_only=True):
     """How weights are stored: their bits, how many along K share a scale, and in which precision products are made.
 
     `accuracy_level` is that of MatMulNBits: 0 leaves it to the kernel, 1 is float32, 2 float16, 3 bfloat16, 4 int8.
+    With `lpbq` scales are those that Qualcomm's HTP can hold.
     """
 
     bits: int
     block: int
     accuracy_level: int = 0
+    lpbq: bool = False
 
 
 def pack_weights(
@@ -69,8 +72,11 @@ def pack_weights(
     return tuple(changed)
 
 
-def quantize_blocks(weight: Array, bits: int, block: int) -> Blocks:
-    """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N]; K is padded with zeros."""
+def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False) -> Blocks:
+    """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N]; K is padded with zeros.
+
+    With `lpbq` scales are those of Qualcomm's low-power block quantization (`snap_scales`).
+    """
     # Symmetric integers reach one step farther down than up. So the value of a block that is largest in magnitude falls
     # on the lowest, by a scale of either sign: at 4 bits 8 steps instead of 7 (as ONNX Runtime's own quantizer,
     # onnxruntime/core/mlas/lib/q4_dq.cpp).
@@ -82,9 +88,23 @@ def quantize_blocks(weight: Array, bits: int, block: int) -> Blocks:
     largest = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
     middle = 2 ** (bits - 1)
     scales = largest / np.float32(-middle)
+    if lpbq:
+        scales = snap_scales(np.abs(largest[..., 0]) / np.float32(middle - 1))[..., None]
     steps = np.divide(parts, scales, out=np.zeros_like(parts), where=scales != 0)
     values = np.clip(np.rint(steps) + middle, 0, 2**bits - 1).astype(np.uint8)
     return values, scales[..., 0]
+
+
+def snap_scales(scales: Array) -> Array:
+    """Returns positive scales [N, blocks], each 1 to 16 sixteenths of the largest of its column.
+
+    The HTP keeps a float a column and an integer of 4 bits a block. Where `enable_block_quant_weight_optimization` is
+    set, the QNN provider turns the scales of a MatMulNBits with 16-bit activations into these, if none is negative:
+    what is not of this form is rounded to it then (2.3 % of the largest output in the simulator, else one step).
+    """
+    steps = scales.max(axis=1, keepdims=True) / np.float32(_LPBQ_STEPS)
+    counts = np.ceil(np.divide(scales, steps, out=np.zeros_like(scales), where=steps != 0) - np.float32(1e-4))
+    return np.asarray(np.clip(counts, 1, _LPBQ_STEPS) * steps, np.float32)
 
 
 def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
@@ -120,7 +140,7 @@ def _shape(tensor: onnx.TensorProto, *, turned: bool) -> tuple[int, int]:
 
 def _round_plainly(tensor: onnx.TensorProto, form: BlockForm, *, turned: bool) -> Blocks:
     weight = numpy_helper.to_array(tensor)
-    return quantize_blocks(weight.T if turned else weight, form.bits, form.block)
+    return quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
 
 
 def _add_packed(

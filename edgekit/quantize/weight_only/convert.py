@@ -33,7 +33,8 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which form the weights get, and the names of nodes that keep theirs.
 
     In blocks `block` values share a scale, and `accuracy_level` is that of MatMulNBits (4 lets kernels quantize
-    activations to int8 as they come). `rounding` of 4 bits is to the nearest, or by COMQ, from samples.
+    activations to int8 as they come). `rounding` of 4 bits is to the nearest, or by COMQ, from samples. With `lpbq`
+    their scales are those that Qualcomm's HTP holds (low-power block quantization).
     """
 
     form: WeightForm
@@ -41,6 +42,7 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
     block: int = 32
     accuracy_level: int = 0
     rounding: BlockRounding = "nearest"
+    lpbq: bool = False
 
 
 class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +84,8 @@ def compress_weights(
         raise UsageError(f"there is no accuracy level {options.accuracy_level}", hint="0 to 4")
     if options.rounding != "nearest" and (options.form != "int4" or samples is None):
         raise UsageError(f"{options.rounding} rounds 4-bit weights by samples", hint="--weights int4 --data DATA")
+    if options.lpbq and options.form != "int4":
+        raise UsageError("LPBQ is a form of 4-bit weights", hint="--weights int4")
     written, changed = _WRITERS[options.form](model, proto, options, out, samples)
     if not changed:
         raise ModelError(f"'{model.name}' has no weights that {options.form} takes", hint="try another form of weights")
@@ -119,11 +123,11 @@ def _pack(
     model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, samples: Samples | None
 ) -> _Written:
     bits = int(options.form.removeprefix("int"))
-    form = BlockForm(bits=bits, block=options.block, accuracy_level=options.accuracy_level)
+    form = BlockForm(bits=bits, block=options.block, accuracy_level=options.accuracy_level, lpbq=options.lpbq)
     if options.rounding == "nearest" or samples is None:
         changed = pack_weights(proto, form, options.kept)
     else:
-        with work_folder() as work, learn_blocks(model, samples, work, options.block) as learned:
+        with work_folder() as work, learn_blocks(model, samples, work, form) as learned:
             changed = pack_weights(proto, form, options.kept, learned)
     return _loaded(save_proto(proto, out), model), changed
 

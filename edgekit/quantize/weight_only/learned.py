@@ -17,7 +17,7 @@ from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges.methods import PLAIN_METHODS
 from edgekit.quantize.rounding.comq import round_comq
 from edgekit.quantize.rounding.gptq import add_spread, join_pieces, shrink_moment, split_pieces
-from edgekit.quantize.weight_only.blocks import Blocks, quantize_blocks
+from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, snap_scales
 
 # Shares of the scale that keeps a block's largest weight whole. Chosen by hand.
 _SHARES = np.linspace(1.0, 0.6, 9)
@@ -25,7 +25,9 @@ _MIDDLE, _MOST = 8, 15
 
 
 @contextmanager
-def learn_blocks(model: Model, samples: Samples, work: Path, block: int) -> Generator[Callable[[str], Blocks | None]]:
+def learn_blocks(
+    model: Model, samples: Samples, work: Path, form: BlockForm
+) -> Generator[Callable[[str], Blocks | None]]:
     """Yields a function that returns the blocks of a node's weight, rounded for what reaches the node.
 
     None for a node whose weight others read too, or whose input has no known size.
@@ -43,20 +45,20 @@ def learn_blocks(model: Model, samples: Samples, work: Path, block: int) -> Gene
             if layer is None or moments is None:
                 return None
             matrix = layer.to_matrix(numpy_helper.to_array(graph.constants[layer.weight]))
-            return round_blocks(matrix[0].T, moments, block)
+            return round_blocks(matrix[0].T, moments, form)
 
         yield learn
 
 
-def round_blocks(weight: Array, moments: InputMoments, block: int) -> Blocks:
+def round_blocks(weight: Array, moments: InputMoments, form: BlockForm) -> Blocks:
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N] in 4 bits.
 
     Each block's scale is searched for, then the integers of all blocks are found by coordinate descent (`round_comq`),
     so that one block makes up for what another errs.
     """
-    depth = weight.shape[0]
+    depth, block = weight.shape[0], form.block
     energy = np.diagonal(moments.blocks, axis1=1, axis2=2).reshape(-1)
-    scales = _search_scales(weight, energy, block)
+    scales = _search_scales(weight, energy, form)
     each = np.repeat(scales, block, axis=1)[:, :depth]
     # Blocks of zeros have a scale of 0, by which nothing is divided: what they hold is worth nothing.
     each = np.where(each, each, np.float32(1e-30))
@@ -72,9 +74,10 @@ def round_blocks(weight: Array, moments: InputMoments, block: int) -> Blocks:
     return values, scales
 
 
-def _search_scales(weight: Array, energy: Array, block: int) -> Array:
+def _search_scales(weight: Array, energy: Array, form: BlockForm) -> Array:
     """Returns for each block the scale with which rounding to the nearest errs least, [N, blocks]."""
-    _, whole = quantize_blocks(weight, 4, block)
+    block = form.block
+    _, whole = quantize_blocks(weight, 4, block, lpbq=form.lpbq)
     columns, blocks = whole.shape
     parts = np.zeros((columns, blocks * block), np.float32)
     parts[:, : len(weight)] = weight.T
@@ -88,4 +91,4 @@ def _search_scales(weight: Array, energy: Array, block: int) -> Array:
         rounded = np.clip(np.rint(steps), -_MIDDLE, _MOST - _MIDDLE) * scale[..., None]
         cost = ((parts - rounded) ** 2 * counted.reshape(blocks, block)).sum(axis=2)
         best, least = np.where(cost < least, scale, best), np.minimum(cost, least)
-    return np.asarray(best, np.float32)
+    return snap_scales(best) if form.lpbq else np.asarray(best, np.float32)
