@@ -28,6 +28,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "evidence", "machine", "plain", "progress"),
     ),
     "app": (
+        ("spread",),
         ("run",),
         ("cells", "packages"),
         ("draft", "keys", "result"),

@@ -29,6 +29,7 @@ def run_app(
     *,
     only: Sequence[str] = (),
     again: bool = False,
+    bare: bool = False,
     spread: Spread | None = None,
     progress: Progress | None = None,
 ) -> AppReport:
@@ -36,7 +37,7 @@ def run_app(
 
     `only` names cells (`model/target`), models or targets; the others stay as they are and out of the report. A cell is
     finished and kept when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept.
-    `spread` builds cells elsewhere.
+    `spread` builds cells elsewhere; `bare` is for them: cells alone, without packages and reports.
 
     Raises:
         UsageError: `only` names nothing.
@@ -58,10 +59,11 @@ def run_app(
         app=app.path.name,
         out=app.out,
         cells=results,
-        packages=() if only else pack_all(app, results),
+        packages=() if only or bare else pack_all(app, results),
         seconds=round(time.monotonic() - start, 2),
     )
-    _write_reports(app, report)
+    if not bare:
+        _write_reports(app, report)
     return report
 
 

@@ -8,6 +8,7 @@ import click
 from edgekit.app.config import FILE, App, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import headline_app, list_watched, run_app
+from edgekit.app.spread import spread_processes
 from edgekit.cli import options
 from edgekit.cli.terminal import print_table, show_json, show_line, showing_progress
 from edgekit.report.tables import format_bytes, make_table
@@ -16,13 +17,30 @@ from edgekit.report.tables import format_bytes, make_table
 @click.command(short_help="Build, verify and pack what an edgekit.toml names, where something changed.")
 @click.argument("file", default=FILE, type=click.Path(path_type=Path))
 @click.option("--only", multiple=True, metavar="NAME", help="A model, a target, or model/target; may be repeated.")
+@click.option(
+    "--workers",
+    default=1,
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Build so many bundles at a time.",
+    show_default=True,
+)
+@click.option("--bare", is_flag=True, hidden=True)
 @click.option("--again", is_flag=True, help="Keep nothing of earlier runs.")
 @click.option("--watch", is_flag=True, help="Run again whenever a file changes, until Ctrl-C.")
 @options.ACCEPT_UNPROVEN
 @options.JSON
 @options.verbosity
 def command(
-    file: Path, only: tuple[str, ...], again: bool, watch: bool, accept_unproven: bool, as_json: bool, volume: int
+    file: Path,
+    only: tuple[str, ...],
+    workers: int,
+    bare: bool,
+    again: bool,
+    watch: bool,
+    accept_unproven: bool,
+    as_json: bool,
+    volume: int,
 ) -> int:
     """Build, verify and pack what FILE names, where something changed since the last run.
 
@@ -42,7 +60,8 @@ def command(
         app = load_app(file)
         seen = _stamp(app)
         with showing_progress(volume) as progress:
-            report = run_app(app, only=only, again=again, progress=progress)
+            spread = spread_processes(app, workers, progress) if workers > 1 else None
+            report = run_app(app, only=only, again=again, bare=bare, spread=spread, progress=progress)
         show_json(report) if as_json else show_run(report)
         if not watch:
             accepts = accept_unproven or app.table.verify.accept_unproven

@@ -1,7 +1,11 @@
 """`edgekit run`: what is built, what is kept, and what one report says of it."""
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -170,3 +174,27 @@ def test_only_and_watch_know_what_there_is(app: Path) -> None:
     report = run_app(load_app(app), only=("digits/cpu",))
     assert headline_app(report) == "1 of 1 bundles passed (1 built)."
     assert "<script>" in render_app(report)
+
+
+def test_processes_make_what_one_makes_though_one_is_killed(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {cell["target"]: cell["sha256"] for cell in _run(app, capsys)["cells"]}
+    killed = list[int]()
+
+    def kill() -> None:
+        while not killed:
+            for place in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    if str(app).encode() in (words := place.read_bytes()) and b"digits/coreml" in words:
+                        os.kill(int(place.parent.name), signal.SIGKILL)
+                        killed.append(int(place.parent.name))
+                        return
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    together = _run(app, capsys, "--again", "--workers", "2")
+    killer.join()
+    assert killed
+    assert {cell["target"]: cell["sha256"] for cell in together["cells"]} == alone
+    assert _states(together) == {"digits/cpu": "built", "digits/coreml": "built"}
+    assert _states(_run(app, capsys, "--workers", "2")) == {"digits/cpu": "kept", "digits/coreml": "kept"}
