@@ -3,7 +3,7 @@
 import pytest
 
 from edgekit.errors import UsageError
-from edgekit.recipe import Recipe, load_targets
+from edgekit.recipe import PrecisionChoice, Recipe, choose_precision, load_targets
 from edgekit.target import load_target
 
 
@@ -27,3 +27,13 @@ def test_a_limit_that_is_none_is_refused_by_its_name(changes: dict[str, object],
 def test_limits_of_a_target_that_is_not_built_are_refused() -> None:
     with pytest.raises(UsageError, match="'qnn', which is not built"):
         load_targets(Recipe(targets=("cpu",), thresholds={"qnn": {"min_cosine": 0.9}}))
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("w8a8", "int8"), ("w8a16", "int16"), ("w4a16", "w4a16"), ("auto", "int8")]
+)
+def test_a_precision_may_be_told_by_its_bits(word: PrecisionChoice, meant: str) -> None:
+    assert choose_precision(load_target("qnn"), word) == meant
+    if word in {"w8a16", "w4a16"}:
+        with pytest.raises(UsageError, match=f"does not take {meant}"):
+            choose_precision(load_target("nnapi"), word)

@@ -152,6 +152,8 @@ def show_conversion(report: ConvertReport) -> None:
     if report.weights is not None:
         sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
         show_line(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
+        for note in report.weights.notes:
+            show_line(f"- {note}")
     if report.quantized:
         show_line(f"quantized already ({report.quantized}): taken as it is")
     if report.compatibility:

@@ -58,13 +58,17 @@ class Fusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Which nodes have weights of another form now, which were to keep theirs, and the sizes of the ONNX model."""
+    """Which nodes have weights of another form now, which were to keep theirs, and the sizes of the ONNX model.
+
+    `notes` name blocks that look wrong: of zeros alone, or clipped.
+    """
 
     form: WeightForm
     changed: tuple[str, ...]
     kept: tuple[str, ...]
     size_before: int
     size_after: int
+    notes: tuple[str, ...]
 
 
 class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
@@ -179,6 +183,7 @@ def _report(
             kept=small.kept,
             size_before=small.size_before,
             size_after=small.size_after,
+            notes=small.notes,
         ),
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
     )

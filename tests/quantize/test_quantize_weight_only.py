@@ -246,3 +246,22 @@ def test_scales_of_lpbq_are_sixteenths_of_their_columns_largest(tmp_path: Path, 
     assert sqnr_db(run(model), run(light.model)) > 12
     with pytest.raises(UsageError, match="LPBQ is a form of 4-bit"):
         compress_weights(model, WeightOnlyOptions(form="int8", lpbq=True), tmp_path / "c.onnx")
+
+
+def test_blocks_of_zeros_and_clipped_ones_are_named(tmp_path: Path) -> None:
+    model = make_perceptron(tmp_path / "m.onnx")
+    assert compress_weights(model, WeightOnlyOptions(form="int4"), tmp_path / "c.onnx").notes == ()
+    proto = onnx.load(str(model.path))
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    first, second = (numpy_helper.to_array(weights[name]).copy() for name in ("w1", "w2"))
+    first[32:64, 3] = 0.0
+    # Turned, so a row of it is a column of the product: values of one size lie at the lower end of their block.
+    second[7, 32:] = 0.5
+    for name, value in (("w1", first), ("w2", second)):
+        weights[name].CopyFrom(numpy_helper.from_array(value, name))
+    onnx.save(proto, str(model.path))
+    light = compress_weights(load_model(model.path), WeightOnlyOptions(form="int4"), tmp_path / "c.onnx")
+    assert light.notes == (
+        "node 'first': 1 of 256 blocks hold zeros alone; the first is block 1 of column 3",
+        "node 'second': 1 of 20 blocks are clipped; the first is block 1 of column 7",
+    )

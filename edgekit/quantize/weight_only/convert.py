@@ -16,6 +16,7 @@ from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.quantize.weight_only.learned import learn_blocks
+from edgekit.quantize.weight_only.lint import lint_blocks
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = ("fp16", "dynamic-int8", "int8", "int4")
@@ -46,7 +47,10 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with smaller weights, and the nodes whose weights changed; sizes are those of the files."""
+    """A model with smaller weights, and the nodes whose weights changed; sizes are those of the files.
+
+    `notes` name blocks that look wrong.
+    """
 
     model: Model
     form: WeightForm
@@ -54,6 +58,7 @@ class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...]
     size_before: int
     size_after: int
+    notes: tuple[str, ...] = ()
 
 
 def compress_weights(
@@ -96,6 +101,7 @@ def compress_weights(
         kept=options.kept,
         size_before=model.size_bytes,
         size_after=written.size_bytes,
+        notes=tuple(lint_blocks(read_proto(written).graph)) if options.form == "int4" else (),
     )
 
 
