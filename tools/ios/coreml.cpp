@@ -4,8 +4,7 @@
 // framework; each function of it is replaced here. A model is computed elsewhere: $EDGEKIT_COREML_PIPES is a folder with
 // the pipes `ask` and `answer`. A question is a line of JSON and then bytes; so is its answer. Without pipes a model can
 // be loaded and not run. Types are those of ONNX Runtime's core/providers/coreml/model/model.h.
-#include <sys/stat.h>
-#include <unistd.h>
+#include <fcntl.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -56,13 +55,19 @@ std::FILE* ask;
 std::FILE* answer;
 std::mutex pipes;
 
-std::FILE* open_pipe(const std::string& path, const char* mode) { return std::fopen(path.c_str(), mode); }
+// Whoever started this process holds both ends of both pipes while the other side lives. Without waiting for that side,
+// a pipe that nobody holds any more fails to open, or ends.
+std::FILE* open_pipe(const std::string& path, int access, const char* mode) {
+  const int file = open(path.c_str(), access | O_NONBLOCK | O_CLOEXEC);
+  if (file >= 0) fcntl(file, F_SETFL, access);
+  return file < 0 ? nullptr : fdopen(file, mode);
+}
 
 bool open_pipes() {
   const char* folder = std::getenv("EDGEKIT_COREML_PIPES");
   if (ask == nullptr && folder != nullptr) {
-    ask = open_pipe(std::string(folder) + "/ask", "wb");
-    answer = open_pipe(std::string(folder) + "/answer", "rb");
+    ask = open_pipe(std::string(folder) + "/ask", O_WRONLY, "wb");
+    answer = open_pipe(std::string(folder) + "/answer", O_RDONLY, "rb");
   }
   return ask != nullptr && answer != nullptr;
 }

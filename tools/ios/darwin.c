@@ -262,6 +262,8 @@ size_t darwin___strlcat_chk(char *to, const char *from, size_t count, size_t siz
   return length + darwin___strlcpy_chk(to + length, from, count - length, size - length);
 }
 
+void darwin___bzero(void *to, size_t count) { memset(to, 0, count); }
+
 void darwin_memset_pattern16(char *to, const void *pattern, size_t count) {
   for (size_t at = 0; at < count; at += 16) memcpy(to + at, pattern, count - at < 16 ? count - at : 16);
 }

@@ -82,7 +82,7 @@ def _read_library(path: Path, name: str, version: str) -> Framework:
     data = path.read_bytes()
     try:
         found = _find_object(_find_cpu(data))
-        imports = _list_imports(found)
+        imports = list_imports(found)
     except (struct.error, ValueError, IndexError) as error:
         raise DeviceError(f"the library of '{name}' is damaged: {error}", hint=_HINT) from error
     return Framework(name=name, sha256=digest_bytes(data), version=version, imports=imports, data=found)
@@ -135,8 +135,12 @@ def _list_members(archive: bytes) -> Iterator[bytes]:
         at = start + size + size % 2
 
 
-def _list_imports(data: bytes) -> tuple[str, ...]:
-    """Returns the names that an object leaves to others, as they stand there: with an underscore in front."""
+def list_imports(data: bytes) -> tuple[str, ...]:
+    """Returns the names that an object leaves to others, as they stand there: with an underscore in front.
+
+    Raises:
+        ValueError: it is no object for x86-64, or damaged.
+    """
     cpu, kind, commands = struct.unpack_from("<4xI4xII", data)
     if (cpu, kind) != (_CPU_X86_64, 1):
         raise ValueError("its object is not for x86-64")
