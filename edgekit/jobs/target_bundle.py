@@ -1,6 +1,6 @@
 """One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -97,7 +97,17 @@ def _make_model(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
         plain = _quantize_inputs(inputs, target, job, work)
         if not _is_refused(plain.check):
             gained, fixed, made = ["left as it is: rewritten for it, it would make no session"], inputs, plain
-    return fixed, msgspec.structs.replace(made, notes=(*gained, *made.notes))
+    return fixed, msgspec.structs.replace(made, notes=(*gained, *made.notes, *_tell_refusal(made.check)))
+
+
+def _tell_refusal(check: CheckReport) -> Sequence[str]:
+    """Returns why no session of the model is expected, in words that ONNX Runtime's refusal lacks."""
+    fatal = [node for node in check.node_list if node.fatal and not node.is_quantizer and node.reasons]
+    if not fatal:
+        return ()
+    return (
+        f"no session of it is expected: {fatal[0].op} '{fatal[0].name}' and {len(fatal) - 1} more: {fatal[0].reasons[0]}",
+    )
 
 
 def _is_refused(check: CheckReport) -> bool:

@@ -56,7 +56,7 @@ def test_build_and_verify_answer_in_json(bundles: Path, capsys: pytest.CaptureFi
 def test_verify_says_no_when_nothing_can_run(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if sys.platform == "darwin":
         pytest.skip("Core ML runs here")
-    report = _json(["verify", str(bundles / "digits_mobilenet-coreml"), "--on", "coreml"], capsys, code=1)
+    report = _json(["verify", str(bundles / "digits_mobilenet-coreml"), "--on", "coreml"], capsys, code=3)
     assert report["passed"] is False
     assert report["skipped"][0]["device"] == "coreml"
 

@@ -235,7 +235,8 @@ def test_a_metric_is_shown_on_both_sides_and_gates(
     asked = [str(bundle), "--on", "host", *WITH_DATA, "--labels", str(LABELS), "--metric", "top1"]
     task = _verify(asked, capsys)["runs"][0]["task"]
     assert (task["samples"], task["unit"], len(task["interval"])) == (8, "share", 2)
-    assert "points worse" in " ".join(_verify([*asked, "--max-metric-drop", "0.5"], capsys, 1)["runs"][0]["failures"])
+    # Eight samples that agree cannot tell half a point.
+    assert "points worse" in " ".join(_verify([*asked, "--max-metric-drop", "0.5"], capsys, 3)["runs"][0]["unproven"])
     limit = tmp_path / "metric.toml"
     limit.write_text('name = "top3"\nmax_drop = 50.0\ngate = "estimate"\n')
     assert _verify([*asked[:-1], str(limit)], capsys)["runs"][0]["task"]["name"] == "top3"
@@ -306,7 +307,7 @@ def test_a_device_that_is_not_there_leaves_the_evidence_alone(
     _verify([str(bundle), "--on", "host"], capsys)
     before = (bundle / "verify.json").read_bytes()
     monkeypatch.setenv("PATH", "/nowhere")
-    report = _verify([str(bundle), "--on", "adb:1"], capsys, code=1)
+    report = _verify([str(bundle), "--on", "adb:1"], capsys, code=3)
     assert report["skipped"][0]["device"] == "adb:1"
     assert (bundle / "verify.json").read_bytes() == before
 
