@@ -1,23 +1,37 @@
 """Inputs drawn at random, the same at each call, for a model that came without samples."""
 
+import math
 import zlib
 from collections.abc import Iterator
 
 import numpy as np
 
 from edgekit.data.samples import Samples
+from edgekit.errors import DataError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 
 _UNSET_DIM = 1
+# A gibibyte of float32: more than any model takes at a time on what edgekit is for.
+_MOST_VALUES = 1 << 28
 
 
 def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | None:
     """Returns samples for inputs that are tensors, or None if one is not; an unknown dimension gets the size 1.
 
     Floats are normal, integers 0 or 1 (they are indices more often than not), strings a letter.
+
+    Raises:
+        DataError: an input is so large that nothing could hold it.
     """
     if not all(spec.is_tensor and spec.shape is not None for spec in inputs):
         return None
+
+    for spec in inputs:
+        count_values = math.prod(dim for dim in spec.shape or () if isinstance(dim, int))
+        if count_values > _MOST_VALUES:
+            raise DataError(
+                f"input '{spec.name}' has {count_values} values, too many to draw", hint="give it smaller dimensions"
+            )
 
     def read() -> Iterator[Tensors]:
         for index in range(count):

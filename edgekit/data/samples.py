@@ -249,7 +249,15 @@ def _from_folder(path: Path, inputs: Sequence[TensorSpec], preprocess: Preproces
 
 
 def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Tensors]) -> Samples:
+    _refuse_pipes(files)
     return Samples(source=str(path), count=len(files), read=lambda: (read_one(file) for file in files))
+
+
+def _refuse_pipes(files: Iterable[Path]) -> None:
+    """Refuses a pipe that lies in a folder: nobody writes into it, and who reads it waits for ever."""
+    pipe = next((file for file in files if file.is_fifo()), None)
+    if pipe is not None:
+        raise DataError(f"'{pipe}' is a pipe, not a file", hint="remove it from the folder")
 
 
 def _from_function(source: str) -> Samples:
@@ -270,6 +278,7 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
     tensors: dict[str, Array] = {}
     for index, spec in enumerate(inputs):
         file = folder / f"input_{index}.pb"
+        _refuse_pipes([file])
         try:
             tensors[spec.name] = onnx.numpy_helper.to_array(onnx.load_tensor(str(file)))
         except _NO_TENSOR as error:

@@ -182,3 +182,19 @@ def test_a_history_whose_words_are_no_text(refused: Callable[..., str], tmp_path
         database.execute("INSERT INTO runs VALUES (1, 't', 'b', 'cpu', 1, CAST(x'ff7b' AS TEXT))")
     assert "h.sqlite" in refused("runs", "list", "--history", "h.sqlite")
     assert "h.sqlite" in refused("runs", "show", "1", "--history", "h.sqlite")
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.npy", "a.npz", "test_data_set_0/input_0.pb"])
+def test_a_pipe_among_the_samples_is_not_waited_for(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
+    model = str(save_classifier(tmp_path / "m.onnx"))
+    (tmp_path / "data" / name).parent.mkdir(parents=True)
+    os.mkfifo(tmp_path / "data" / name)
+    (tmp_path / "p.toml").write_text("size = [8, 8]\n")
+    assert "is a pipe" in refused("compare", model, model, "--data", "data", "--preprocess", "p.toml")
+
+
+def test_an_input_that_nothing_can_hold_is_not_drawn(refused: Callable[..., str], tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 17]>
+    g (float[1,3,1000000000,1] x) => (float[1,3,1000000000,1] y) { y = Relu(x) }"""
+    model = write_model(text, lambda _: None, tmp_path / "m.onnx")
+    assert "3000000000 values, too many to draw" in refused("bench", model, "--on", "host", "--runs", "2")

@@ -41,6 +41,7 @@ BENCHES = (
     Bench("speed", "file_sizes.py", "INT8 files against the floor of weights and scales"),
     Bench("verify", "seeded_faults.py --layers 1 --kinds promised", "a seeded fault is found, and its layer named"),
     Bench("verify", "false_alarms.py", "at most one honest run in 1,000 is accused of lying"),
+    Bench("verify", "zoo_alarms.py", "and of real models on all devices of their targets"),
     Bench("verify", "litert_nets.py", "whole nets on NNAPI give what LiteRT gives for the same network, within a step"),
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),

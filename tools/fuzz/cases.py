@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -42,6 +43,8 @@ class Case:
             self.arguments[at] = "elsewhere" if "loot" in word or OUTSIDE in word or word == ".." else word
             # It may have been the place to write to.
             self.writes.add(self.arguments[at].partition("/")[0])
+        # By chance a word became the option that names such a place.
+        self.writes |= {name for word, name in pairwise(self.arguments) if word == "--out"}
         self.arguments = [word.replace(OUTSIDE, outside) for word in self.arguments]
         for path in self.rng.sample(self.taken, min(len(self.taken), self.rng.choice((0, 1, 1, 1, 1, 1, 2)))):
             mutate_path(self.rng, path)
