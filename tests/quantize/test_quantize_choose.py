@@ -128,8 +128,8 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
         for name, each in plans.items()
     }
     stripped = strip_weights(place_plan(graph, plan, "m"), graph)
-    names = free_grids(stripped)
     grids = {name: find_plan_grids(graph, each, "m") for name, each in plans.items()}
+    names = free_grids(stripped, grids["minmax"])
     fed = {name: {each: own[each] for each in names} for name, own in grids.items()}
     found = judge_grids(stripped, compared, statistics, fed)
     assert found["minmax"] == pytest.approx(alone["minmax"], abs=0.2)
@@ -137,6 +137,18 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
     # Clearly worse after a few samples: by how much these say.
     assert found["cut"] == pytest.approx(alone["cut"], abs=3)
     assert found["cut"] < max(found.values()) - 1
+
+
+@pytest.mark.parametrize("target", ["cpu", "qnn", "nnapi"])
+def test_what_is_moved_out_of_a_constant_keeps_its_scale(tmp_path: Path, target: str) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (float[1,4,8] y) {
+      e = Gather(t, x) s = Add(e, p) h = MatMul(s, w) y = Tanh(h) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"t": (32, 8), "p": (4, 8), "w": (8, 8)})
+    rng = np.random.default_rng(0)
+    samples = make_samples([{"x": rng.integers(0, 32, (1, 4))} for _ in range(32)])
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target(target), "int8")
+    assert plan.judged[0].sqnr_db > 20
 
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {

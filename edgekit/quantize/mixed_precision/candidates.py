@@ -214,8 +214,8 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget) -> dict[
     placed = place_plan(draft.graph, plans[methods[0]], "the candidate")
     # Methods differ in scales and zero points alone: one session takes those of each.
     stripped = strip_weights(placed, draft.graph)
-    names = free_grids(stripped)
     grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}
+    names = free_grids(stripped, grids[methods[0]])
     fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
     return judge_grids(stripped, draft.compared, draft.statistics, fed)
 

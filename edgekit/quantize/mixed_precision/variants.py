@@ -1,6 +1,6 @@
 """Variants of a QDQ graph: with float weights, and with a switch for each activation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -36,15 +36,15 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     return proto
 
 
-def free_grids(qdq: onnx.ModelProto) -> tuple[str, ...]:
-    """Makes inputs of the scales and zero points of activations, in place; returns their names."""
+def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
+    """Makes inputs of those scales and zero points of activations that are `known`, in place; returns their names.
+
+    What is moved out of a constant, such as a row of an embedding, has the scale of that, whatever the ranges.
+    """
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
-    names = tuple(
-        dict.fromkeys(
-            name for node in sites if node.input[0] not in stored for name in node.input[1:] if name in stored
-        )
-    )
+    read = (name for node in sites if node.input[0] not in stored for name in node.input[1:])
+    names = tuple(dict.fromkeys(name for name in read if name in stored and name in known))
     for name in names:
         qdq.graph.input.append(helper.make_tensor_value_info(name, stored[name].data_type, stored[name].dims))
     kept = [tensor for name, tensor in stored.items() if name not in set(names)]
