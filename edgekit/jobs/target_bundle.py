@@ -105,9 +105,8 @@ def _tell_refusal(check: CheckReport) -> Sequence[str]:
     fatal = [node for node in check.node_list if node.fatal and not node.is_quantizer and node.reasons]
     if not fatal:
         return ()
-    return (
-        f"no session of it is expected: {fatal[0].op} '{fatal[0].name}' and {len(fatal) - 1} more: {fatal[0].reasons[0]}",
-    )
+    first = f"{fatal[0].op} '{fatal[0].name}': {fatal[0].reasons[0]}"
+    return (f"no session of it is expected, {len(fatal)} nodes stop it: {first}",)
 
 
 def _is_refused(check: CheckReport) -> bool:
