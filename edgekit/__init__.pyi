@@ -1,3 +1,5 @@
+from edgekit.app.config import load_app as load_app
+from edgekit.app.run import run_app as run_app
 from edgekit.bundle.folder import Bundle as Bundle
 from edgekit.bundle.folder import open_bundle as open_bundle
 from edgekit.bundle.golden.golden import Golden as Golden
@@ -25,6 +27,7 @@ from edgekit.quantize import quantize_model as quantize_model
 from edgekit.recipe import Data as Data
 from edgekit.recipe import Recipe as Recipe
 from edgekit.recipe import load_recipe as load_recipe
+from edgekit.report.pages.notebook import show as show
 from edgekit.report.summary import BuildReport as BuildReport
 from edgekit.target import Target as Target
 from edgekit.target import load_target as load_target

@@ -16,7 +16,7 @@ WIDTH = 1000
 PICTURES: dict[str, tuple[int, list[str]]] = {
     "check": (1000, ["check", "model.onnx", "--target", "xnnpack"]),
     "quantize": (980, ["quantize", "model.onnx", "--data", "samples.npz", "--target", "xnnpack", "--out", "q.onnx"]),
-    "verify": (1020, ["verify", "bundles/model-nnapi", "--on", "emulated"]),
+    "verify": (1020, ["verify", "bundles/model-nnapi", "--on", "android:x86_64"]),
 }
 """The height of each picture, and the command whose `--html` it shows."""
 

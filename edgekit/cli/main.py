@@ -25,6 +25,7 @@ COMMANDS = {
     "build": "Make a verified bundle of a model for each target.",
     "check": "Say node by node what each target would take, why not, and what to do.",
     "compare": "Say how far one model lies from another, and in which layer it begins.",
+    "completion": "Print what a shell needs to complete commands and options.",
     "convert": "Write the files that a runtime loads: ORT format, full or runtime style.",
     "demo": "Build and verify four bundles of the demo model.",
     "devices": "List, install or test what can run a bundle here.",

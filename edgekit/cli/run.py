@@ -25,7 +25,7 @@ from edgekit.report.tables import format_bytes, make_table
     help="Build so many bundles at a time.",
     show_default=True,
 )
-@click.option("--bare", is_flag=True, hidden=True)
+@click.option("--bare", is_flag=True, help="Cells alone, without packages and reports: what workers do.")
 @click.option("--again", is_flag=True, help="Keep nothing of earlier runs.")
 @click.option("--watch", is_flag=True, help="Run again whenever a file changes, until Ctrl-C.")
 @options.ACCEPT_UNPROVEN

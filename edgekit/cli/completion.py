@@ -1,0 +1,27 @@
+"""`edgekit completion`."""
+
+import click
+from click.shell_completion import get_completion_class
+
+from edgekit.cli.main import YES, group
+from edgekit.cli.terminal import show_line
+
+SHELLS = ("bash", "fish", "zsh")
+
+
+@click.command(short_help="Print what a shell needs to complete commands and options.")
+@click.argument("shell", type=click.Choice(SHELLS))
+def command(shell: str) -> int:
+    """Print what SHELL needs to complete edgekit's commands, options and their values.
+
+    \b
+    Example:
+      edgekit completion bash > ~/.local/share/bash-completion/completions/edgekit
+      edgekit completion zsh > ~/.zfunc/_edgekit
+      edgekit completion fish > ~/.config/fish/completions/edgekit.fish
+    """
+    made = get_completion_class(shell)
+    # The choice above names shells that click knows.
+    if made is not None:
+        show_line(made(group, {}, "edgekit", "_EDGEKIT_COMPLETE").source())
+    return YES

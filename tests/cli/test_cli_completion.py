@@ -1,0 +1,39 @@
+"""`edgekit completion`: what it prints is a shell's own, and completes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgekit.cli.main import run_command
+
+PAGES = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_each_shell_gets_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["completion", shell]) == 0
+    assert f"_EDGEKIT_COMPLETE={shell}_complete" in capsys.readouterr().out
+
+
+def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["completion", "tcsh"]) == 2
+    assert "tcsh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "wanted"), [("edgekit qu", "quantize"), ("edgekit build --prec", "--precision")])
+def test_the_script_asks_the_command(words: str, wanted: str) -> None:
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_EDGEKIT_COMPLETE": "bash_complete"}
+    done = subprocess.run(
+        [sys.executable, "-m", "edgekit"], env={**os.environ, **asked}, capture_output=True, text=True, check=False
+    )
+    assert f"plain,{wanted}" in done.stdout.splitlines()
+
+
+def test_the_list_for_agents_leads_to_pages() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (PAGES / "llms.txt").read_text())
+    assert len(links) > 5
+    assert all((PAGES / link).is_file() for link in links)
