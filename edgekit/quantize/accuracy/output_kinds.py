@@ -22,7 +22,8 @@ IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Grey, RGB and RGBA."""
 # Less is no picture: a choice.
 _LEAST_SIDE = 8
-_WHITES = (1.0, 255.0)
+WHITES = (1.0, 255.0)
+"""The value of white, of floats and of bytes."""
 # What the brightest pixel of a few images may be of white, overshoots of a net that sharpens among them: a choice.
 _LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
 # More along an axis are places rather than classes: a choice.
@@ -174,7 +175,7 @@ def _read_numbers(values: Sequence[Array]) -> Reading:
 def _are_pixels(values: Sequence[Array]) -> bool:
     """Returns True if values reach from black to about white, of floats, bytes or what a Tanh makes; depths do not."""
     low, high = (float(end([end(value) for value in values])) for end in (np.min, np.max))
-    whites = [white for white in _WHITES if white * _LEAST_WHITE <= high <= white * _MOST_WHITE]
+    whites = [white for white in WHITES if white * _LEAST_WHITE <= high <= white * _MOST_WHITE]
     return any(low >= -white * (_MOST_WHITE - 1) or (white == 1 and low >= -_MOST_WHITE) for white in whites)
 
 

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 
 from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
-from edgekit.quantize.accuracy.output_kinds import may_be_image
+from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
-# White of floats and of bytes.
-_WHITES = (1.0, 255.0)
 # Samples whose brightest pixel is less than 1 / 1.25 of white are no photographs (or of another scale), and a range
 # wider by more than a quarter loses a third of a bit; chosen by hand, tests/quantize/test_quantize_image_headroom.py.
 _MOST_HEADROOM = 1.25
@@ -48,7 +46,7 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
 def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
     """Returns the value of white of an input, nothing where its values are no such pixels."""
     its = seen.get(name, TensorRange(low=-1.0, high=0.0))
-    return [white for white in _WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
+    return [white for white in WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
 
 
 def _holds_pixels(
