@@ -1,4 +1,5 @@
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from onnx import numpy_helper, parser
 
 from edgekit.graph.graph import view_model
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import InputMoments, save_moments
+from edgekit.quantize.calibration.moments import HEADERS, InputMoments, open_moments, save_moments
 from edgekit.quantize.rounding.gptq import (
     LIMIT,
     REDUCED_LIMIT,
@@ -279,3 +280,15 @@ def test_weights_that_are_no_symmetric_int8_stay(tmp_path: Path, spoil: Callable
     make_moment(tmp_path)
     assert not correct(tmp_path, "bias", spoil=spoil).integers.any()
     assert not correct(tmp_path, "nearest").integers.any()
+
+
+def test_moments_are_read_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    make_moment(tmp_path, "n")
+    with open_moments(tmp_path / "moments.npz") as read, ThreadPoolExecutor(1) as pool:
+        with HEADERS:
+            waiting = pool.submit(read, "n")
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.1)
+        found = waiting.result(timeout=60)
+        assert found is not None
+        assert found.count == 50

@@ -6,6 +6,7 @@ output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
@@ -135,6 +136,14 @@ def save_moments(path: Path, moments: Mapping[str, InputMoments]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
+HEADERS = threading.Lock()
+"""To be held where threads read .npy or .npz files side by side.
+
+numpy parses the header of an array as Python, and Python 3.11.7 counts the depth of syntax trees once for all threads:
+"SystemError: AST constructor recursion depth mismatch", now and then on a busy machine.
+"""
+
+
 @contextlib.contextmanager
 def open_moments(path: Path) -> Generator[Callable[[str], InputMoments | None]]:
     """Yields a function that reads the moments of a node from a file that `save_moments` wrote, None if it has none.
@@ -153,8 +162,9 @@ def open_moments(path: Path) -> Generator[Callable[[str], InputMoments | None]]:
         def read(node: str) -> InputMoments | None:
             if node not in indices:
                 return None
-            fields = {field: archive[f"{indices[node]}.{field}"] for field in _FIELDS}
-            return InputMoments(count=int(archive[f"{indices[node]}.count"]), **fields)
+            with HEADERS:
+                fields = {field: archive[f"{indices[node]}.{field}"] for field in _FIELDS}
+                return InputMoments(count=int(archive[f"{indices[node]}.count"]), **fields)
 
         yield read
 

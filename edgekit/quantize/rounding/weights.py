@@ -14,7 +14,7 @@ from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
+from edgekit.quantize.calibration.moments import HEADERS, InputMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer
 from edgekit.quantize.rounding.comq import round_comq
 from edgekit.quantize.rounding.four_bits import search_scale
@@ -123,7 +123,7 @@ def _correct_layer(
         key.update(part.tobytes())
     memory = statistics / "rounded" / f"{key.hexdigest()[:24]}.npz"
     if memory.is_file():
-        with np.load(memory, allow_pickle=False) as fields:
+        with HEADERS, np.load(memory, allow_pickle=False) as fields:
             return {name: fields[name] for name in fields.files}
     moments = read(layer)
     if moments is None:
