@@ -3,13 +3,11 @@
 import numpy as np
 
 from edgekit.model.tensors import Array
-from edgekit.quantize.rounding.gptq import FOUR_LIMIT, Rounded, lowest, round_nearest
+from edgekit.quantize.rounding.gptq import FOUR_LIMIT, Rounded, damp_moment, lowest, round_nearest
 
 # After four passes over all inputs next to nothing changes any more: 0.1 dB from the second to the fourth.
 _PASSES = 4
 _BLOCK = 64
-# As in GPTQ: 1 % of the mean of the diagonal, and never 0.
-_DAMPING, _LEAST = 0.01, 1e-30
 
 
 def round_comq(
@@ -30,7 +28,7 @@ def round_comq(
     """
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
     order = np.argsort(-diagonal, axis=1, kind="stable")
-    damped = moment + (_DAMPING * diagonal.mean(axis=1) + _LEAST)[:, None, None] * np.eye(moment.shape[-1])
+    damped = damp_moment(moment)
     hessian = np.take_along_axis(np.take_along_axis(damped, order[:, :, None], axis=1), order[:, None, :], axis=2)
     hessian = (hessian / hessian.max()).astype(np.float32)
     weights = np.take_along_axis(matrix, order[:, None, :], axis=2).astype(np.float32)

@@ -82,6 +82,12 @@ def shrink_moment(moment: Array, samples: int) -> Array:
     return np.asarray((1 - rho) * moment + rho * moment * np.eye(size))
 
 
+def damp_moment(moment: Array) -> Array:
+    """Returns a second moment with 1 % of the mean of its diagonal on the diagonal, so that it can be inverted."""
+    damping = _DAMPING * np.diagonal(moment, axis1=1, axis2=2).mean(axis=1) + _LEAST
+    return np.asarray(moment + damping[:, None, None] * np.eye(moment.shape[-1]))
+
+
 def add_spread(moment: Array, spread: Array, samples: int) -> Array:
     """Returns a second moment with the energy of one more patch on its diagonal; `spread` is [groups, inputs]."""
     # An input may fire in a place that no patch was taken from.

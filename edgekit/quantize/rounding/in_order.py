@@ -19,11 +19,16 @@ from edgekit.quantize.graph.layers import Layer, locate_patches
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.rounding.comq import round_comq
 from edgekit.quantize.rounding.four_bits import search_scale
-from edgekit.quantize.rounding.gptq import Rounded, join_pieces, round_gptq, split_pieces, weight_scale
+from edgekit.quantize.rounding.gptq import (
+    Rounded,
+    damp_moment,
+    join_pieces,
+    round_gptq,
+    shrink_moment,
+    split_pieces,
+    weight_scale,
+)
 from edgekit.quantize.rounding.places import QdqLayer, write_layer
-
-# As in GPTQ: 1 % of the mean of the diagonal, and never 0.
-_DAMPING, _LEAST = 0.01, 1e-30
 
 Places = Mapping[str, tuple[Layer, QdqLayer]]
 """Layers of the float graph by their node, and where they are in its QDQ form."""
@@ -130,13 +135,11 @@ def _fit(matrix: Array, true: Array, seen: Array, size: int, layer: Layer) -> tu
     ones, twos = (np.swapaxes(each.reshape(len(each), -1, size), 0, 1) for each in (true, seen))
     moment, both = (np.swapaxes(each, 1, 2) @ twos / len(true) for each in (twos, ones))
     share = len(true) / 4 / (size + len(true) / 4)
-    moment_left = share * moment + (1 - share) * moment * np.eye(size)
-    diagonal = np.diagonal(moment_left, axis1=1, axis2=2)
-    damped = moment_left + (_DAMPING * diagonal.mean(axis=1) + _LEAST)[:, None, None] * np.eye(size)
+    left = shrink_moment(moment, len(true))
     split = split_pieces(matrix, layer.groups, size)
     # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: without errors before, W' is W.
-    change = np.swapaxes(np.linalg.solve(damped, np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
-    return moment_left, join_pieces(split + change, layer.groups)
+    change = np.swapaxes(np.linalg.solve(damp_moment(left), np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
+    return left, join_pieces(split + change, layer.groups)
 
 
 def _round(matrix: Array, moment: Array, layer: Layer, place: QdqLayer, floor: Array) -> Rounded:
