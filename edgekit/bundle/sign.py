@@ -131,14 +131,14 @@ def _load_private(key: Path) -> Any:
 
 
 def _load_key(path: Path, half: str, load: Callable[[bytes], object]) -> object:
-    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an optional extra
+    from cryptography.exceptions import InternalError, UnsupportedAlgorithm  # noqa: PLC0415 - an optional extra
 
     try:
         with path.open("rb") as file:
             return load(file.read(_MAX_BYTES))
     except OSError as error:
         raise UsageError(f"cannot read the {half} key '{path}': {error.strerror}", hint=_KEY_HINT) from error
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except (ValueError, TypeError, InternalError, UnsupportedAlgorithm) as error:
         raise UsageError(f"'{path}' is no {half} key in PEM without a password", hint=_KEY_HINT) from error
 
 

@@ -73,6 +73,8 @@ def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
 
 def _find_fault(bundle: Bundle, expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:
     """Returns which output is farther from what was expected than its tolerance, "" if none is."""
+    if len(expected) != len(rows):
+        return f"it expects {len(expected)} samples, the manifest names {len(rows)}"
     for name, tolerance in bundle.manifest.golden.tolerance.items():
         for wanted, found in zip(expected, rows, strict=True):
             if name in wanted and not _is_near(wanted[name], found.get(name), tolerance):
