@@ -30,15 +30,15 @@ _ENOUGH_FOR_P99 = 100
 def bench_on(
     path: Path,
     choice: DeviceChoice,
-    effort: Effort,
+    efforts: Sequence[Effort],
     openings: Sequence[Opening] = (Opening(),),
     *,
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of a bundle or a model on devices, opened in each way that is asked for, one after another.
+    """Returns the times of a bundle or a model on devices, opened and run in each way that is asked for, in turn.
 
-    With `against` it says how that one compares with it, opened in the first way.
+    With `against` it says how that one compares with it, each in the first way.
 
     Raises:
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
@@ -47,13 +47,13 @@ def bench_on(
         subjects = [open_subject(path, work / f"a{index}", opening) for index, opening in enumerate(openings)]
         other = None if against is None else open_subject(against, work / "b", openings[0])
         devices = choose_devices(choice, subjects[0].target_for, default=(subjects[0].default_device,))
-        return bench_subjects(subjects, devices, effort, against=other, progress=progress)
+        return bench_subjects(subjects, devices, efforts, against=other, progress=progress)
 
 
 def bench_subjects(
     subjects: Sequence[Subject],
     devices: Sequence[Device],
-    effort: Effort,
+    efforts: Sequence[Effort],
     *,
     against: Subject | None = None,
     progress: Progress | None = None,
@@ -71,11 +71,14 @@ def bench_subjects(
     tell = progress or say_nothing
     report = BenchReport(subject=subjects[0].name, skipped=skipped, notes=subjects[0].notes)
     if against is None:
+        ways = [(subject, effort) for subject in subjects for effort in efforts]
         found = run_each(
-            present, lambda device: [_bench_device(subject, effort, tell, device) for subject in subjects], timed=True
+            present,
+            lambda device: [_bench_device(subject, effort, tell, device) for subject, effort in ways],
+            timed=True,
         )
         return msgspec.structs.replace(report, runs=tuple(run for runs in found for run in runs))
-    compared = run_each(present, lambda device: compare_on(subjects[0], against, device, effort, tell), timed=True)
+    compared = run_each(present, lambda device: compare_on(subjects[0], against, device, efforts[0], tell), timed=True)
     return msgspec.structs.replace(report, against=against.name, comparisons=compared)
 
 
@@ -87,9 +90,11 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
         provider=CPU_PROVIDER,
         threads=effort.threads,
         batch=subject.batch,
+        concurrency=effort.concurrency,
+        io_binding=effort.io_binding,
     )
     try:
-        job = msgspec.structs.replace(subject.job_for(device), threads=effort.threads)
+        job = effort.apply(subject.job_for(device))
         run = msgspec.structs.replace(run, provider=job.target.provider, model_bytes=_measure(job.model))
         return _describe(run, run_enough(device, job, effort))
     except EdgekitError as error:
@@ -116,7 +121,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
         max_ms=float(series.max()),
         std_ms=float(series.std(ddof=1)) if len(series) > 1 else 0.0,
         interval_ms=median_interval(series),
-        throughput_per_s=1e3 * empty.batch / median if median > 0 else 0.0,
+        throughput_per_s=1e3 * empty.batch / blocks[-1].pace_ms if median > 0 else 0.0,
         load_ms=last.load_ms,
         first_ms=blocks[0].first_ms,
         peak_rss_bytes=last.peak_rss_bytes,

@@ -32,21 +32,34 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How much to run.
 
     `runs` says how often; where it is None, until the median is known to PRECISION or `seconds` a device are over.
-    `threads` of 0 lets ONNX Runtime choose.
+    `threads` of 0 lets ONNX Runtime choose. `concurrency` runs are made at once in one session; with `io_binding`
+    inputs are bound and outputs written where those of the run before lie.
     """
 
     runs: int | None = None
     seconds: float = 20.0
     threads: int = 0
+    concurrency: int = 1
+    io_binding: bool = False
+
+    def apply(self, job: Job) -> Job:
+        """Returns a job whose session runs as is asked for."""
+        return msgspec.structs.replace(
+            job, threads=self.threads, concurrency=self.concurrency, io_binding=self.io_binding
+        )
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of steady runs in one session, in milliseconds, after those of warming up; `first_ms` is the first."""
+    """The times of steady runs in one session, in milliseconds, after those of warming up; `first_ms` is the first.
+
+    `pace_ms` is the time after which one more is done: less than a run takes, where several are made at once.
+    """
 
     latency_ms: tuple[float, ...]
     run: DeviceRun
     warmup: int
     first_ms: float
+    pace_ms: float
 
 
 def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
@@ -73,7 +86,14 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
     Raises:
         DeviceError: the device is not there, or failed.
     """
-    return max(_FAST_MS, median(_run(device, job, slices=1, repeat=2, seconds=effort.seconds).latency_ms[1:]))
+    return max(
+        _FAST_MS,
+        median(
+            _run(device, job, slices=1, repeat=2 * job.concurrency, seconds=effort.seconds).latency_ms[
+                job.concurrency :
+            ]
+        ),
+    )
 
 
 def count_fitting(seconds: float, guess_ms: float) -> int:
@@ -89,11 +109,17 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
     """
     most = min(_MOST_WARMUP, max(1, math.ceil(_WARM_MS / guess_ms)))
     repeat = max(1, min(runs + most, int(_SLICE_MS / guess_ms)))
-    run = _run(device, job, slices=math.ceil((runs + most) / repeat), repeat=repeat, seconds=seconds)
+    if job.concurrency > 1:
+        # Starting threads is no part of what is measured: a slice is long beside it, and the first only warms up.
+        repeat = job.concurrency * max(1, int(_SLICE_MS / guess_ms))
+    slices = math.ceil((runs + most) / repeat) + (job.concurrency > 1)
+    run = _run(device, job, slices=slices, repeat=repeat, seconds=seconds)
     # A device that was slower than thought ran less: half of it still counts.
     warmup = find_steady(run.latency_ms, min(most, len(run.latency_ms) // 2))
     times = run.latency_ms[warmup : warmup + runs]
-    return Block(latency_ms=times, run=run, warmup=warmup, first_ms=run.latency_ms[0])
+    steady = run.elapsed_ms[1:]
+    pace_ms = median(steady) / repeat if steady else median(times)
+    return Block(latency_ms=times, run=run, warmup=warmup, first_ms=run.latency_ms[0], pace_ms=pace_ms)
 
 
 def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> DeviceRun:

@@ -36,7 +36,7 @@ def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress:
 def _run_rounds(
     subjects: tuple[Subject, Subject], device: Device, effort: Effort, progress: Progress
 ) -> list[tuple[float, float]]:
-    jobs = [msgspec.structs.replace(subject.job_for(device), threads=effort.threads) for subject in subjects]
+    jobs = [effort.apply(subject.job_for(device)) for subject in subjects]
     guesses = [guess_time(device, job, effort) for job in jobs]
     seconds = effort.seconds / (2 * ROUNDS)
     rounds: list[tuple[float, float]] = []

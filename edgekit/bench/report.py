@@ -10,11 +10,11 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     """The times of one subject on one device, in milliseconds for one run.
 
     `provider` is the target's, or the CPU's where that took no node; `provider_nodes` counts the nodes of each.
-    `interval_ms` holds the median with 95 % confidence. A run takes `batch` samples, and `throughput_per_s` counts
-    these. `load_ms` and `first_ms` are the cold start: making the session, and its first run; `warmup` runs were left
-    out until the times were steady. `model_bytes` counts the files that were loaded. `threads` of 0 means that ONNX
-    Runtime chose. `warnings` say why the figures are worth less than they look. The figures are 0 where `failure` says
-    that the device failed.
+    `interval_ms` holds the median with 95 % confidence. A run takes `batch` samples, `concurrency` runs are made at
+    once, and `throughput_per_s` counts the samples of all. `load_ms` and `first_ms` are the cold start: making the
+    session, and its first run; `warmup` runs were left out until the times were steady. `model_bytes` counts the files
+    that were loaded. `threads` of 0 means that ONNX Runtime chose. `warnings` say why the figures are worth less than
+    they look. The figures are 0 where `failure` says that the device failed.
     """
 
     device: str
@@ -22,6 +22,8 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
     provider_nodes: dict[str, int] = {}
     batch: int = 1
+    concurrency: int = 1
+    io_binding: bool = False
     median_ms: float = 0.0
     mean_ms: float = 0.0
     p90_ms: float = 0.0

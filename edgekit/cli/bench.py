@@ -15,12 +15,12 @@ from edgekit.cli.terminal import show_bench, show_json, showing_progress
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 
-_MOST_BATCH = 65536
+_MOST = 65536
 
 
-def _read_batches(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     words = [] if value is None else value.split(",")
-    if not all(word.isdecimal() and 1 <= int(word) <= _MOST_BATCH for word in words):
+    if not all(word.isdecimal() and 1 <= int(word) <= _MOST for word in words):
         raise click.BadParameter(f"'{value}' is no list of sizes: 1,2,4,8")
     return tuple(dict.fromkeys(map(int, words)))
 
@@ -39,7 +39,11 @@ def _read_batches(_context: click.Context, _parameter: click.Parameter, value: s
     "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in rounds interleaved with SUBJECT."
 )
 @click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
-@click.option("--batch", "batches", metavar="N,N", callback=_read_batches, help="Batch sizes to time, such as 1,2,4,8.")
+@click.option("--batch", "batches", metavar="N,N", callback=_read_sizes, help="Batch sizes to time, such as 1,2,4,8.")
+@click.option(
+    "--concurrency", metavar="N,N", callback=_read_sizes, help="Runs at once in one session to time, such as 1,2,4."
+)
+@click.option("--io-binding", is_flag=True, help="Bind inputs, and write outputs where those of the run before lie.")
 @options.DIM
 @click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
 @options.JSON
@@ -55,6 +59,8 @@ def command(
     against: Path | None,
     target: str | None,
     batches: tuple[int, ...],
+    concurrency: tuple[int, ...],
+    io_binding: bool,
     dims: tuple[str, ...],
     data: str | None,
     as_json: bool,
@@ -70,17 +76,18 @@ def command(
     Example:
       edgekit bench bundles/model-xnnpack --on adb:R5CT1234 --on ssh:pi@board
       edgekit bench new.onnx --against old.onnx --on host --json
-      edgekit bench model.onnx --on host --dim sequence=128 --batch 1,4,8
+      edgekit bench model.onnx --on host --dim sequence=128 --batch 1,4,8 --concurrency 1,2
 
     Exit code 0: something was timed and nothing failed. 1: not so. 2: the usage or an input is wrong.
     """
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
-    effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads)
+    effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads, io_binding=io_binding)
+    efforts = [msgspec.structs.replace(effort, concurrency=count) for count in concurrency or (1,)]
     opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in batches] or [opening]
-    if against is not None and len(openings) > 1:
-        raise UsageError("--against compares one batch size", hint=f"give one: --batch {batches[0]}")
+    if against is not None and max(len(openings), len(efforts)) > 1:
+        raise UsageError("--against compares in one way", hint="give --batch and --concurrency one number each")
     with showing_progress(volume) as progress:
-        report = bench_on(subject, choice, effort, openings, against=against, progress=progress)
+        report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
     show_json(report) if as_json else show_bench(report)
     return YES if report.succeeded else NO

@@ -23,11 +23,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
     `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
     which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
-    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. It runs the first
-    sample `warmup` times untimed, then each sample `repeat` times in a row, with a time for each run. `threads`
-    of 0 lets the device choose. `custom_ops` are libraries of this machine's kind, which only the host can load.
-    `digests_hold` says that the file was just compared with the digest of its bundle: optimisations that were saved in
-    a file are replayed only then. `level` is how far the session optimises the graph, as an app's would unless said.
+    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. It runs each
+    sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding` outputs are
+    written where those of the run before lie. `threads` of 0 lets the device choose. `custom_ops` are libraries of this
+    machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the digest of
+    its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session optimises
+    the graph, as an app's would unless said.
     """
 
     model: Path
@@ -39,8 +40,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float = 20.0
     timeout_s: float = 300.0
     custom_ops: tuple[Path, ...] = ()
-    warmup: int = 0
     repeat: int = 1
+    concurrency: int = 1
+    io_binding: bool = False
     threads: int = 0
     level: Level = Level.ALL
     digests_hold: bool = False
@@ -66,12 +68,13 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     """What came back from a device.
 
     `outputs` reads from the work folder that the run was given, so it is valid as long as that folder. `placement`
-    lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is
-    None when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what
-    came back until then. `notes` tell what was done differently from an app on the target, a line each.
-    `stopped_early` says that the time was over before the last sample; what came back is whole. `cpu_features`, and
-    the state before the first and after the last sample, are known from devices with edgekit's runner. `log` holds the
-    last words of a run that failed, as the device's program said them, without what could steer a terminal.
+    lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is None
+    when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what came back
+    until then. `notes` tell what was done differently from an app on the target, a line each. `elapsed_ms` holds for
+    each sample how long its runs took together, where several ran at once. `stopped_early` says that the time was over
+    before the last sample; what came back is whole. `cpu_features`, and the state before the first and after the last
+    sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
+    device's program said them, without what could steer a terminal.
     """
 
     device: str
@@ -81,6 +84,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     placement_source: Literal["session", "profile", "log", "predicted"]
     load_ms: float
     latency_ms: tuple[float, ...]
+    elapsed_ms: tuple[float, ...] = ()
     peak_rss_bytes: int
     versions: Mapping[str, str]
     failure: str | None

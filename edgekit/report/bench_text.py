@@ -10,24 +10,25 @@ from edgekit.report.tables import make_table
 
 _BAD, _UNKNOWN = "red", "yellow"
 _NOTHING = ("-",) * 7
+_HEADINGS = {"batch": "batch", "concurrency": "at once"}
 
 
 def table_bench(report: BenchReport) -> Table:
     """Returns the times as a table: a row a device."""
     # No mean: one pause of the system moves it, and not the median.
-    batched = any(run.batch > 1 for run in report.runs)
+    ways = [column for column in ("batch", "concurrency") if any(getattr(run, column) > 1 for run in report.runs)]
     columns = ["p50", "p95", "p99", "per second", "runs", "load", "first", "memory"]
-    table = make_table("device", "evidence", "provider", *(["batch"] if batched else []), *columns)
+    table = make_table("device", "evidence", "provider", *(_HEADINGS[way] for way in ways), *columns)
     for run in report.runs:
-        batch = [str(run.batch)] if batched else []
+        way = [str(getattr(run, column)) for column in ways]
         if run.failure is not None:
-            table.add_row(run.device, run.evidence.value, run.provider, *batch, Text("failed", _BAD), *_NOTHING)
+            table.add_row(run.device, run.evidence.value, run.provider, *way, Text("failed", _BAD), *_NOTHING)
             continue
         table.add_row(
             run.device,
             run.evidence.value,
             run.provider.removesuffix("ExecutionProvider"),
-            *batch,
+            *way,
             f"{run.median_ms:.3g} ms",
             f"{run.p95_ms:.3g} ms",
             f"{run.p99_ms:.3g} ms",
@@ -38,7 +39,7 @@ def table_bench(report: BenchReport) -> Table:
             f"{run.peak_rss_bytes / 1e6:.0f} MB",
         )
     for skip in report.skipped:
-        table.add_row(skip.device, "-", "-", *(["-"] if batched else []), Text("skipped", _UNKNOWN), *_NOTHING)
+        table.add_row(skip.device, "-", "-", *("-" for _ in ways), Text("skipped", _UNKNOWN), *_NOTHING)
     return table
 
 

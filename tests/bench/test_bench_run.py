@@ -26,7 +26,7 @@ from edgekit.plain import to_json
 pytestmark = pytest.mark.slow
 
 HOST = DeviceChoice(names=("host",))
-QUICK = Effort(runs=20, seconds=5)
+QUICK = (Effort(runs=20, seconds=5),)
 
 
 def matmul_model(path: Path, size: int, *, times: int = 1) -> Path:
@@ -80,7 +80,7 @@ def test_a_model_is_timed_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_without_a_number_it_runs_until_the_median_is_known_or_the_time_is_over(tmp_path: Path) -> None:
-    (run,) = bench_on(matmul_model(tmp_path / "m.onnx", 8), HOST, Effort(seconds=3)).runs
+    (run,) = bench_on(matmul_model(tmp_path / "m.onnx", 8), HOST, [Effort(seconds=3)]).runs
     assert run.failure is None
     assert run.iterations >= 50
     (low, high), median = run.interval_ms, run.median_ms
@@ -116,7 +116,7 @@ def test_sizes_that_are_not_known_become_one_and_a_note_says_so(tmp_path: Path) 
 
 def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
     small, large = matmul_model(tmp_path / "a.onnx", 96), matmul_model(tmp_path / "b.onnx", 96, times=6)
-    report = bench_on(small, HOST, Effort(seconds=6, threads=1), against=large)
+    report = bench_on(small, HOST, [Effort(seconds=6, threads=1)], against=large)
     (found,) = report.comparisons
     assert found.ratio is not None
     assert found.ratio.verdict == "A is faster"
@@ -140,7 +140,7 @@ def test_a_device_that_changes_under_way_is_warned_of(tmp_path: Path, phone: Pho
     subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
     (run,) = bench_subjects([subject], [phone], QUICK).runs
     assert any(warning in line for line in run.warnings)
-    (steady,) = bench_subjects([subject], [Phone()], Effort(runs=120)).runs
+    (steady,) = bench_subjects([subject], [Phone()], [Effort(runs=120)]).runs
     assert steady.warnings == ()
 
 
@@ -235,3 +235,19 @@ def test_sizes_follow_from_the_names_in_a_formula(tmp_path: Path) -> None:
     subject = open_subject(path, tmp_path, Opening(dims={"past": 3}, batch=2))
     (sample,) = subject.job_for(Phone()).samples
     assert {name: value.shape for name, value in sample.items()} == {"x": (2, 4), "w": (6,)}
+
+
+def test_several_runs_at_once_are_counted_by_what_gets_done(tmp_path: Path) -> None:
+    model = matmul_model(tmp_path / "m.onnx", 64)
+    efforts = [Effort(runs=60, threads=1, concurrency=count) for count in (1, 2)]
+    alone, two = bench_on(model, HOST, efforts).runs
+    assert (alone.concurrency, two.concurrency, two.failure) == (1, 2, None)
+    assert math.isclose(alone.throughput_per_s, 1e3 / alone.median_ms)
+    # No more than two get done in the time of the shortest; how many less depends on who else uses the cores.
+    assert 0 < two.throughput_per_s < 2.2e3 / two.min_ms
+    assert two.throughput_per_s != 1e3 / two.median_ms
+
+
+def test_bound_outputs_are_those_of_each_run(tmp_path: Path) -> None:
+    (run,) = bench_on(matmul_model(tmp_path / "m.onnx", 64), HOST, [Effort(runs=10, io_binding=True)]).runs
+    assert (run.failure, run.io_binding, run.iterations) == (None, True, 10)

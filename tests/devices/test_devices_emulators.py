@@ -29,7 +29,7 @@ TARGETS = {
 
 
 def present(name: str) -> Device:
-    device = find_device(name, load_target(TARGETS[name]))
+    device = find_device(name, load_target(TARGETS.get(name, "cpu")))
     missing = device.find_missing()
     if missing is not None:
         pytest.skip(f"{name}: {missing.reason}: {missing.command}")
@@ -76,8 +76,26 @@ def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_pa
 @pytest.mark.parametrize("name", ["host", "emulated", "android:x86_64"])
 def test_a_sample_runs_as_often_as_asked_with_a_time_each(name: str, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
-    run = present(name).run_job(msgspec.structs.replace(job, warmup=2, repeat=5, threads=1), work)
+    run = present(name).run_job(msgspec.structs.replace(job, repeat=5, threads=1), work)
     assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 15)
+
+
+@pytest.mark.parametrize("name", ["host", "host:native", "android:x86_64"])
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("io_binding", [False, True])
+def test_runs_at_once_and_bound_ones_give_the_same(
+    name: str, concurrency: int, io_binding: bool, tmp_path: Path, work: Path
+) -> None:
+    model = float_conv(tmp_path / "f.onnx")
+    job = make_job(model, TARGETS.get(name, "cpu"), precision="fp16")
+    way = msgspec.structs.replace(job, repeat=8, threads=1, concurrency=concurrency, io_binding=io_binding)
+    run = present(name).run_job(way, work)
+    assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 24)
+    assert len(run.elapsed_ms) == (3 if concurrency > 1 else 0)
+    for index, spent in enumerate(run.elapsed_ms):
+        assert spent > max(run.latency_ms[8 * index : 8 * index + 8])
+    for want, got in zip(reference(model), run.outputs, strict=True):
+        np.testing.assert_allclose(got["y"], want, atol=5e-3)
 
 
 @pytest.mark.parametrize("name", ["qnn-htp-sim", "android:x86_64"])

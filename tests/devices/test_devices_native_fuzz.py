@@ -28,7 +28,7 @@ IS_LONG = settings().max_examples > 1000
 BRIEFLY = settings(max_examples=400 if IS_LONG else 12, deadline=None)
 KEYS = (
     "model", "provider", "library", "provider_options", "session_config", "level", "threads", "budget_s", "profile",
-    "runtime", "warmup", "repeat", "least_samples",
+    "runtime", "repeat", "concurrency", "io_binding", "least_samples",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,6 +87,7 @@ def _new_run(job: Json) -> Json:
         "message": "",
         "load_ms": 0.0,
         "latency_ms": [],
+        "elapsed_ms": [],
         "peak_rss_bytes": 0,
         "versions": {"onnxruntime": ort.__version__, "python": platform.python_version()},
         "placement": [],
@@ -137,18 +139,63 @@ def _run_samples(
         inputs = next(samples, None)
         if inputs is None:
             return "done"
-        for _ in range(0 if index else job.get("warmup", 0)):
-            session.run(None, inputs)
-            _end_profile(session, job, run)
-        values: list[Any] = []
-        for _ in range(job.get("repeat", 1)):
-            start = time.perf_counter()
-            values = session.run(None, inputs)
-            run["latency_ms"].append((time.perf_counter() - start) * 1e3)
-            _end_profile(session, job, run)
+        values = _run_repeatedly(session, inputs, job, run)
         parts = [_flatten(*output) for output in zip(names, values, strict=True)]
         keep(index, {key: value for part in parts for key, value in part.items()})
     return "done"
+
+
+def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json) -> list[Any]:
+    """Runs a sample as often as the job says, notes the times, and returns what came out."""
+    turns = iter(range(job.get("repeat", 1)))
+    threads = job.get("concurrency", 1)
+    calls = [_prepare_call(session, inputs, job) for _ in range(threads)]
+
+    def work(call: Callable[[], Callable[[], list[Any]]]) -> list[Any]:
+        read: Callable[[], list[Any]] = list
+        for _ in turns:
+            start = time.perf_counter()
+            read = call()
+            run["latency_ms"].append((time.perf_counter() - start) * 1e3)
+            _end_profile(session, job, run)
+        return read()
+
+    if threads == 1:
+        return work(calls[0])
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(work, calls))
+    run["elapsed_ms"].append((time.perf_counter() - start) * 1e3)
+    # A thread that came late found nothing left to do.
+    return next(values for values in found if values)
+
+
+def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable[[], Callable[[], list[Any]]]:
+    """Returns what runs a sample, and then gives what reads its outputs, which is no part of the run."""
+    if not job.get("io_binding"):
+
+        def call() -> Callable[[], list[Any]]:
+            values = session.run(None, inputs)
+            return lambda: values
+
+        return call
+    binding, names = session.io_binding(), [output.name for output in session.get_outputs()]
+    for name, value in inputs.items():
+        binding.bind_cpu_input(name, value)
+    for name in names:
+        binding.bind_output(name)
+    kept: list[Any] = []
+
+    def call_bound() -> Callable[[], list[Any]]:
+        session.run_with_iobinding(binding)
+        if not kept:
+            # From now on the outputs are written where these lie.
+            kept.extend(binding.get_outputs())
+            for name, value in zip(names, kept, strict=True):
+                binding.bind_ortvalue_output(name, value)
+        return lambda: list(binding.copy_outputs_to_cpu())
+
+    return call_bound
 
 
 def _end_profile(session: Any, job: Json, run: Json) -> None:

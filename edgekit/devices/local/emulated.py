@@ -9,7 +9,7 @@ import onnx
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.local.half import FLOAT, HALF, round_to_half
-from edgekit.devices.process.child import describe_stop
+from edgekit.devices.process.child import Runner, describe_stop, refuse_run
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
@@ -37,6 +37,9 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job, one in memory at a time."""
+        if job.concurrency > 1 or job.io_binding:
+            runner = Runner(device=self.name, evidence=self.evidence)
+            return refuse_run(runner, "imitated arithmetic is run once at a time, without bound outputs")
         placement: tuple[PlacedNode, ...] = ()
         load_ms, latency_ms, stopped, failure = 0.0, list[float](), False, None
         try:
@@ -73,8 +76,6 @@ def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[floa
     for index, sample in enumerate(job.samples):
         if index >= LEAST_SAMPLES and time.perf_counter() - begin > job.budget_s:
             return True
-        for _ in range(0 if index else job.warmup):
-            session.run(sample)
         for turn in range(job.repeat):
             start = time.perf_counter()
             values = session.run(sample)

@@ -77,8 +77,9 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         level=job.level,
         threads=job.threads,
         samples=job.samples.count,
-        warmup=job.warmup,
         repeat=job.repeat,
+        concurrency=job.concurrency,
+        io_binding=job.io_binding,
         budget_s=job.budget_s,
         # A session of a file in ORT format has no record of assignments; the profiler names the provider of each
         # kernel.
@@ -143,6 +144,7 @@ def judge_run(
         load_ms=far.load_ms,
         # Times beyond the outputs that are whole belong to a sample that did not come back.
         latency_ms=far.latency_ms[: outputs.count * repeat],
+        elapsed_ms=far.elapsed_ms[: outputs.count],
         peak_rss_bytes=far.peak_rss_bytes,
         versions={printable(key): printable(value) for key, value in list(far.versions.items())[:_MOST_VERSIONS]},
         notes=describe_stop(outputs.count, job) if far.status == "stopped" else (),

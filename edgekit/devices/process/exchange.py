@@ -45,8 +45,9 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
     choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
     placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
-    program must find. The program runs the first sample `warmup` times before it counts, then each sample `repeat`
-    times in a row, and gives a time for each of these runs. `custom_ops` are libraries of operators.
+    program must find. The program runs each sample `repeat` times and gives a time for each of these runs. With a
+    `concurrency` above 1 so many threads share them, in one session. With `io_binding` inputs are bound and outputs are
+    written where those of the run before lie. `custom_ops` are libraries of operators.
     """
 
     model: str
@@ -61,8 +62,9 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float = 3600.0
     profile: bool = False
     runtime: str = ""
-    warmup: int = 0
     repeat: int = 1
+    concurrency: int = 1
+    io_binding: bool = False
     custom_ops: tuple[str, ...] = ()
 
 
@@ -80,13 +82,15 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
     `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
-    one time a sample, or as many as the job said in `repeat`.
+    one time a sample, or as many as the job said in `repeat`; `elapsed_ms` the time of all of a sample together, where
+    several ran at once.
     """
 
     status: Literal["running", "done", "stopped", "refused"]
     message: str
     load_ms: Milliseconds
     latency_ms: tuple[Milliseconds, ...]
+    elapsed_ms: tuple[Milliseconds, ...] = ()
     peak_rss_bytes: Count
     versions: dict[str, str]
     placement: tuple[FarNode, ...]

@@ -113,7 +113,7 @@ int run_by_hand(const Options& options) {
   for (std::size_t index = 0; index < samples.size(); ++index) {
     read_sample(samples[index], session.inputs(), tensors);
     session.bind(tensors);
-    for (std::int64_t run = 0; index == 0 && run < options.job.warmup; ++run) session.run();
+    for (std::int64_t run = 0; index == 0 && run < options.warmup; ++run) session.run();
     for (std::int64_t run = 0; run < options.job.repeat; ++run) report.latency_ms.push_back(session.run());
     if (options.job.profile && index == 0) report.placement = session.placement();
     write_outputs(options, samples[index], session.views());

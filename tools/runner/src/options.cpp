@@ -64,7 +64,7 @@ void take_option(Options& options, const std::string& option, const std::string&
   else if (option == "--config") add_word(job.session_config, value);
   else if (option == "--level") job.level = value;
   else if (option == "--threads") job.threads = static_cast<int>(number(option, value, 0, 1024));
-  else if (option == "--warmup") job.warmup = number(option, value, 0, kMost);
+  else if (option == "--warmup") options.warmup = number(option, value, 0, kMost);
   else if (option == "--runs") job.repeat = number(option, value, 1, kMost);
   else throw Failure("there is no option " + quoted(option));
 }

@@ -15,6 +15,7 @@ struct Options {
   std::string outputs;
   std::string format = "npy";
   std::string report;
+  std::int64_t warmup = 0;
   std::string bundle;             // of --self-test
   std::string form;               // of the bundle's model
   bool own_provider = false;      // the provider was given, and is not that of the bundle

@@ -44,8 +44,11 @@ std::string run_samples(const Job& job, Reader& reader, int out, Report& report)
     if (index >= job.least_samples && now_ms() - begin > job.budget_s * 1e3) return "stopped";
     if (!read_message(reader, sample)) return "done";
     session.bind(sample);
-    for (std::int64_t run = 0; index == 0 && run < job.warmup; ++run) session.run();
-    for (std::int64_t run = 0; run < job.repeat; ++run) report.latency_ms.push_back(session.run());
+    if (job.concurrency > 1) {
+      report.elapsed_ms.push_back(session.run_together(job.repeat, job.concurrency, report.latency_ms));
+    } else {
+      for (std::int64_t run = 0; run < job.repeat; ++run) report.latency_ms.push_back(session.run());
+    }
     if (job.profile && index == 0) report.placement = session.placement();
     write_message(out, session.views());
   }

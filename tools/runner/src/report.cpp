@@ -75,6 +75,7 @@ std::string format_report(const Report& report, bool node_times) {
   append_field(out, "message", report.message);
   append_field(out, "load_ms", report.load_ms);
   append_list(out, "latency_ms", report.latency_ms, [&](double value) { append_number(out, value); });
+  append_list(out, "elapsed_ms", report.elapsed_ms, [&](double value) { append_number(out, value); });
   append_key(out, "peak_rss_bytes");
   out += std::to_string(peak_rss_bytes());
   append_key(out, "versions");

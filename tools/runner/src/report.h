@@ -14,6 +14,7 @@ struct Report {
   std::string message;
   double load_ms = 0;
   std::vector<double> latency_ms;
+  std::vector<double> elapsed_ms;  // of a sample's runs together, where several ran at once
   std::string ort_version;
   std::vector<PlacedNode> placement;
   bool from_profile = false;

@@ -1,7 +1,10 @@
 #include "session.h"
 
+#include <atomic>
 #include <cstring>
 #include <ctime>
+#include <exception>
+#include <thread>
 
 #include "failure.h"
 
@@ -88,9 +91,12 @@ Job read_job(const Json& json) {
   job.budget_s = json.number_of("budget_s", job.budget_s);
   job.profile = json.truth_of("profile", false);
   job.runtime = json.text_of("runtime");
-  job.warmup = json.whole_of("warmup", 0);
   job.repeat = json.whole_of("repeat", 1);
   if (job.repeat < 1) throw Failure("'repeat' is less than 1");
+  const std::int64_t concurrency = json.whole_of("concurrency", 1);
+  if (concurrency < 1 || concurrency > kMaxThreads) throw Failure("'concurrency' is not from 1 to 1024");
+  job.concurrency = static_cast<int>(concurrency);
+  job.io_binding = json.truth_of("io_binding", false);
   return job;
 }
 
@@ -102,7 +108,8 @@ Session::Session(const Ort& ort, const Job& job)
           [&](OrtMemoryInfo** out) { return ort.CreateCpuMemoryInfo(kArenaAllocator, kDefaultMemory, out); })),
       options_(make<OrtSessionOptions>(
           ort, ort.ReleaseSessionOptions, [&](OrtSessionOptions** out) { return ort.CreateSessionOptions(out); })),
-      session_(nullptr, ort.ReleaseSession) {
+      session_(nullptr, ort.ReleaseSession),
+      io_binding_(job.io_binding) {
   ort_.check(ort_.GetAllocatorWithDefaultOptions(&allocator_));
   ort_.check(ort_.SetSessionGraphOptimizationLevel(options_.get(), level_number(job.level)));
   ort_.check(ort_.SetIntraOpNumThreads(options_.get(), job.threads));
@@ -194,6 +201,8 @@ std::vector<std::string> Session::names(bool of_inputs) const {
 }
 
 void Session::bind(std::vector<Tensor>& tensors) {
+  // Outputs of another sample may have other shapes.
+  given_.clear();
   values_.clear();
   fed_names_.clear();
   fed_.clear();
@@ -220,16 +229,51 @@ void Session::bind(std::vector<Tensor>& tensors) {
   }
 }
 
-double Session::run() {
-  given_.clear();
+double Session::run() { return run_into(given_); }
+
+double Session::run_together(std::int64_t count, int concurrency, std::vector<double>& times) {
+  std::atomic<std::int64_t> left(count);
+  std::vector<Values> given(static_cast<std::size_t>(concurrency));
+  std::vector<std::vector<double>> spent(given.size());
+  std::vector<std::exception_ptr> failures(given.size());
+  const double start = now_ms();
+  std::vector<std::thread> threads;
+  for (std::size_t index = 0; index < given.size(); ++index) {
+    threads.emplace_back([&, index] {
+      try {
+        while (left.fetch_sub(1) > 0) spent[index].push_back(run_into(given[index]));
+      } catch (...) {
+        failures[index] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const double all = now_ms() - start;
+  for (const std::exception_ptr& failure : failures) {
+    if (failure != nullptr) std::rethrow_exception(failure);
+  }
+  for (std::size_t index = 0; index < given.size(); ++index) {
+    times.insert(times.end(), spent[index].begin(), spent[index].end());
+    // A thread that came late found nothing left to do.
+    if (!given[index].empty()) given_ = std::move(given[index]);
+  }
+  return all;
+}
+
+double Session::run_into(Values& given) const {
   std::vector<const char*> wanted;
   for (const std::string& name : outputs_) wanted.push_back(name.c_str());
+  if (!io_binding_) given.clear();
+  const bool is_bound = !given.empty();
   std::vector<OrtValue*> results(outputs_.size(), nullptr);
+  for (std::size_t index = 0; is_bound && index < given.size(); ++index) results[index] = given[index].get();
   const double start = now_ms();
   OrtStatus* status = ort_.Run(session_.get(), nullptr, fed_names_.data(), fed_.data(), fed_.size(), wanted.data(),
                                wanted.size(), results.data());
   const double spent = now_ms() - start;
-  for (OrtValue* value : results) given_.emplace_back(value, ort_.ReleaseValue);
+  if (!is_bound) {
+    for (OrtValue* value : results) given.emplace_back(value, ort_.ReleaseValue);
+  }
   ort_.check(status);
   return spent;
 }

@@ -29,8 +29,9 @@ struct Job {
   double budget_s = 1e9;
   bool profile = false;
   std::string runtime;
-  std::int64_t warmup = 0;
   std::int64_t repeat = 1;
+  int concurrency = 1;
+  bool io_binding = false;
 };
 
 // Throws Failure: a field is missing or has the wrong type. Fields that are not known are left alone.
@@ -66,8 +67,12 @@ class Session {
   // Gives the session its inputs for the runs that follow; the memory of the tensors is used as it is.
   void bind(std::vector<Tensor>& tensors);
 
-  // Returns the milliseconds of one run.
+  // Returns the milliseconds of one run. With `io_binding` outputs are written where those of the run before lie.
   double run();
+
+  // Makes so many runs, `concurrency` at once, appends the milliseconds of each to `times`, and returns those of all
+  // together.
+  double run_together(std::int64_t count, int concurrency, std::vector<double>& times);
 
   // Returns what the last run gave.
   std::vector<View> views() const;
@@ -76,6 +81,9 @@ class Session {
   std::vector<PlacedNode> placement();
 
  private:
+  using Values = std::vector<Owned<OrtValue>>;
+
+  double run_into(Values& given) const;
   void open(const Job& job);
   void append_provider(const Job& job);
   void append_library(const Job& job);
@@ -101,7 +109,8 @@ class Session {
   std::vector<Owned<OrtValue>> values_;
   std::vector<const char*> fed_names_;
   std::vector<const OrtValue*> fed_;
-  std::vector<Owned<OrtValue>> given_;
+  Values given_;
+  bool io_binding_ = false;
 };
 
 // Returns milliseconds of a clock that never goes back.
