@@ -17,7 +17,7 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionChoice)
 """The words for precisions; w8a8 and w8a16 are other names of int8 and int16."""
 INTEGER_PRECISIONS: tuple[str, ...] = tuple(word for word in PRECISIONS if not word.startswith("fp"))
 """Those of quantized models, and "auto"."""
-_SAME: dict[PrecisionChoice, Precision] = {"w8a8": "int8", "w8a16": "int16"}
+_NAMED: dict[str, Precision] = {**{word: word for word in get_args(Precision)}, "w8a8": "int8", "w8a16": "int16"}
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,13 +139,13 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
     """
     if wanted == "auto":
         return target.precision
-    wanted = _SAME.get(wanted, wanted)
-    if wanted not in target.precisions:
+    precision = _NAMED[wanted]
+    if precision not in target.precisions:
         raise UsageError(
             f"target '{target.name}' does not take {wanted}: {target.precision_reason}",
             hint=f"it takes {', '.join(target.precisions)}, or leave --precision out",
         )
-    return wanted
+    return precision
 
 
 def _adjust(name: str, target: Target, recipe: Recipe) -> Target:

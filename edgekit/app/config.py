@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -222,12 +222,14 @@ def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
     kinds: dict[str, Any] = {"models": ModelTable, "targets": TargetTable, "packages": PackageTable}
     tables: dict[str, Any] = {}
     for section, kind in kinds.items():
-        entries = raw.get(section, {})
-        if isinstance(entries, dict):
+        found = raw.get(section, {})
+        if isinstance(found, dict):
+            entries = cast("dict[str, Any]", found)
             tables[section] = {
                 name: _convert(entry, kind, (section, name), path, text) for name, entry in entries.items()
             }
-    rest = _convert({**raw, **{section: {} for section in tables}}, AppTable, (), path, text)
+    empty: dict[str, Any] = {section: {} for section in tables}
+    rest = _convert({**raw, **empty}, AppTable, (), path, text)
     for section in ("models", "targets"):
         if not tables.get(section):
             raise UsageError(f"'{path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")

@@ -205,7 +205,10 @@ def _relate(path: Path, folder: Path) -> str:
 
 
 def _write_value(value: Any) -> str:
-    return _quote(value) if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, str):
+        return _quote(value)
+    items: Any = value
+    return str(list(items) if isinstance(value, tuple) else value)
 
 
 def _quote(text: str) -> str:

@@ -61,7 +61,7 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
     """
     kept = list(itertools.islice(samples, batch or 1))
     rows = list(itertools.islice(itertools.cycle(kept), batch or 1))
-    free = _find_free(inputs) if batch else frozenset()
+    free: frozenset[str] = _find_free(inputs) if batch else frozenset()
     stacked = {
         name: np.concatenate([row[name] for row in rows]) if name in free else value for name, value in kept[0].items()
     }

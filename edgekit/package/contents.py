@@ -14,6 +14,7 @@ from edgekit.bundle.golden.rows import write_rows
 from edgekit.bundle.manifest.manifest import BundledFile
 from edgekit.data.samples import select_samples
 from edgekit.errors import UsageError, suggest_name
+from edgekit.target import Form
 
 Extra = Literal["all", "forms", "golden", "onnx"]
 EXTRAS: tuple[Extra, ...] = ("all", "forms", "golden", "onnx")
@@ -103,7 +104,7 @@ def _place(files: dict[str, Path], golden: Mapping[str, Path], *, share: bool) -
 
 def _list_models(bundle: Bundle, extras: Collection[Extra]) -> dict[str, Path]:
     manifest = bundle.manifest
-    forms = {manifest.form, *(manifest.forms if "forms" in extras else ())}
+    forms: set[Form] = {manifest.form, *(manifest.forms if "forms" in extras else ())}
     if "onnx" in extras and "onnx" in manifest.forms:
         forms.add("onnx")
     return {name: bundle.folder / name for form in sorted(forms) for name in manifest.forms[form]}

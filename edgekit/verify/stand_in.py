@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.bundled import make_job
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError
-from edgekit.target import TaskLimit, Verification
+from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.forms import TESTED_FORMS
 from edgekit.verify.facts import StandIn
 from edgekit.verify.run_report import RunReport
@@ -86,7 +86,7 @@ def add_stand_ins(
 
 
 def _run_here(asked: _Labelled, work: Path) -> Scored | None:
-    forms = [form for form in TESTED_FORMS if asked.bundle.manifest.forms.get(form)]
+    forms: list[Form] = [form for form in TESTED_FORMS if asked.bundle.manifest.forms.get(form)]
     samples = read_inputs(asked.golden)
     for form in forms:
         plan = Verification(device="host", form=form, samples=samples.count)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.plain import to_json
+from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +103,10 @@ def test_a_bundle_is_timed_as_an_app_would_load_it(tmp_path: Path) -> None:
 def test_an_ort_file_is_timed(tmp_path: Path) -> None:
     config = {"session.save_model_format": "ORT"}
     CpuSession(matmul_model(tmp_path / "m.onnx", 16), SessionSettings(config=config, save_to=tmp_path / "m.ort"))
-    report = bench_on(tmp_path / "m.ort", HOST, QUICK, [Opening(target="nnapi")])
+    target = Path(shutil.copytree(load_target("cpu").folder, tmp_path / "own"))
+    with (target / "target.toml").open("a") as file:
+        file.write('\n[session.config]\n"session.enable_saved_runtime_optimizations" = "1"\n')
+    report = bench_on(tmp_path / "m.ort", HOST, QUICK, [Opening(target=str(target))])
     assert report.runs[0].failure is None
     assert "not replayed" in report.notes[0]
 

@@ -171,7 +171,8 @@ def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, 
     arguments = ["quantize", str(folder / "m.onnx"), "--data", str(folder / "d.npz"), "--target", "nnapi"]
     arguments += ["--html", str(tmp_path / "p.html"), "--out", str(tmp_path / "q.onnx")]
     ended = subprocess.run(
-        [sys.executable, "-m", "edgekit", *arguments],
+        # Without -B it would leave bytecode that is cut off, which later runs cannot read.
+        [sys.executable, "-B", "-m", "edgekit", *arguments],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -24,10 +24,12 @@ def target_for(_kind: str) -> Target:
 
 
 def test_devices_come_in_the_order_of_options_and_file(tmp_path: Path) -> None:
-    file = write(tmp_path, '[[device]]\nname = "desk pc"\ndevice = "host"\n[[device]]\nname = "b"\ndevice = "emulated"')
+    file = write(
+        tmp_path, '[[device]]\nname = "desk pc"\ndevice = "host"\n[[device]]\nname = "b"\ndevice = "host:native"'
+    )
     found = choose_devices(DeviceChoice(names=("arm64",), file=file), target_for, default=("host",))
     assert [device.name for device in found] == ["arm64", "desk pc", "b"]
-    assert [address_of(device) for device in found] == ["arm64", "host", "emulated"]
+    assert [address_of(device) for device in found] == ["arm64", "host", "host:native"]
     assert [device.name for device in choose_devices(DeviceChoice(), target_for, default=("host",))] == ["host"]
 
 

@@ -8,9 +8,9 @@ from quantize_models import make_model
 
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
+from edgekit.quantize.graph import sessions
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, powers_of
 
 
@@ -191,7 +191,7 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
     point = ComparedTensor(tensor="y", reader="", centred=False)
     told = {"keep_float_weights": True} if keep else {}
     assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
-    monkeypatch.setattr(score, "MAX_PROTOBUF_BYTES", 2 * 4 * 16)  # what does not fit in memory goes through a file
+    monkeypatch.setattr(sessions, "MAX_PROTOBUF_BYTES", 2 * 4 * 16)  # what does not fit in memory goes through a file
     assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
     assert (tmp_path / "candidate.onnx").is_file()
     assert has_held_out(tmp_path)

@@ -338,6 +338,19 @@ def _runner(case: Case) -> list[str]:
     return ["build", "--abi", draw_text(case.rng).replace("\0", "0")]
 
 
+def _init(case: Case) -> list[str]:
+    model = case.model()
+    data = ["--images", case.take("images")] if case.rng.random() < 0.3 else case.data(model)
+    return [model, *data, *case.some(0.5, "--target", case.target()), *case.out("edgekit.toml")]
+
+
+def _run(case: Case) -> list[str]:
+    case.take("models/net.onnx")
+    case.take("data/net.npz")
+    case.writes.add("build")
+    return [case.take("texts/edgekit.toml"), *case.some(0.3, "--only", "cpu"), *case.some(0.3, "--again")]
+
+
 def _nothing(case: Case) -> list[str]:
     return case.some(0.5, draw_text(case.rng).replace("\0", "0"))
 
@@ -363,6 +376,10 @@ PLANS: tuple[tuple[str, float, Callable[[Case], list[str]]], ...] = (
     ("targets", 4, _targets),
     ("devices", 0.5, _devices),
     ("runner", 0.3, _runner),
+    ("init", 3, _init),
+    ("run", 0.5, _run),
+    ("schema", 0.1, _nothing),
+    ("completion", 0.3, _nothing),
     ("doctor", 0.05, _nothing),
 )
 """Every command with how often it is drawn; what takes long is drawn rarely. `demo` reads nothing of a stranger."""

@@ -125,6 +125,11 @@ def _save_texts(folder: Path) -> None:
         "[thresholds.cpu]\nmin_cosine = 0.9\nmin_sqnr_db = 10.0\n"
     )
     (texts / "metric.toml").write_text('name = "top1"\nmax_drop = 1.0\n')
+    (texts / "edgekit.toml").write_text(
+        'version = 1\n[models.net]\npath = "net.onnx"\n[models.net.data]\nsource = "net.npz"\nsamples = 8\n'
+        "[targets.cpu]\n[gates]\nmax_drop = 5.0\n[verify]\nenabled = false\n"
+        '[packages.app]\nas = "tar"\nwith = ["golden"]\n'
+    )
     (texts / "devices.toml").write_text(
         '[[device]]\nname = "here"\ndevice = "host"\ntimeout_s = 30.0\nbudget_s = 1.0\n'
     )

@@ -8,10 +8,17 @@ from edgekit.devices.ios.mil.arguments import Arguments
 from edgekit.model.tensors import Array
 
 
-def _reduce(formula: Callable[..., Array]) -> Callable[[Arguments], Array]:
+def _reduce(
+    formula: Callable[..., Array],
+    *,
+    before: Callable[[Array], Array] = np.asarray,
+    after: Callable[[Array], Array] = np.asarray,
+) -> Callable[[Arguments], Array]:
+    """Returns a reduction of what `before` makes of each value, whose result `after` finishes."""
+
     def compute(given: Arguments) -> Array:
-        x, axes = given.tensor("x"), given.wholes("axes")
-        return np.asarray(formula(x, axis=axes, keepdims=given.flag("keep_dims")))
+        x, axes = before(given.tensor("x")), given.wholes("axes")
+        return np.asarray(after(formula(x, axis=axes, keepdims=given.flag("keep_dims"))))
 
     return compute
 
@@ -107,16 +114,16 @@ REDUCTIONS: Mapping[str, Callable[[Arguments], Array]] = {
     "matmul": _multiply,
     "reduce_argmax": _find_extreme(np.argmax),
     "reduce_argmin": _find_extreme(np.argmin),
-    "reduce_l1_norm": _reduce(lambda x, **how: np.sum(np.abs(x), **how)),
-    "reduce_l2_norm": _reduce(lambda x, **how: np.sqrt(np.sum(x * x, **how))),
-    "reduce_log_sum": _reduce(lambda x, **how: np.log(np.sum(x, **how))),
+    "reduce_l1_norm": _reduce(np.sum, before=np.abs),
+    "reduce_l2_norm": _reduce(np.sum, before=np.square, after=np.sqrt),
+    "reduce_log_sum": _reduce(np.sum, after=np.log),
     "reduce_log_sum_exp": _reduce(_log_sum_exp),
     "reduce_max": _reduce(np.max),
     "reduce_mean": _reduce(np.mean),
     "reduce_min": _reduce(np.min),
     "reduce_prod": _reduce(np.prod),
     "reduce_sum": _reduce(np.sum),
-    "reduce_sum_square": _reduce(lambda x, **how: np.sum(x * x, **how)),
+    "reduce_sum_square": _reduce(np.sum, before=np.square),
     "softmax": _softmax,
 }
 """Operations by their names in MIL."""

@@ -138,7 +138,8 @@ def _stretch(x: Array, given: Arguments) -> tuple[Window, tuple[int, ...]]:
     """Returns the window of a pool with enough behind the last step, and how many steps there are."""
     window = read_window(given, given.wholes("kernel_sizes") or (), x.shape[2:])
     up = given.flag("ceil_mode")
-    counts, pads = [], []
+    counts: list[int] = []
+    pads: list[tuple[int, int]] = []
     for extent, (before, after), stride, size in zip(
         x.shape[2:], window.pads, window.strides, window.sizes, strict=True
     ):
