@@ -142,7 +142,7 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
     precision = _NAMED[wanted]
     if precision not in target.precisions:
         raise UsageError(
-            f"target '{target.name}' does not take {wanted}: {target.precision_reason}",
+            f"target '{target.name}' does not take {precision}: {target.precision_reason}",
             hint=f"it takes {', '.join(target.precisions)}, or leave --precision out",
         )
     return precision

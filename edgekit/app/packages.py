@@ -47,6 +47,8 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
             # As of a build's folder: those that fit, the NPU first. Named ones keep the order of the file.
             fitting = sort_bundles([open_bundle(folder) for folder in folders])
             folders = [found.folder for found in fitting if not providers or found.manifest.provider in providers]
+        if not folders:
+            return msgspec.structs.replace(result, failure=f"no bundle of {model} passed that a {table.kind} can hold")
         return _write(app, result, table, folders)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=str(error))

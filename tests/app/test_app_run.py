@@ -118,6 +118,9 @@ def test_what_fails_is_told_tried_again_and_not_packed(app: Path, capsys: pytest
     report = _run(app, capsys, code=1)
     assert {cell["state"] for cell in report["cells"]} == {"failed"}
     assert "does not exist" in report["cells"][0]["headline"]
+    app.write_text(app.read_text().replace('\ntargets = ["coreml", "cpu"]', ""))
+    report = _run(app, capsys, code=1)
+    assert report["packages"][0]["failure"] == "no bundle of digits passed that a tar can hold"
 
 
 def test_a_run_that_is_interrupted_keeps_what_was_done(app: Path, capsys: pytest.CaptureFixture[str]) -> None:

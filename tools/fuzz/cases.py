@@ -339,6 +339,7 @@ def _runner(case: Case) -> list[str]:
 
 
 def _init(case: Case) -> list[str]:
+    case.writes.add("edgekit.schema.json")
     model = case.model()
     data = ["--images", case.take("images")] if case.rng.random() < 0.3 else case.data(model)
     return [model, *data, *case.some(0.5, "--target", case.target()), *case.out("edgekit.toml")]
