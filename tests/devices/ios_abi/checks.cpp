@@ -117,12 +117,12 @@ CHECK(condition_variable) {
   std::mutex mutex;
   std::condition_variable condition;
   bool ready = false;
+  std::unique_lock<std::mutex> lock(mutex);  // taken first, so that the other thread has to be waited for
   std::thread other([&] {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> inner(mutex);
     ready = true;
     condition.notify_all();
   });
-  std::unique_lock<std::mutex> lock(mutex);
   condition.wait(lock, [&] { return ready; });
   const bool late = condition.wait_for(lock, std::chrono::milliseconds(2)) == std::cv_status::timeout;
   lock.unlock();
