@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -19,6 +20,24 @@ ASK, ANSWER = "ask", "answer"
 """The pipes, by their names in a folder."""
 END = b'{"ask":"end"}\n'
 """The last question."""
+
+
+@contextlib.contextmanager
+def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
+    """Yields the pipes of a folder for a process that serves them: questions to read, answers to write.
+
+    Whoever starts the process holds both pipes open; where that one has ended already, nothing is waited for.
+
+    Raises:
+        OSError: nobody holds the pipes.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[IO[bytes]] = []
+        for name, access, mode in ((ASK, os.O_RDONLY, "rb"), (ANSWER, os.O_WRONLY, "wb")):
+            number = os.open(folder / name, access | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(number, True)
+            opened.append(stack.enter_context(os.fdopen(number, mode)))
+        yield opened[0], opened[1]
 
 
 class Served(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ import numpy as np
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, split_constants
 from edgekit.devices.android.nnapi.operations import name_operation
 from edgekit.devices.android.nnapi.tflite import write_model
-from edgekit.devices.release.serving import ANSWER, ASK
+from edgekit.devices.release.serving import open_pipes
 from edgekit.errors import EdgekitError
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
@@ -126,7 +126,7 @@ def serve(ask: IO[bytes], answer: IO[bytes]) -> Facts:
 
 def main(folder: Path) -> None:
     """Serves the pipes of a folder, and says at the end what was computed."""
-    with (folder / ASK).open("rb") as ask, (folder / ANSWER).open("wb") as answer:
+    with open_pipes(folder) as (ask, answer):
         facts = serve(ask, answer)
     sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
 
