@@ -1,5 +1,6 @@
 """Channels of unequal size: found, equalized out without changing what is computed, and brought back to accuracy."""
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
+from edgekit.graph.graph import Graph
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.tensors import Array
@@ -21,11 +23,13 @@ from edgekit.quantize.equalization.equalize import (
     choose_factors,
     equalize_calibration,
     equalize_graph,
+    measure_pairs,
     scales_silu,
 )
 from edgekit.quantize.equalization.pairs import find_equalization_pairs
 from edgekit.quantize.equalization.silu import RESTORED, clip_silu_tails
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
+from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Target, load_target
 
@@ -87,7 +91,7 @@ def test_weights_count_where_those_of_several_channels_share_a_scale(
     rows = np.random.default_rng(0).uniform(-1, 1, (8, 1, 2, 4, 4)).astype(np.float32)
     rows[0, ..., 0], rows[1, ..., 0] = 1, -1
     calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
-    factors = choose_factors(read_float_graph(model), Path(calibration.statistics), per_channel)
+    factors = choose_measured(read_float_graph(model), calibration, per_channel)
     assert factors == {"r": (1.0, factor)}
 
 
@@ -102,6 +106,18 @@ def per_tensor(name: str) -> Target:
     return msgspec.structs.replace(
         target, quantization=msgspec.structs.replace(target.quantization, per_channel_ops=())
     )
+
+
+def choose_measured(
+    graph: Graph,
+    calibration: Calibration,
+    per_channel: Collection[str] = (),
+    *,
+    seen: Mapping[str, TensorRange] | None = None,
+    through_silu: bool = False,
+) -> dict[str, tuple[float, ...]]:
+    pairs = measure_pairs(graph, Path(calibration.statistics), seen or {})
+    return choose_factors(graph, pairs, per_channel, through_silu=through_silu)
 
 
 def sqnr_db(model: Model, other: Model) -> float:
@@ -133,7 +149,7 @@ def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path
 
 def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:
     graph = read_float_graph(unequal[0])
-    factors = choose_factors(graph, Path(unequal[1].statistics), ())
+    factors = choose_measured(graph, unequal[1])
     assert set(factors) >= {"r", "p", "c"}
     assert not scales_silu(graph, factors)
     equalized = equalize_graph(graph, factors)
@@ -151,7 +167,7 @@ def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
 ) -> None:
     model, calibration = unequal
     graph = read_float_graph(model)
-    factors = choose_factors(graph, Path(calibration.statistics), ())
+    factors = choose_measured(graph, calibration)
     equalized = equalize_graph(graph, factors)
     save_proto(equalized.model, tmp_path / "equalized.onnx")
     again = calibrate_model(
@@ -183,7 +199,7 @@ def test_channels_are_scaled_through_joins_and_resizing_and_slopes_below_zero(tm
     assert (numpy_helper.to_array(graph.constants["slope"]) < 0).any()
     (joined,) = (pair for pair in find_equalization_pairs(graph) if pair.tensor == "z")
     assert joined.fixed == ((16, 24),)  # Two nodes read r.
-    factors = choose_factors(graph, Path(calibration.statistics), (), seen)
+    factors = choose_measured(graph, calibration, seen=seen)
     assert set(factors) == {"p", "z"}
     assert set(factors["z"][16:]) == {1.0}
     equalized = equalize_graph(graph, factors)
@@ -272,8 +288,8 @@ def silu_net(tmp_path: Path) -> tuple[Model, Calibration]:
 def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model, Calibration], tmp_path: Path) -> None:
     model, calibration = silu_net
     graph, seen = read_float_graph(model), calibration.ranges["minmax"]
-    assert choose_factors(graph, Path(calibration.statistics), (), seen) == {}
-    factors = choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True)
+    assert choose_measured(graph, calibration, seen=seen) == {}
+    factors = choose_measured(graph, calibration, seen=seen, through_silu=True)
     assert set(factors) == {"p", "q"}
     assert scales_silu(graph, factors)
     assert not scales_silu(graph, {"p": (1.0,) * 24})
@@ -319,7 +335,7 @@ def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -
     model = make_model(SILU_NET, tmp_path / "m.onnx", shapes)
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     graph, seen = read_float_graph(model), calibration.ranges["minmax"]
-    assert not scales_silu(graph, choose_factors(graph, Path(calibration.statistics), (), seen, through_silu=True))
+    assert not scales_silu(graph, choose_measured(graph, calibration, seen=seen, through_silu=True))
 
 
 def test_low_values_that_silu_turns_to_nothing_get_no_integers(tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
     anchor: Array
     image: Array
 
+    def take(self, rows: Array) -> "_Places":
+        return _Places(corner=self.corner[rows], cell=self.cell[rows], anchor=self.anchor[rows], image=self.image)
+
 
 def lay_grids(
     columns: int, rows: int, sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]
@@ -71,11 +74,15 @@ def lay_grids(
                 yield code, grid
 
 
-def decode_boxes(code: str, values: Array, grid: Grid | None) -> Array:
-    """Returns the corners of boxes (left, top, right, bottom), float64 [rows, 4], in the units of the graph."""
+def decode_boxes(code: str, values: Array, grid: Grid | None, rows: Array | None = None) -> Array:
+    """Returns the corners of boxes (left, top, right, bottom), float64 [rows, 4], in the units of the graph.
+
+    `values` are those of all rows of the grid, or of the `rows` that are given.
+    """
     if grid is None:
         return EXPLICIT[code](values)
-    return CODES[code](values, _find_places(grid))
+    places = _find_places(grid)
+    return CODES[code](values, places if rows is None else places.take(rows))
 
 
 def _as_grid(sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]) -> Grid:

@@ -57,10 +57,15 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
         """How many columns."""
         return self.stop - self.start
 
-    def read(self, outputs: Tensors) -> Array:
-        """Returns the columns of all rows, float64 [rows, columns]."""
+    def read(self, outputs: Tensors, rows: Array | None = None) -> Array:
+        """Returns the columns of all rows, or of those that are given, float64 [rows, columns]."""
+        values = self.view(outputs)
+        return np.asarray(values if rows is None else values[rows], np.float64)
+
+    def view(self, outputs: Tensors) -> Array:
+        """Returns the columns of all rows as they lie in memory, [rows, columns]."""
         parts = [self._read_level(outputs[name]) for name in self.outputs]
-        return np.concatenate(parts)[:, self.start : self.stop].astype(np.float64)
+        return (np.concatenate(parts) if len(parts) > 1 else parts[0])[:, self.start : self.stop]
 
     def _read_level(self, value: Array) -> Array:
         rows = np.moveaxis(value[0], self.axis, -1) if value.ndim > 2 else value
@@ -94,14 +99,22 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
         return decode_boxes(self.code, self.boxes.read(outputs), self.grid), self.read_scores(outputs)
 
-    def read_scores(self, outputs: Tensors) -> Array:
-        """Returns the probability of each class, float64 [rows, classes]."""
-        scores = _squash(self.scores.read(outputs), self.squash)
+    def read_scores(self, outputs: Tensors, rows: Array | None = None) -> Array:
+        """Returns the probability of each class, float64 [rows, classes]; of all rows, or of those that are given."""
+        scores = _squash(self.scores.read(outputs, rows), self.squash)
         if self.background is not None:
             scores = np.delete(scores, self.background, axis=1)
         if self.objectness is None:
             return scores
-        return scores * _squash(self.objectness.read(outputs), self.there)
+        return scores * _squash(self.objectness.read(outputs, rows), self.there)
+
+    def read_surest(self, outputs: Tensors) -> Array:
+        """Returns the probability of the surest class, float64 [rows]."""
+        if self.background is not None:
+            return np.asarray(self.read_scores(outputs).max(axis=1))
+        # A sigmoid is monotonic: that of the largest is enough.
+        surest = _squash(self.scores.view(outputs).max(axis=1).astype(np.float64), self.squash)
+        return surest if self.objectness is None else surest * _squash(self.objectness.read(outputs)[:, 0], self.there)
 
 
 class _Sure(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,31 +232,39 @@ def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ..
 
 def _read_scores(outputs: Sequence[Tensors], boxes: Columns, parts: tuple[Columns, ...]) -> Iterator[Head]:
     """Yields how scores may be read, as their values allow: probabilities, or logits with or without background."""
-    scores = np.stack([parts[-1].read(row) for row in outputs])
-    if not np.isfinite(scores).all():
+    scores = [parts[-1].view(row) for row in outputs]
+    low, high = min(float(each.min()) for each in scores), max(float(each.max()) for each in scores)
+    # The least and the largest of what holds NaN are NaN.
+    if not (np.isfinite(low) and np.isfinite(high)):
         return
+    are_shares = _are_shares(low, high)
+    squash = "" if are_shares else "sigmoid"
     if len(parts) == 2:
         there = np.stack([parts[0].read(row) for row in outputs])
-        squash, whether = ("" if _are_shares(values) else "sigmoid" for values in (scores, there))
+        whether = "" if _are_shares(float(there.min()), float(there.max())) else "sigmoid"
         there = _squash(there, whether)
         # Both are monotonic: the largest score is that of the largest value.
-        both = there * _squash(scores.max(axis=-1, keepdims=True), squash)
+        both = there * _squash(
+            np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64), squash
+        )
         # Where something is, some class is sure too: a class in that place would stand alone.
         if both.max(axis=1).mean() >= _SURE_CLASS * max(float(there.max(axis=1).mean()), 1e-12):
             yield Head(boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, there=whether, code="")
         return
-    if scores.shape[-1] > 1:
-        ends, tops = (0, scores.shape[-1] - 1), scores.argmax(axis=-1)
+    if parts[0].count > 1:
+        ends, tops = (0, parts[0].count - 1), np.stack([each.argmax(axis=-1) for each in scores])
         shares = [float((tops == end).mean()) for end in ends]
-        sums_to_one = _are_shares(scores) and np.abs(scores.sum(axis=-1) - 1).max() < 1e-2
-        if max(shares) >= _BACKGROUND and (sums_to_one or not _are_shares(scores)):
-            squash = "" if sums_to_one else "softmax"
-            yield Head(boxes=boxes, scores=parts[0], squash=squash, background=ends[int(np.argmax(shares))], code="")
-    yield Head(boxes=boxes, scores=parts[0], squash="" if _are_shares(scores) else "sigmoid", code="")
+        sums_to_one = (
+            are_shares and max(np.abs(each.sum(axis=-1, dtype=np.float64) - 1).max() for each in scores) < 1e-2
+        )
+        if max(shares) >= _BACKGROUND and (sums_to_one or not are_shares):
+            over = "" if sums_to_one else "softmax"
+            yield Head(boxes=boxes, scores=parts[0], squash=over, background=ends[int(np.argmax(shares))], code="")
+    yield Head(boxes=boxes, scores=parts[0], squash=squash, code="")
 
 
-def _are_shares(values: Array) -> bool:
-    return bool(values.min() >= -1e-3 and values.max() <= 1 + 1e-3)
+def _are_shares(low: float, high: float) -> bool:
+    return low >= -1e-3 and high <= 1 + 1e-3
 
 
 def _squash(scores: Array, squash: str) -> Array:
@@ -256,15 +277,14 @@ def _squash(scores: Array, squash: str) -> Array:
 
 def _find_sure(head: Head, outputs: Sequence[Tensors]) -> tuple[_Sure, ...]:
     """Returns the rows of each sample that are sure of a class, nothing where they are too many, or sure of nothing."""
-    scored = [head.read_scores(row) for row in outputs]
-    best = np.stack([scores.max(axis=1) for scores in scored])
+    best = np.stack([head.read_surest(row) for row in outputs])
     least = float(best.max()) / 2
     if 2 * least < _LEAST_SCORE or np.mean(best >= least) > _MOST_SURE or np.sum(best >= least) < _LEAST_SEEN:
         return ()
     found: list[_Sure] = []
-    for scores, tops in zip(scored, best, strict=True):
+    for row, tops in zip(outputs, best, strict=True):
         rows = np.argsort(-tops, kind="stable")[: min(_MOST_COMPARED, int((tops >= least).sum()))]
-        found.append(_Sure(rows=rows, classes=scores[rows].argmax(axis=1)))
+        found.append(_Sure(rows=rows, classes=head.read_scores(row, rows).argmax(axis=1)))
     return tuple(found)
 
 
@@ -275,19 +295,17 @@ def _agreement(
 
     Places alone make neighbours overlap, so for the comparison each gets the numbers of another one.
     """
-    values = [head.boxes.read(row) for row in outputs]
-    mixed = np.concatenate([each[one.rows] for each, one in zip(values, sure, strict=True)])
-    mixed = np.random.default_rng(0).permutation(mixed)
+    values = [head.boxes.read(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
+    mixed = np.random.default_rng(0).permutation(np.concatenate(values))
     swapped = np.split(mixed, np.cumsum([len(one.rows) for one in sure])[:-1])
-    boxes = [decode_boxes(head.code, each, head.grid)[one.rows] for each, one in zip(values, sure, strict=True)]
+    boxes = [decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
     if not _are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
         return 0.0, 0.0
     near: list[float] = []
     others: list[float] = []
-    for each, one, swap, right in zip(values, sure, swapped, boxes, strict=True):
+    for one, swap, right in zip(sure, swapped, boxes, strict=True):
         near += _overlap_neighbours(right, one.classes)
-        each[one.rows] = swap
-        others += _overlap_neighbours(decode_boxes(head.code, each, head.grid)[one.rows], one.classes)
+        others += _overlap_neighbours(decode_boxes(head.code, swap, head.grid, one.rows), one.classes)
     return (float(np.mean(near)), float(np.mean(others))) if len(near) >= _LEAST_SEEN else (0.0, 0.0)
 
 

@@ -7,7 +7,7 @@ output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -128,9 +128,8 @@ def patches_per_sample(layer: Layer, samples: int) -> int:
 
 def save_moments(path: Path, moments: Mapping[str, InputMoments]) -> None:
     """Writes moments by node to an .npz file."""
-    arrays: dict[str, Array] = {}
-    for index, (node, its) in enumerate(moments.items()):
-        arrays |= {f"{index}.node": np.array(node), f"{index}.count": np.array(its.count)}
+    arrays = {"nodes": np.array(list(moments), np.str_), "counts": np.array([its.count for its in moments.values()])}
+    for index, its in enumerate(moments.values()):
         arrays |= {f"{index}.{field}": getattr(its, field) for field in _FIELDS}
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
@@ -144,9 +143,34 @@ numpy parses the header of an array as Python, and Python 3.11.7 counts the dept
 """
 
 
+class StoredMoments:
+    """The moments in an open file, read node by node; threads may read side by side."""
+
+    def __init__(self, archive: Mapping[str, Array]) -> None:
+        self._archive, self._counts = archive, archive["counts"]
+        self._indices = {node: index for index, node in enumerate(archive["nodes"].tolist())}
+
+    def __call__(self, node: str) -> InputMoments | None:
+        """Returns the moments of a node, None if there are none."""
+        if node not in self._indices:
+            return None
+        return InputMoments(count=int(self._counts[self._indices[node]]), **self._read(node, _FIELDS))
+
+    def extremes(self, node: str) -> tuple[Array, Array] | None:
+        """Returns the lowest and highest value of each channel of a node's input, None if there are none."""
+        if node not in self._indices:
+            return None
+        ends = self._read(node, ("low", "high"))
+        return ends["low"], ends["high"]
+
+    def _read(self, node: str, fields: Sequence[str]) -> dict[str, Array]:
+        with HEADERS:
+            return {field: self._archive[f"{self._indices[node]}.{field}"] for field in fields}
+
+
 @contextlib.contextmanager
-def open_moments(path: Path) -> Generator[Callable[[str], InputMoments | None]]:
-    """Yields a function that reads the moments of a node from a file that `save_moments` wrote, None if it has none.
+def open_moments(path: Path) -> Generator[StoredMoments]:
+    """Yields the moments in a file that `save_moments` wrote.
 
     Raises:
         UsageError: the file is gone.
@@ -156,17 +180,7 @@ def open_moments(path: Path) -> Generator[Callable[[str], InputMoments | None]]:
     except FileNotFoundError as error:
         raise UsageError(f"the statistics of the calibration, '{path}', are gone", hint="calibrate again") from error
     with archive:
-        names = [name for name in archive.files if name.endswith(".node")]
-        indices = {str(archive[name]): name.removesuffix(".node") for name in names}
-
-        def read(node: str) -> InputMoments | None:
-            if node not in indices:
-                return None
-            with HEADERS:
-                fields = {field: archive[f"{indices[node]}.{field}"] for field in _FIELDS}
-                return InputMoments(count=int(archive[f"{indices[node]}.count"]), **fields)
-
-        yield read
+        yield StoredMoments(archive)
 
 
 def _divide(inputs: int, limit: int) -> int:

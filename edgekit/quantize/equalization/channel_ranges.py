@@ -9,7 +9,7 @@ from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import open_moments
+from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.pairs import EqualizationPair, Step
 from edgekit.quantize.equalization.silu import invert_silu
 from edgekit.quantize.graph.layers import read_layer
@@ -50,25 +50,35 @@ def read_channel_ranges(
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    with open_moments(statistics / "moments.npz") as read:
-        found = [(pair, read(pair.consumers[0].node)) for pair in pairs]
-    for pair, moments in found:
-        if moments is None or len(moments.high) != pair.channels:
-            continue
-        low, high = moments.low.astype(np.float64), moments.high.astype(np.float64)
-        ranges = {pair.tensor: ChannelRange(start=0, low=low, high=high)}
-        for step in pair.steps:
-            after = ranges[step.output]
-            part = slice(step.part[0] - after.start, step.part[1] - after.start)
-            is_hidden = bool(step.sigmoid) or (step.slope <= 0).any()
-            floor = _estimate_floor(graph, step, statistics, seen) if is_hidden else after.low[part]
-            if step.sigmoid:
-                node = next(node for node in graph.readers(step.tensor) if node.name == step.sigmoid)
-                low, high = invert_silu(node, after.low[part], after.high[part], floor)
-            else:
-                low, high = _undo(step, after.low[part], after.high[part], floor, _growth(seen, step))
-            ranges[step.tensor] = ChannelRange(start=step.part[0], low=low, high=high)
-        yield pair, ranges
+    with open_moments(statistics / "moments.npz") as stored:
+        for pair in pairs:
+            ends = stored.extremes(pair.consumers[0].node)
+            if ends is not None and len(ends[1]) == pair.channels:
+                yield pair, _trace_back(graph, pair, ends, stored, seen)
+
+
+def _trace_back(
+    graph: Graph,
+    pair: EqualizationPair,
+    ends: tuple[Array, Array],
+    stored: StoredMoments,
+    seen: Mapping[str, TensorRange],
+) -> dict[str, ChannelRange]:
+    """Returns the ranges of the channels of a pair's tensors, from those that its own reaches."""
+    low, high = (each.astype(np.float64) for each in ends)
+    ranges = {pair.tensor: ChannelRange(start=0, low=low, high=high)}
+    for step in pair.steps:
+        after = ranges[step.output]
+        part = slice(step.part[0] - after.start, step.part[1] - after.start)
+        is_hidden = bool(step.sigmoid) or (step.slope <= 0).any()
+        floor = _estimate_floor(graph, step, stored, seen) if is_hidden else after.low[part]
+        if step.sigmoid:
+            node = next(node for node in graph.readers(step.tensor) if node.name == step.sigmoid)
+            low, high = invert_silu(node, after.low[part], after.high[part], floor)
+        else:
+            low, high = _undo(step, after.low[part], after.high[part], floor, _growth(seen, step))
+        ranges[step.tensor] = ChannelRange(start=step.part[0], low=low, high=high)
+    return ranges
 
 
 def _undo(step: Step, low: Array, high: Array, floor: Array, growth: tuple[float, float]) -> tuple[Array, Array]:
@@ -93,14 +103,13 @@ def _growth(seen: Mapping[str, TensorRange], step: Step) -> tuple[float, float]:
     return low, high
 
 
-def _estimate_floor(graph: Graph, step: Step, statistics: Path, seen: Mapping[str, TensorRange]) -> Array:
+def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mapping[str, TensorRange]) -> Array:
     """Returns about the lowest value of each channel of what a layer makes: six standard deviations below the mean."""
     lowest = np.full(len(step.slope), seen[step.tensor].low if step.tensor in seen else 0.0)
     layer = read_layer(graph, graph.producers[step.tensor])
     if layer is None:
         return lowest
-    with open_moments(statistics / "moments.npz") as read:
-        moments = read(layer.node)
+    moments = stored(layer.node)
     if moments is None:
         return lowest
     matrix = layer.to_matrix(numpy_helper.to_array(graph.constants[layer.weight]).astype(np.float64))
@@ -111,6 +120,7 @@ def _estimate_floor(graph: Graph, step: Step, statistics: Path, seen: Mapping[st
     weights = matrix.reshape(layer.groups, layer.outputs, -1, size)
     blocks = moments.blocks.reshape(layer.groups, -1, size, size).astype(np.float64)
     means = (weights * moments.mean.reshape(layer.groups, 1, -1, size)).sum(axis=3)
-    power = np.einsum("gops,gpst,gopt->gop", weights, blocks, weights, optimize=True) - means**2
-    deviation = np.sqrt(np.maximum(power.sum(axis=2), 0.0)).reshape(-1)
+    weights = weights.transpose(0, 2, 1, 3)
+    power = ((weights @ blocks) * weights).sum(axis=3) - means.transpose(0, 2, 1) ** 2
+    deviation = np.sqrt(np.maximum(power.sum(axis=1), 0.0)).reshape(-1)
     return np.asarray(np.maximum(mean + bias - _MOST_DEVIATIONS * deviation, lowest))

@@ -35,29 +35,31 @@ _LEAST_SHARE = 1e-4
 _TINY = float(np.finfo(np.float32).tiny)
 # Operators whose weights share a scale where they have none a channel.
 _ONE_SCALE_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
+"""Pairs with the ranges of the channels of their tensors."""
 # A channel below a Clip's end may grow up to this share of it: samples do not show all. Chosen by hand.
 _CEILING_SHARE = 0.9
 
 
+def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange]) -> MeasuredPairs:
+    """Returns the pairs of a graph whose channels calibration measured; `seen` holds the extremes of whole tensors.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    return tuple(read_channel_ranges(graph, find_equalization_pairs(graph), statistics, seen))
+
+
 def choose_factors(
-    graph: Graph,
-    statistics: Path,
-    per_channel: Collection[str],
-    seen: Mapping[str, TensorRange] | None = None,
-    *,
-    through_silu: bool = False,
+    graph: Graph, found: MeasuredPairs, per_channel: Collection[str], *, through_silu: bool = False
 ) -> dict[str, tuple[float, ...]]:
     """Returns for each tensor worth it the factor of each channel that balances its range with the weights behind it.
 
     Where the weights that make it get one scale together, not one a channel as those named by `per_channel` do, they
     count like its range: a channel that never fires would otherwise be scaled up until its weights are the largest.
-    `seen` holds the extremes of tensors. With `through_silu` channels are scaled through x * sigmoid(x) too, where they
-    are unequal enough to be worth a product before the sigmoid.
-
-    Raises:
-        UsageError: the calibration's statistics are gone.
+    With `through_silu` channels are scaled through x * sigmoid(x) too, where they are unequal enough to be worth a
+    product before the sigmoid.
     """
-    found = list(read_channel_ranges(graph, find_equalization_pairs(graph), statistics, seen or {}))
     pairs, magnitudes = [pair for pair, _ in found], {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
     unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}
     if through_silu and unscaled:

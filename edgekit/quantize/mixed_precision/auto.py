@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,14 @@ import msgspec
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.equalization.equalize import choose_factors, equalize_calibration, equalize_graph, scales_silu
+from edgekit.quantize.equalization.equalize import (
+    MeasuredPairs,
+    choose_factors,
+    equalize_calibration,
+    equalize_graph,
+    measure_pairs,
+    scales_silu,
+)
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import (
@@ -40,7 +48,7 @@ _HOPELESS_DB = 1.0
 _SILU_DB = 1.0
 
 
-class _Subject(msgspec.Struct, frozen=True, kw_only=True):
+class _Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What is to be quantized, as it was given."""
 
     model: Model
@@ -51,6 +59,11 @@ class _Subject(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     relieve: bool
     memo: Memo
+
+    @cached_property
+    def pairs(self) -> MeasuredPairs:
+        """The pairs of tensors whose channels may be equalized, measured once."""
+        return measure_pairs(self.graph, Path(self.calibration.statistics), self.calibration.ranges["minmax"])
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,8 +180,7 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None
-    exact = subject.calibration.ranges["minmax"]
-    factors = choose_factors(subject.graph, plain.draft.statistics, plan.axes.keys(), exact, through_silu=through_silu)
+    factors = choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
     return _judge(subject, factors, best_quick_db(reached.candidates) - _HOPELESS_DB)
