@@ -279,7 +279,7 @@ def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
         return "dynamic"
     if "QuantizeLinear" in ops:
         return "qdq"
-    return "weights" if ops & {"DequantizeLinear", "MatMulNBits"} else ""
+    return "weights" if ops & {"DequantizeLinear", "MatMulNBits", "GatherBlockQuantized"} else ""
 
 
 @functools.cache

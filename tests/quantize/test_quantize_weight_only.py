@@ -16,7 +16,7 @@ from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize.calibration.moments import InputMoments
 from edgekit.quantize.qdq.qoperator import write_qoperator
-from edgekit.quantize.weight_only.blocks import BlockForm, quantize_blocks
+from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights, quantize_blocks
 from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
     WEIGHT_FORMS,
@@ -265,3 +265,63 @@ def test_blocks_of_zeros_and_clipped_ones_are_named(tmp_path: Path) -> None:
         "node 'first': 1 of 256 blocks hold zeros alone; the first is block 1 of column 3",
         "node 'second': 1 of 20 blocks are clipped; the first is block 1 of column 7",
     )
+
+
+def make_tied(path: Path, head: str) -> Model:
+    """Writes an embedding of 40 rows, a MatMul, and a head tied to it: ids int64[1,6] to float32[6,40]."""
+    rng = np.random.default_rng(6)
+    table = rng.standard_normal((40, 64)).astype(np.float32)
+    table[3, 32:] = 0.0
+    weights: dict[str, Array] = {"table": table, "w": rng.standard_normal((64, 64)).astype(np.float32) / 8}
+    weights |= {"flat": np.array([-1, 64]), "turned": np.ascontiguousarray(table.T), "other": table[::-1].copy()}
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["e"], name="embed"),
+        helper.make_node("MatMul", ["e", "w"], ["h"], name="mix"),
+        helper.make_node("Reshape", ["h", "flat"], ["f"], name="flatten"),
+        helper.make_node("MatMul", ["f", "turned"], ["y"], name="head")
+        if head == "turned"
+        else helper.make_node("Gemm", ["f", head], ["y"], name="head", transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, [1, 6])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [6, 40])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    return load_model(path)
+
+
+@pytest.mark.parametrize(("form", "least_db"), [("int8", 38), ("int4", 14)])
+@pytest.mark.parametrize("head", ["table", "turned", "other"])
+def test_a_head_that_is_tied_to_its_embedding_is_stored_once(
+    tmp_path: Path, form: WeightForm, least_db: float, head: str
+) -> None:
+    model = make_tied(tmp_path / "m.onnx", head)
+    light = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "c.onnx")
+    assert set(light.changed) == {"embed", "mix", "head"}
+    graph = read_proto(light.model).graph
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes = {node.name: node for node in graph.node}
+    tables = [value for value in stored.values() if value.dtype == np.uint8 and value.shape[0] == 40]
+    assert len(tables) == (2 if head == "other" else 1)
+    assert nodes["embed"].op_type == "GatherBlockQuantized"
+    assert (nodes["embed"].input[2] == nodes["head"].input[2]) == (head != "other")
+    ids = {"ids": np.array([[0, 39, -1, 3, 7, 12]])}
+    wanted, got = (CpuSession(each.path, SessionSettings()).run(ids)["y"] for each in (model, light.model))
+    assert sqnr_db(wanted, got) > least_db
+    if form == "int4":
+        reader = "embed" if head == "other" else "head"
+        assert f"node '{reader}': 1 of 80 blocks hold zeros alone" in light.notes[0]
+
+
+def test_tables_that_blocks_do_not_fit_stay_float(tmp_path: Path) -> None:
+    model = make_tied(tmp_path / "m.onnx", "other")
+    light = compress_weights(model, WeightOnlyOptions(form="int4", block=128), tmp_path / "c.onnx")
+    assert set(light.changed) == {"mix", "head"}
+    kept = compress_weights(model, WeightOnlyOptions(form="int4", kept=("embed",)), tmp_path / "d.onnx")
+    assert set(kept.changed) == {"mix", "head"}
+    columns = onnx.load(str(model.path))
+    columns.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
+    assert not pack_weights(columns, BlockForm(bits=4, block=32), ("mix", "head"))

@@ -1,11 +1,12 @@
-"""Weights of MatMul and Gemm in 8 or 4 bits, a scale for each block; activations stay float.
+"""Weights of MatMul and Gemm and tables of Gather in 8 or 4 bits, a scale for each block; activations stay float.
 
-The operator is ONNX Runtime's `com.microsoft.MatMulNBits` (ContribOperators.md): B has the shape
-[N, blocks, block bytes], two 4-bit values a byte, the lower half first; without zero points the middle of the range is
-zero.
+The operators are ONNX Runtime's `com.microsoft.MatMulNBits` and `GatherBlockQuantized` (ContribOperators.md): B has the
+shape [N, blocks, block bytes], two 4-bit values a byte, the lower half first; without zero points the middle of the
+range is zero. A table [rows, bytes] holds the same bytes, so a head that is tied to its embedding is stored once.
 """
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -43,7 +44,10 @@ def pack_weights(
     kept: Collection[str],
     learned: Callable[[str], Blocks | None] = lambda _: None,
 ) -> tuple[str, ...]:
-    """Replaces MatMul and Gemm with constant float32 weights by MatMulNBits, in place; returns the names of the nodes.
+    """Replaces nodes with constant float32 weights in place, and returns their names.
+
+    MatMul and Gemm become MatMulNBits, a Gather of rows GatherBlockQuantized. Weights that several nodes read, a head
+    and its embedding too, turned or not, are stored once.
 
     Args:
         proto: the model.
@@ -53,19 +57,25 @@ def pack_weights(
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    # Tied weights are packed once, but for each direction in which they are read.
+    chosen = [node for node in graph.node if node.name not in kept]
+    tables = {node.input[0] for node in chosen if _takes_rows(node, weights, form)}
     packed: dict[tuple[str, bool], tuple[str, str]] = {}
     changed: list[str] = []
-    for node in graph.node:
-        if node.name in kept or not _takes_blocks(node, weights):
+    for node in chosen:
+        gathers = _takes_rows(node, weights, form)
+        if not gathers and not _takes_blocks(node, weights):
             continue
-        turned = bool(_attribute(node, "transB", 0))
-        tensor = weights[node.input[1]]
+        tensor, turned = weights[node.input[0 if gathers else 1]], gathers or bool(_attribute(node, "transB", 0))
+        shape = _shape(tensor, turned=turned)
+        if not gathers:
+            tensor, turned = _find_twin(tensor, [weights[name] for name in tables], turned=turned)
         if (tensor.name, turned) not in packed:
-            blocks = learned(node.name) or _round_plainly(tensor, form, turned=turned)
+            blocks = None if tensor.name in tables else learned(node.name)
+            blocks = blocks or _round_plainly(tensor, form, turned=turned)
             packed[tensor.name, turned] = _add_packed(graph, tensor, blocks, form.bits, turned=turned)
-        _replace(node, packed[tensor.name, turned], _shape(tensor, turned=turned), form)
+        (_gather if gathers else _replace)(node, packed[tensor.name, turned], shape, form)
         changed.append(node.name)
+    _flatten_tables(graph)
     drop_unread(graph)
     if changed and all(entry.domain != _CONTRIB for entry in proto.opset_import):
         proto.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
@@ -122,6 +132,28 @@ def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) ->
     return plain and (not bias or (bias in weights and list(weights[bias].dims) == [columns]))
 
 
+def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form: BlockForm) -> bool:
+    """Returns True for a Gather of rows that fill whole blocks."""
+    tensor = weights.get(node.input[0]) if node.op_type == "Gather" and not node.domain else None
+    if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
+        return False
+    return _attribute(node, "axis", 0) in {0, -2} and tensor.dims[1] % form.block == 0
+
+
+def _find_twin(
+    tensor: onnx.TensorProto, tables: Sequence[onnx.TensorProto], *, turned: bool
+) -> tuple[onnx.TensorProto, bool]:
+    """Returns the table that a weight [K, N] is the transpose of, to be read turned; else the weight itself."""
+    # Exporters write a tied head as a Transpose of the embedding, which constant folding makes a weight of its own.
+    if not turned:
+        for table in tables:
+            if list(table.dims) == list(tensor.dims)[::-1]:
+                rows, weight = numpy_helper.to_array(table), numpy_helper.to_array(tensor)
+                if np.array_equal(rows.T, weight):
+                    return table, True
+    return tensor, turned
+
+
 def _bias(node: onnx.NodeProto) -> str:
     return node.input[2] if len(node.input) > 2 else ""
 
@@ -160,3 +192,32 @@ def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int
     if form.accuracy_level:
         sizes["accuracy_level"] = form.accuracy_level
     node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes))
+
+
+def _gather(node: onnx.NodeProto, names: tuple[str, str], _: tuple[int, int], form: BlockForm) -> None:
+    sizes = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
+    inputs = [names[0], node.input[1], names[1]]
+    made = helper.make_node("GatherBlockQuantized", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes)
+    node.CopyFrom(made)
+
+
+def _flatten_tables(graph: onnx.GraphProto) -> None:
+    """Gives tables the shape [rows, bytes] that GatherBlockQuantized reads, by a Reshape where MatMulNBits does too."""
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    multiplied = {node.input[1] for node in graph.node if node.op_type == "MatMulNBits"}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        if node.op_type == "GatherBlockQuantized" and node.input[0] in stored:
+            readers.setdefault(node.input[0], []).append(node)
+    for name, nodes in readers.items():
+        tensor = stored[name]
+        flat = [tensor.dims[0], math.prod(tensor.dims[1:])]
+        if name not in multiplied:
+            tensor.dims[:] = flat
+            continue
+        # MatMulNBits wants its weight as a constant, to pack it; a Gather takes what a Reshape makes.
+        shape = numpy_helper.from_array(np.array(flat), f"{name}_shape")
+        graph.initializer.append(shape)
+        graph.node.insert(0, helper.make_node("Reshape", [name, shape.name], [f"{name}_flat"], name=f"{name}_flat"))
+        for node in nodes:
+            node.input[0] = f"{name}_flat"
