@@ -24,9 +24,17 @@ def haswell() -> None:
         pytest.skip(f"{missing.reason}: {missing.command}")
 
 
-def test_a_bundle_for_any_x64_passes_without_vnni(tmp_path: Path) -> None:
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    """Calibration as in the demo, and few samples to judge by: wrong sums show in them, and each takes long there."""
+    with np.load(CALIBRATION) as samples:
+        np.savez(tmp_path / "few.npz", **{name: samples[name][:8] for name in samples})
+    return Data(source=str(CALIBRATION), evaluation=str(tmp_path / "few.npz"))
+
+
+def test_a_bundle_for_any_x64_passes_without_vnni(data: Data, tmp_path: Path) -> None:
     recipe = Recipe(targets=("cpu",), settings={"arch": "x64"}, samples=24)
-    (summary,) = build(MODEL, Data(source=str(CALIBRATION)), tmp_path / "out", recipe).bundles
+    (summary,) = build(MODEL, data, tmp_path / "out", recipe).bundles
     assert summary.verify is not None
     assert [(run.device, run.passed, run.evidence.value) for run in summary.verify.runs] == [
         ("host", True, "same-ep"),
@@ -34,12 +42,8 @@ def test_a_bundle_for_any_x64_passes_without_vnni(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(tmp_path: Path) -> None:
+def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(data: Data, tmp_path: Path) -> None:
     recipe = Recipe(targets=("cpu",), settings={"arch": "x64-vnni"}, samples=24)
-    # Wrong sums show in a few samples; each takes long on an emulated CPU.
-    with np.load(CALIBRATION) as samples:
-        np.savez(tmp_path / "few.npz", **{name: samples[name][:8] for name in samples})
-    data = Data(source=str(CALIBRATION), evaluation=str(tmp_path / "few.npz"))
     build(MODEL, data, tmp_path / "out", recipe, verify=False)
     report = verify_on(open_bundle(tmp_path / "out" / f"{MODEL.stem}-cpu"), DeviceChoice(names=("host:haswell",)))
     assert not report.passed
