@@ -58,6 +58,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("context", "onnx_form", "ort_format"),
     ),
     "devices": (
+        ("packages",),
         ("observe", "register"),
         ("find",),
         ("android", "ios", "remote"),

@@ -1,24 +1,18 @@
 """`edgekit convert`."""
 
 from pathlib import Path
-from typing import Literal
 
 import click
 
-from edgekit._ort import Level
 from edgekit.cli import convert_options, options
+from edgekit.cli.convert_options import FormOptions
 from edgekit.cli.main import YES
 from edgekit.cli.terminal import show_conversion, show_json, showing_progress
 from edgekit.convert.context import ContextOptions
-from edgekit.convert.ort_form import Cpu, OrtOptions, Style
-from edgekit.errors import UsageError
-from edgekit.jobs.convert import ConvertOptions, convert_for
+from edgekit.jobs.convert import ConvertOptions, CoreMlOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 from edgekit.recipe import Recipe
-from edgekit.target import Target, load_target
-
-_STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 
 
 @click.command(short_help="Write the files that a runtime loads: ORT format, full or runtime style.")
@@ -26,11 +20,9 @@ _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime
 @click.option("--target", metavar="NAME", help="Write what this target loads; it settles style, level and CPU.")
 @options.SET
 @options.DIM
-@click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
-@click.option("--level", type=click.Choice([level.value for level in Level]), help="Default: all.")
-@click.option("--cpu", type=click.Choice(["arm", "x64"]), help="The CPU whose kernels the file is for. Default: arm.")
-@click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too.")
+@convert_options.forms
 @convert_options.context
+@convert_options.coreml
 @convert_options.fuse
 @convert_options.weights
 @click.option("--qoperator", is_flag=True, help="Write QLinear operators in place of Q and DQ nodes.")
@@ -48,11 +40,9 @@ def command(
     target: str | None,
     settings: tuple[str, ...],
     dims: tuple[str, ...],
-    style: Literal["full", "runtime", "both"] | None,
-    level: str | None,
-    cpu: Cpu | None,
-    with_onnx: bool,
+    forms: FormOptions,
     context: ContextOptions,
+    coreml: CoreMlOptions,
     fuse: FuseOptions | None,
     weights: WeightOnlyOptions | None,
     qoperator: bool,
@@ -69,19 +59,19 @@ def command(
     \b
     Example:
       edgekit convert model.onnx --target nnapi --out converted
+      edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
     """
-    if target is not None and (style or level or cpu or with_onnx):
-        raise _explain_conflict(load_target(target), _STYLES[style] if style else ())
     recipe = Recipe(
         targets=() if target is None else (target,),
         settings=options.parse_assignments(settings, "--set"),
         dims=options.parse_dims(dims),
     )
     wanted = ConvertOptions(
-        ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all")),
-        styles=_STYLES[style or "both"],
-        with_onnx=with_onnx,
+        ort=forms.ort,
+        styles=forms.styles,
+        with_onnx=forms.with_onnx,
         context=context,
+        coreml=coreml,
         fuse=fuse,
         weights=weights,
         qoperator=qoperator,
@@ -93,13 +83,3 @@ def command(
         report = convert_for(model, out, recipe, wanted, progress)
     show_json(report) if as_json else show_conversion(report)
     return YES
-
-
-def _explain_conflict(target: Target, styles: tuple[Style, ...]) -> UsageError:
-    for style in styles:
-        if style in target.conversion.unusable:
-            return UsageError(
-                f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}",
-                hint=f"'{target.name}' loads {', '.join(target.conversion.forms)}: leave --style out",
-            )
-    return UsageError(f"target '{target.name}' settles style, level and CPU", hint="give either --target or the others")

@@ -5,10 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+import msgspec
 
+from edgekit._ort import Level
 from edgekit.cli.options import split_names
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
+from edgekit.convert.ort_form import Cpu, OrtOptions, Style
 from edgekit.errors import UsageError
+from edgekit.jobs.convert import CoreMlOptions
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
@@ -17,8 +21,40 @@ from edgekit.quantize.weight_only.convert import (
     WeightForm,
     WeightOnlyOptions,
 )
+from edgekit.target import Target, load_target
 
 Command = Callable[..., int]
+
+_CPUS: tuple[Cpu, ...] = ("arm", "x64")
+_STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
+
+
+class FormOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that are asked for where no target says which: in ORT format as `ort` and `styles` say, and ONNX."""
+
+    ort: OrtOptions
+    styles: tuple[Style, ...]
+    with_onnx: bool
+
+
+def forms(function: Command) -> Command:
+    """Adds the options of the files without a target, which become the argument `forms`."""
+
+    @click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
+    @click.option("--level", type=click.Choice([level.value for level in Level]), help="Default: all.")
+    @click.option("--cpu", type=click.Choice(_CPUS), help="The CPU whose kernels the file is for. Default: arm.")
+    @click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too.")
+    @functools.wraps(function)
+    def command(
+        *, style: str | None, level: str | None, cpu: Cpu | None, with_onnx: bool, target: str | None, **rest: Any
+    ) -> int:
+        if target is not None and (style or level or cpu or with_onnx):
+            raise _explain_conflict(load_target(target), _STYLES[style] if style else ())
+        ort = OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all"))
+        chosen = FormOptions(ort=ort, styles=_STYLES[style or "both"], with_onnx=with_onnx)
+        return function(forms=chosen, target=target, **rest)
+
+    return command
 
 
 def context(function: Command) -> Command:
@@ -33,6 +69,20 @@ def context(function: Command) -> Command:
         if target is None and chosen != DEFAULT_CONTEXT:
             raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
         return function(context=chosen, target=target, **rest)
+
+    return command
+
+
+def coreml(function: Command) -> Command:
+    """Adds the options of what Core ML's provider writes, which become the argument `coreml`."""
+
+    @click.option("--mlpackage", is_flag=True, help="Write what Core ML would load too; for --target coreml.")
+    @click.option("--cache", is_flag=True, help="Write the Core ML provider's cache, for an app to ship.")
+    @functools.wraps(function)
+    def command(*, mlpackage: bool, cache: bool, target: str | None, **rest: Any) -> int:
+        if (mlpackage or cache) and target != "coreml":
+            raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
+        return function(coreml=CoreMlOptions(packages=mlpackage, cache=cache), target=target, **rest)
 
     return command
 
@@ -92,3 +142,13 @@ def weights(function: Command) -> Command:
         return function(weights=chosen if form else None, **rest)
 
     return command
+
+
+def _explain_conflict(target: Target, styles: tuple[Style, ...]) -> UsageError:
+    for style in styles:
+        if style in target.conversion.unusable:
+            return UsageError(
+                f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}",
+                hint=f"'{target.name}' loads {', '.join(target.conversion.forms)}: leave --style out",
+            )
+    return UsageError(f"target '{target.name}' settles style, level and CPU", hint="give either --target or the others")

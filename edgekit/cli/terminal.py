@@ -9,6 +9,7 @@ from edgekit.cli.screen import print_table, show_json, show_line, show_lines, sh
 from edgekit.convert.equality import Equality
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
+from edgekit.devices.packages import CoreMlFiles
 from edgekit.devices.self_test import SelfTest
 from edgekit.inspect.diff import Delta
 from edgekit.inspect.inspect import OnnxReport
@@ -156,6 +157,8 @@ def show_conversion(report: ConvertReport) -> None:
             show_line(f"- {note}")
     if report.quantized:
         show_line(f"quantized already ({report.quantized}): taken as it is")
+    if report.coreml is not None:
+        _show_coreml(report.coreml, report.out)
     if report.compatibility:
         show_line(f"compatibility: {report.compatibility}")
     show_line(f"why: {report.reason}")
@@ -175,6 +178,17 @@ def _show_form(report: ConvertReport, form: Form) -> None:
         show_line(f"  {describe_equality(report.equality[form])}")
     for trait in report.host_traits.get(form, ()):
         show_line(f"  other bytes on another kind of CPU: {trait}")
+
+
+def _show_coreml(files: CoreMlFiles, out: Path) -> None:
+    for package in files.packages:
+        operations = ", ".join(f"{count} {kind}" for kind, count in package.operations.items()) or "a neural network"
+        show_line(f"Core ML: {out / package.name}, {format_bytes(package.size_bytes)}: {operations}")
+    if files.cache is not None:
+        where, size = out / files.cache.folder, format_bytes(files.cache.size_bytes)
+        show_line(f"Core ML's cache: {where}, {size}, key {files.cache.key}")
+        releases = ", ".join(map(str, files.cache.releases))
+        show_line(f"  the same partitions on iOS {releases}; what it saves on a phone was not measured")
 
 
 def describe_equality(found: Equality) -> str:

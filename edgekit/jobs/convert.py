@@ -13,7 +13,8 @@ from edgekit.convert.equality import Equality, compare_onnx
 from edgekit.convert.forms import ORT_FILES
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
 from edgekit.data.samples import Samples, load_samples
-from edgekit.errors import ModelError
+from edgekit.devices.packages import CoreMlFiles, write_coreml
+from edgekit.errors import ModelError, UsageError
 from edgekit.model.model import Model, QuantizedForm, find_quantized_form, load_model, measure_files, read_proto
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
@@ -25,6 +26,13 @@ from edgekit.target import Form, Target
 
 # What weights of a form have at least of the size of float ones; what is written is judged when it is.
 _LEAST_SHARES: dict[WeightForm, float] = {"fp16": 1 / 2, "dynamic-int8": 1 / 4, "int8": 1 / 4, "int4": 1 / 8}
+
+
+class CoreMlOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the Core ML provider is asked to write of the ONNX form: the packages of its partitions, and its cache."""
+
+    packages: bool = False
+    cache: bool = False
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +47,7 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     styles: tuple[Style, ...] = ("full", "runtime")
     with_onnx: bool = False
     context: ContextOptions = DEFAULT_CONTEXT
+    coreml: CoreMlOptions = CoreMlOptions()
     fuse: FuseOptions | None = None
     weights: WeightOnlyOptions | None = None
     qoperator: bool = False
@@ -75,6 +84,7 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     """The files written from a model into a folder.
 
     `quantized` is how the model was quantized before, empty for a float one: its integers pass through as they are.
+    `coreml` is what the Core ML provider wrote, where it was asked to.
     """
 
     model: str
@@ -82,6 +92,7 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     quantized: QuantizedForm
     fusion: Fusion | None
     weights: SmallWeights | None
+    coreml: CoreMlFiles | None
 
 
 def convert_for(
@@ -119,7 +130,21 @@ def convert_for(
             converted = convert_styles(
                 current, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
             )
-    return _report(source, out, converted, fusion, small)
+        coreml = _write_coreml(converted, targets, options.coreml, progress)
+    return msgspec.structs.replace(_report(source, out, converted, fusion, small), coreml=coreml)
+
+
+def _write_coreml(
+    converted: ConvertedModel, targets: Sequence[Target], options: CoreMlOptions, progress: Progress
+) -> CoreMlFiles | None:
+    """Returns what the Core ML provider wrote beside the files, None where it was not asked to."""
+    if not (options.packages or options.cache):
+        return None
+    if [target.name for target in targets] != ["coreml"]:
+        raise UsageError("packages and a cache of Core ML are for the target 'coreml'", hint="name it as the target")
+    progress("ask the Core ML provider")
+    model = load_model(converted.folder / converted.files["onnx"][0])
+    return write_coreml(model, targets[0], converted.folder, packages=options.packages, cache=options.cache)
 
 
 def _fuse(
@@ -185,5 +210,6 @@ def _report(
             size_after=small.size_after,
             notes=small.notes,
         ),
+        coreml=None,
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
     )

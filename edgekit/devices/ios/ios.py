@@ -29,8 +29,12 @@ _LOG = "EDGEKIT_IOS_LOG"
 
 
 class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
-    """The release library for the iOS simulator; its Core ML provider partitions, builds and writes what it would."""
+    """The release library for the iOS simulator; its Core ML provider partitions, builds and writes what it would.
 
+    It writes into the folder `cache`, where there is one, and takes from there what it finds (`ModelCacheDirectory`).
+    """
+
+    cache: Path | None = None
     evidence: Evidence = Evidence.SAME_EP
 
     @property
@@ -61,7 +65,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
             return refuse_run(runner, f"'{self.name}' runs {PROVIDER}, not {provider}")
         models = work / "models"
         models.mkdir()
-        far = _describe_job(job, installed)
+        far = _describe_job(job, installed, self.cache)
         # A program that is only looked at need not be computed.
         with serving(work / "pipes", _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
             enter = _enter(job.target.settings, models, work / "pipes" if served else None)
@@ -74,13 +78,14 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _describe_job(job: Job, installed: Installed) -> FarJob:
+def _describe_job(job: Job, installed: Installed, cache: Path | None) -> FarJob:
     platform = job.target.session.platforms.get("ios")
     far = describe_job(job, provider=job.target.provider)
     options = dict(far.provider_options if platform is None else platform.provider_options)
+    options = provider_options(options) if job.target.provider == PROVIDER else {}
     return msgspec.structs.replace(
         far,
-        provider_options=provider_options(options) if job.target.provider == PROVIDER else {},
+        provider_options=options if cache is None else {**options, "ModelCacheDirectory": str(cache)},
         runtime=str(installed.library),
         threads=job.threads or 1,
     )

@@ -1,0 +1,157 @@
+"""What ONNX Runtime's Core ML provider writes for a model: packages for Xcode, and a cache for an app to ship."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_file, work_folder, write_new
+from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.ios.mil.program import read_package
+from edgekit.devices.observe import observe_placement
+from edgekit.errors import DeviceError
+from edgekit.model.model import Model
+from edgekit.target import Target
+
+CACHE = "coreml_cache"
+"""The folder of the cache."""
+
+# Each brought a version of Core ML, by which the provider decides; what came later is like the last (ORT's
+# coreml/model/host_utils.h).
+_RELEASES = (15, 16, 17, 18)
+_CHUNK_BYTES = 1 << 20
+
+
+class CoreMlPackage(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of Core ML, one for each partition: `name` is its folder, or its file in the NeuralNetwork format.
+
+    `operations` counts those of an ML Program by their names in MIL, constants aside.
+    """
+
+    name: str
+    operations: dict[str, int]
+    size_bytes: int
+
+
+class CoreMlCache(msgspec.Struct, frozen=True, kw_only=True):
+    """What the provider finds where an app names the folder as its `ModelCacheDirectory`.
+
+    `key` is the model's `COREML_CACHE_KEY`, after which the provider looks. `releases` of iOS were asked, and make the
+    same partitions.
+    """
+
+    folder: str
+    key: str
+    releases: tuple[int, ...]
+    size_bytes: int
+
+
+class CoreMlFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written: `packages` in the order of the partitions."""
+
+    packages: tuple[CoreMlPackage, ...]
+    cache: CoreMlCache | None
+
+
+def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cache: bool) -> CoreMlFiles:
+    """Writes what the Core ML provider makes of a model into the folder `out`: the provider itself, in `ios-sim`.
+
+    A cache serves an app on every release of iOS from the target's on: the provider takes what it finds under a
+    partition's number, whatever that partition holds.
+
+    Raises:
+        DeviceError: `ios-sim` is not installed, the provider refuses the model or takes nothing of it, or releases of
+            iOS make other partitions of it and a cache is wanted.
+        OutputError: the folder cannot be written.
+    """
+    oldest = int(target.settings["ios"])
+    with work_folder() as work:
+        first = _ask_provider(model, target, work / str(oldest))
+        kept = None
+        if cache:
+            releases = (oldest, *(release for release in _RELEASES if release > oldest))
+            _require_alike(model, target, releases, first, work)
+            kept = _write_cache(first, out / CACHE, releases)
+        named = zip(first, _name_packages(first, model.path.stem), strict=True) if packages else ()
+        found = tuple(_write_package(partition, out / name) for partition, name in named)
+    return CoreMlFiles(packages=found, cache=kept)
+
+
+def _ask_provider(model: Model, target: Target, folder: Path) -> tuple[Path, ...]:
+    """Returns what the provider writes into a folder, in the order of the partitions."""
+    folder.mkdir()
+    seen = observe_placement(model, target, IosSimulator(cache=folder))
+    if seen.failure is not None:
+        raise DeviceError(
+            f"the Core ML provider refuses '{model.name}': {seen.failure}", hint="edgekit check --observe"
+        )
+    found = sorted(folder.glob("*/[0-9]*_*/model"), key=lambda path: int(path.parent.name.partition("_")[0]))
+    if not found:
+        raise DeviceError(
+            f"the Core ML provider takes nothing of '{model.name}'", hint="edgekit check --target coreml says why"
+        )
+    return tuple(found)
+
+
+def _name_packages(partitions: Sequence[Path], stem: str) -> list[str]:
+    ending = "mlpackage" if partitions[0].is_dir() else "mlmodel"
+    if len(partitions) == 1:
+        return [f"{stem}.{ending}"]
+    return [f"{stem}.{index}.{ending}" for index in range(len(partitions))]
+
+
+def _require_alike(model: Model, target: Target, releases: Sequence[int], first: Sequence[Path], work: Path) -> None:
+    made = {releases[0]: [_outline(partition) for partition in first]}
+    for release in releases[1:]:
+        other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
+        made[release] = [_outline(partition) for partition in _ask_provider(model, other, work / str(release))]
+    for before, after in pairwise(releases):
+        if made[before] != made[after]:
+            raise DeviceError(
+                f"the Core ML provider makes other partitions of '{model.name}' on iOS {after} than on {before}: there"
+                " a cache would be taken for what it is not",
+                hint=f"--set ios={after}, or leave --cache out",
+            )
+
+
+def _outline(partition: Path) -> object:
+    """Returns what must be the same for one program to stand for another: operations differ between releases."""
+    if partition.is_file():
+        return digest_file(partition)
+    program = read_package(partition)
+    return program.inputs, program.outputs
+
+
+def _write_cache(partitions: Sequence[Path], out: Path, releases: tuple[int, ...]) -> CoreMlCache:
+    key = partitions[0].parent.parent.name
+    sizes = [_copy(path, out / key / path.parent.name / path.name) for path in partitions]
+    return CoreMlCache(folder=out.name, key=key, releases=releases, size_bytes=sum(sizes))
+
+
+def _write_package(partition: Path, to: Path) -> CoreMlPackage:
+    size = _copy(partition, to)
+    operations = () if partition.is_file() else read_package(partition).operations
+    kinds = Counter(operation.kind for operation in operations if operation.kind != "const")
+    return CoreMlPackage(name=to.name, operations=dict(kinds.most_common()), size_bytes=size)
+
+
+def _list_files(partition: Path) -> Iterator[Path]:
+    """Yields the files of a package; what the provider put aside while it wrote does not belong to it."""
+    if partition.is_file():
+        yield partition
+        return
+    for path in sorted(partition.rglob("*")):
+        if path.is_file() and path.relative_to(partition).parts[0] != "tmp":
+            yield path
+
+
+def _copy(partition: Path, to: Path) -> int:
+    """Copies a package, or a file, and returns its bytes."""
+    total = 0
+    for path in _list_files(partition):
+        with path.open("rb") as file:
+            write_new(to / path.relative_to(partition), iter(lambda: file.read(_CHUNK_BYTES), b""))
+        total += path.stat().st_size
+    return total
