@@ -1,33 +1,16 @@
 """Types and shapes of values, inferred by onnx on a copy without weights, of which it would make several."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
 
 import onnx
 from onnx import helper, shape_inference
 
 from edgekit.graph.caution import has_long_vector, hide_untyped, may_have_long_vector, show_typed
 from edgekit.graph.constants import is_small
-from edgekit.model.model import iterate_graphs
+from edgekit.graph.contrib import write_alike, write_back
 
 # Inference reads shapes, axes and indices, which are smaller.
 _MOST_BYTES = 1 << 14
-# Schemas of this domain are in ONNX Runtime's library, not in onnx's: without help, shapes would end at the first such
-# node.
-_CONTRIB = "com.microsoft"
-# Operators of ORT that onnx cannot infer: the operator, and which inputs, that give the same shape and type.
-_LIKENESSES: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    "QuantizeLinear": ("QuantizeLinear", (0, 1, 2)),
-    "DequantizeLinear": ("DequantizeLinear", (0, 1, 2)),
-    **dict.fromkeys(
-        ("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu"), ("Identity", (0,))
-    ),
-    **dict.fromkeys(("QLinearAdd", "QLinearMul"), ("Add", (0, 3))),
-    "QLinearAveragePool": ("AveragePool", (0,)),
-    "QLinearGlobalAveragePool": ("GlobalAveragePool", (0,)),
-    "FusedConv": ("Conv", (0, 1)),
-    "FusedGemm": ("Gemm", (0, 1)),
-}
 
 
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -37,15 +20,13 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     large = [tensor for tensor in proto.graph.initializer if _is_aside(tensor)]
     light = _copy_light(proto)
-    alike = _write_alike(light)
+    alike = write_alike(light)
     hidden = hide_untyped(light)
     inferred = _infer(light)
     if hidden and show_typed(light, inferred):
         inferred = _infer(light)
     if alike or hidden:
-        for node, original in zip(_nodes(inferred), _nodes(proto), strict=True):
-            if original.domain == _CONTRIB or node.domain != original.domain:
-                node.CopyFrom(original)
+        write_back(inferred, proto)
     if len(light.opset_import) != len(proto.opset_import):
         del inferred.opset_import[:], inferred.functions[:]
         inferred.opset_import.extend(proto.opset_import)
@@ -107,20 +88,3 @@ def _copy_light(proto: onnx.ModelProto) -> onnx.ModelProto:
         else:
             graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     return light
-
-
-def _write_alike(proto: onnx.ModelProto) -> bool:
-    """Writes operators of ORT as ONNX's that have results of the same type and shape, in place; True if there are."""
-    found = False
-    for node in _nodes(proto):
-        likeness = _LIKENESSES.get(node.op_type) if node.domain == _CONTRIB else None
-        if likeness is not None:
-            kept = [node.input[at] for at in likeness[1] if at < len(node.input)]
-            node.op_type, node.domain, node.input[:] = likeness[0], "", kept
-            found = True
-    return found
-
-
-def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    for graph in iterate_graphs(proto.graph):
-        yield from graph.node

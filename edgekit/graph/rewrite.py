@@ -8,12 +8,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.graph.graph import Graph, Node, view_part
 
 FLOATS = frozenset({"float32", "float16"})
 """The element types that rewrites with numbers in them know."""
-
-_ORT_DOMAIN = "com.microsoft"
 
 Expand = Callable[[Graph, Node], Sequence[onnx.NodeProto] | None]
 
@@ -52,7 +51,7 @@ def set_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
 def _is_valid(node: Node, opset: int) -> bool:
     if not node.input[0] or not node.output[0]:
         return False
-    if node.domain == _ORT_DOMAIN:
+    if node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain):
         return True
     # The checker of one node; `check_model` would want a whole model that is valid.
     context = onnx.checker.C.CheckerContext()

@@ -8,15 +8,20 @@ import onnx
 
 from edgekit.model.model import Model, iterate_graphs, read_proto
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites import (
     clip_to_min_max,
     clip_to_relu,
     copies,
+    exact_gelu,
+    flat_expand,
     flatten_to_reshape,
     hard_swish,
     idle_relu,
     index_to_int32,
+    join_gelu,
+    join_rms_norm,
     matmul_to_2d,
     pad_reflect,
     plain_gemm,
@@ -28,7 +33,7 @@ from edgekit.prepare.rewrites import (
     unsigned_weights,
 )
 from edgekit.prepare.shapes.infer import infer_values
-from edgekit.prepare.tidy import merge_domains, name_nodes
+from edgekit.prepare.tidy import import_contrib, merge_domains, name_nodes
 from edgekit.prepare.weights.external import save_graph
 
 Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
@@ -41,6 +46,8 @@ FIXES: Mapping[str, Rewrite] = {
     idle_relu.FIX_ID: idle_relu.drop_idle_relus,
     clip_to_relu.FIX_ID: clip_to_relu.write_relus,
     flatten_to_reshape.FIX_ID: flatten_to_reshape.write_flattens,
+    join_rms_norm.FIX_ID: join_rms_norm.join_rms_norms,
+    join_gelu.FIX_ID: join_gelu.join_gelus,
 }
 """Rewrites that every provider is well served by."""
 
@@ -51,8 +58,13 @@ SPELLINGS: Mapping[str, Rewrite] = {
     matmul_to_2d.FIX_ID: matmul_to_2d.flatten_matmuls,
     hard_swish.JOIN_ID: hard_swish.join_hard_swishes,
     hard_swish.SPLIT_ID: hard_swish.split_hard_swishes,
+    flat_expand.FIX_ID: flat_expand.flatten_expands,
     split_layer_norm.FIX_ID: split_layer_norm.split_layer_norms,
+    split_layer_norm.RMS_ID: split_layer_norm.split_rms_norms,
+    # Before the formula is: who takes an exact Gelu needs no parts.
+    exact_gelu.FIX_ID: exact_gelu.write_exact_gelus,
     split_gelu.FIX_ID: split_gelu.split_gelus,
+    split_gelu.TANH_ID: split_gelu.split_tanh_gelus,
     clip_to_min_max.FIX_ID: clip_to_min_max.write_min_max,
     unsigned_weights.FIX_ID: unsigned_weights.write_unsigned_weights,
 }
@@ -116,6 +128,10 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
         nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
+    if fixes:
+        # What a node written for several leaves behind, ONNX Runtime would keep.
+        drop_idle_nodes(proto.graph)
+        import_contrib(proto)
     made = {output for node in proto.graph.node for output in node.output}
     kept = [value for value in proto.graph.value_info if value.name in known and value.name in made]
     del proto.graph.value_info[:]

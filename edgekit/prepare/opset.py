@@ -15,6 +15,7 @@ OLDEST_OPSET = 13
 DEFAULT_OPSET = 17
 """What an older model is lifted to: the newest opset that ONNX Runtime 1.16 and QNN both take whole."""
 
+_LAYER_NORM_SINCE = 17
 _PORTABLE_IR_VERSION = 9
 _SCAN_SINCE = 9
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
@@ -28,6 +29,8 @@ def read_opset(proto: onnx.ModelProto) -> int:
 def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     """Returns the opset to have: the wanted one, or the model's own unless QDQ or ONNX Runtime do not have it.
 
+    A model that holds LayerNormalization in parts is lifted to where that is one node.
+
     Raises:
         UsageError: ONNX Runtime does not have the wanted opset.
     """
@@ -36,7 +39,10 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     own = read_opset(proto)
     if wanted is not None:
         return wanted
-    return min(own, MAX_OPSET) if own >= OLDEST_OPSET or not _uses_main_domain(proto) else DEFAULT_OPSET
+    lifted = own < OLDEST_OPSET and _uses_main_domain(proto)
+    # ONNX Runtime writes a LayerNormalization in parts as one node, where the opset has it.
+    parted = own < _LAYER_NORM_SINCE and _has_parted_norms(proto.graph)
+    return DEFAULT_OPSET if lifted or parted else min(own, MAX_OPSET)
 
 
 def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
@@ -97,3 +103,21 @@ def _element_types(graph: onnx.GraphProto) -> Iterator[int]:
     for node in graph.node:
         yield from (attribute.t.data_type for attribute in node.attribute)
         yield from (attribute.i for attribute in node.attribute if attribute.name == "to")
+
+
+def _has_parted_norms(graph: onnx.GraphProto) -> bool:
+    """Returns True if a graph seems to hold a LayerNormalization in parts: a root of a mean behind a difference."""
+    if not {"ReduceMean", "Sub", "Sqrt"} <= {node.op_type for node in graph.node}:
+        return False
+    makers = {name: node for node in graph.node for name in node.output}
+
+    def climb(node: onnx.NodeProto, *path: str) -> bool:
+        above = [makers[name] for name in node.input if name in makers]
+        return not path or any(climb(each, *path[1:]) for each in above if each.op_type == path[0])
+
+    return any(
+        climb(node, "Add", "ReduceMean", power, "Sub", "ReduceMean")
+        for node in graph.node
+        if node.op_type == "Sqrt"
+        for power in ("Pow", "Mul")
+    )

@@ -6,6 +6,7 @@ from typing import TypeVar
 import onnx
 from google.protobuf.message import Message
 
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.model.model import iterate_graphs, rename_tensors
 
 _MessageT = TypeVar("_MessageT", bound=Message)
@@ -20,6 +21,13 @@ def merge_domains(proto: onnx.ModelProto) -> None:
             node.domain = _domain(node.domain)
     for entry in proto.opset_import:
         entry.domain = _domain(entry.domain)
+
+
+def import_contrib(proto: onnx.ModelProto) -> None:
+    """Imports ONNX Runtime's own operators where a graph has such, in place."""
+    used = any(node.domain == ORT_DOMAIN for graph in iterate_graphs(proto.graph) for node in graph.node)
+    if used and all(entry.domain != ORT_DOMAIN for entry in proto.opset_import):
+        proto.opset_import.add(domain=ORT_DOMAIN, version=1)
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:

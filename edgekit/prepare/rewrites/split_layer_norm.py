@@ -1,4 +1,4 @@
-"""LayerNormalization as means, differences and a root, for providers that have these only."""
+"""Normalisations of layers as means, differences and a root, for providers that have these only."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.graph.rewrite import Writer, replace_nodes
 
 FIX_ID = "split-layer-norm"
+RMS_ID = "split-rms-norm"
 _AXES_INPUT_SINCE = 18
 
 
@@ -19,6 +20,15 @@ def split_layer_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, {"LayerNormalization"}, lambda view, node: _expand(view, node, opset))
 
 
+def split_rms_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each float RMSNormalization, or ONNX Runtime's older name for it, as x / sqrt(...) * scale, in place.
+
+    Returns the names of the nodes; the formula is that of ONNX. The last bits may differ (1e-5 relative).
+    """
+    ops = {"RMSNormalization", "SimplifiedLayerNormalization"}
+    return replace_nodes(graph, opset, ops, lambda view, node: _expand(view, node, opset))
+
+
 def _expand(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
     if any(node.output[1:]):
         return None
@@ -28,8 +38,9 @@ def _expand(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | 
     first = node.attributes.get("axis", -1) % len(shape)
     writer = Writer(graph=graph, node=node)
     axes = list(range(first, len(shape)))
-    mean = _mean(writer, node.input[0], "mean", axes, opset)
-    centred = writer.add("Sub", [node.input[0], mean], "centred")
+    centred = node.input[0]
+    if node.op_type == "LayerNormalization":
+        centred = writer.add("Sub", [centred, _mean(writer, centred, "mean", axes, opset)], "centred")
     squares = writer.add("Mul", [centred, centred], "squares")
     variance = _mean(writer, squares, "variance", axes, opset)
     epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5), "float32")

@@ -1,0 +1,199 @@
+"""Operators of ONNX Runtime's own written as ONNX's of the same shapes: onnx has no schemas of them to infer with."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import onnx
+from onnx import helper
+
+from edgekit.model.model import iterate_graphs
+
+ORT_DOMAIN = "com.microsoft"
+"""The domain of operators that ONNX Runtime has beside those of ONNX."""
+ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
+"""What ONNX Runtime has in ONNX's own domain, and onnx does not know."""
+
+_ADDED = "edgekit: for inference only"
+
+Shape = tuple[int, ...]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    dtype: int
+    dims: Shape
+
+
+class _Likening(msgspec.Struct):
+    """One node that is written in another way, and what is known of inputs and constants."""
+
+    node: onnx.NodeProto
+    known: Mapping[str, _Stored]
+    stubs: dict[str, onnx.ValueInfoProto]
+    made: list[onnx.NodeProto] = []
+
+    def name(self, position: int) -> str:
+        return self.node.input[position] if position < len(self.node.input) else ""
+
+    def stored(self, position: int) -> _Stored | None:
+        return self.known.get(self.name(position))
+
+    def number(self, name: str, default: int) -> int:
+        return next((item.i for item in self.node.attribute if item.name == name), default)
+
+    def numbers(self, name: str) -> Shape:
+        return next((tuple(item.ints) for item in self.node.attribute if item.name == name), ())
+
+    def stub(self, dtype: int, dims: Sequence[int]) -> str:
+        """Returns a value of a type and shape that stands for packed weights."""
+        name = f"edgekit.stub.{dtype}.{'x'.join(map(str, dims))}"
+        self.stubs[name] = helper.make_tensor_value_info(name, dtype, dims)
+        return name
+
+    def like(self, op: str, inputs: Sequence[str], output: int = 0, **attributes: Any) -> None:
+        """Writes an operator of ONNX that makes an output, unless the node has no such output or inputs."""
+        names = self.node.output
+        if output >= len(names) or not names[output] or not all(inputs):
+            return
+        self.made.append(helper.make_node(op, inputs, [names[output]], doc_string=_ADDED, **attributes))
+
+
+def write_alike(proto: onnx.ModelProto) -> bool:
+    """Writes operators of ONNX Runtime as ONNX's that have results of the same type and shape, in place.
+
+    Returns True if there are such; `write_back` undoes it. Outputs that have no likeness stay unknown.
+    """
+    if not any(_is_own(node) for graph in iterate_graphs(proto.graph) for node in graph.node):
+        return False
+    known = {
+        value.name: _Stored(
+            value.type.tensor_type.elem_type, tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
+        )
+        for value in proto.graph.input
+    } | {tensor.name: _Stored(tensor.data_type, tuple(tensor.dims)) for tensor in proto.graph.initializer}
+    stubs: dict[str, onnx.ValueInfoProto] = {}
+    for graph in iterate_graphs(proto.graph):
+        nodes = [each for node in graph.node for each in _liken(node, known, stubs)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    proto.graph.input.extend(stubs.values())
+    return True
+
+
+def write_back(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
+    """Puts the nodes of a graph back into a copy of it that `write_alike` changed and that was inferred, in place."""
+    for likened, given in zip(iterate_graphs(inferred.graph), iterate_graphs(proto.graph), strict=True):
+        kept = iter([node for node in likened.node if node.doc_string != _ADDED])
+        nodes = [node if _is_own(node) else next(kept) for node in given.node]
+        for node, source in zip(nodes, given.node, strict=True):
+            node.domain = source.domain
+        del likened.node[:]
+        likened.node.extend(nodes)
+
+
+def _is_own(node: onnx.NodeProto) -> bool:
+    return node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain)
+
+
+def _liken(
+    node: onnx.NodeProto, known: Mapping[str, _Stored], stubs: dict[str, onnx.ValueInfoProto]
+) -> Iterator[onnx.NodeProto]:
+    if not _is_own(node):
+        yield node
+        return
+    likening = _Likening(node, known, stubs)
+    rule = _LIKENESSES.get(node.op_type)
+    if rule is not None:
+        rule(likening)
+    yield from likening.made
+
+
+def _same(op: str, *positions: int) -> Callable[[_Likening], None]:
+    """Returns a rule: the first output is what an operator of ONNX with these attributes makes of some inputs."""
+
+    def liken(of: _Likening) -> None:
+        of.like(op, [of.name(at) for at in positions if at < len(of.node.input)])
+        for node in of.made if op != "Identity" else ():
+            node.attribute.extend(of.node.attribute)
+
+    return liken
+
+
+def _skip_norm(of: _Likening) -> None:
+    of.like("Identity", [of.name(0)])
+    # The sum before the norm, which the next layer adds to.
+    of.like("Identity", [of.name(0)], output=3)
+
+
+def _nbits(of: _Likening) -> None:
+    scales = of.stored(2)
+    if scales is not None:
+        of.like("MatMul", [of.name(0), of.stub(scales.dtype, (of.number("K", 0), of.number("N", 0)))])
+
+
+def _gather_blocks(of: _Likening) -> None:
+    data, scales = of.stored(0), of.stored(2)
+    if data is None or scales is None or not data.dims:
+        return
+    # In bytes lie several values; types of four bits count them themselves.
+    packed = 8 // of.number("bits", 4) if data.dtype == onnx.TensorProto.UINT8 else 1
+    table = of.stub(scales.dtype, (*data.dims[:-1], data.dims[-1] * packed))
+    of.like("Gather", [table, of.name(1)], axis=of.number("gather_axis", 0))
+
+
+def _packed_attention(of: _Likening) -> None:
+    weight, sizes = of.stored(1), of.numbers("qkv_hidden_sizes")
+    if weight is not None and len(weight.dims) == 2:
+        width = sizes[2] if len(sizes) == 3 else weight.dims[1] // 3
+        of.like("MatMul", [of.name(0), of.stub(weight.dtype, (weight.dims[0], width))])
+
+
+def _attention(of: _Likening) -> None:
+    # Without a bias for values or keys of another size, what comes out is as wide as the queries.
+    if of.name(1):
+        of.like("Identity", [of.name(0)])
+        return
+    heads, keys, past = of.number("num_heads", 0), of.number("kv_num_heads", 0), of.stored(3)
+    if past is not None and len(past.dims) == 4 and past.dims[3]:
+        # Queries, keys and values side by side.
+        size = past.dims[3]
+        of.like("MatMul", [of.name(0), of.stub(past.dtype, ((heads + 2 * keys) * size, heads * size))])
+
+
+def _float_matmul(of: _Likening) -> None:
+    weight = of.stored(1)
+    if weight is not None and len(weight.dims) == 2:
+        of.like("MatMul", [of.name(0), of.stub(onnx.TensorProto.FLOAT, weight.dims)])
+
+
+def _fused_matmul(of: _Likening) -> None:
+    if not of.number("transA", 0) and not of.number("transB", 0):
+        of.like("MatMul", [of.name(0), of.name(1)])
+
+
+_LIKENESSES: Mapping[str, Callable[[_Likening], None]] = {
+    **dict.fromkeys(
+        (
+            "Gelu", "QuickGelu", "FastGelu", "BiasGelu", "QLinearSigmoid", "QLinearLeakyRelu", "RotaryEmbedding",
+            "SimplifiedLayerNormalization",
+        ),
+        _same("Identity", 0),
+    ),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_norm),
+    **{op: _same(op, 0, 1, 2) for op in ("QuantizeLinear", "DequantizeLinear")},
+    **dict.fromkeys(("QLinearAdd", "QLinearMul"), _same("Add", 0, 3)),
+    "QLinearAveragePool": _same("AveragePool", 0),
+    "QLinearGlobalAveragePool": _same("GlobalAveragePool", 0),
+    "EmbedLayerNormalization": lambda of: of.like("Gather", [of.name(2), of.name(0)]),
+    "FusedConv": _same("Conv", 0, 1),
+    "FusedGemm": _same("Gemm", 0, 1),
+    "FusedMatMul": _fused_matmul,
+    "MatMulNBits": _nbits,
+    "GatherBlockQuantized": _gather_blocks,
+    "Attention": _packed_attention,
+    "MultiHeadAttention": _attention,
+    "GroupQueryAttention": _attention,
+    "DynamicQuantizeMatMul": _float_matmul,
+    "MatMulIntegerToFloat": _float_matmul,
+}  # fmt: skip
+"""How each operator is written; only what decides types and shapes."""

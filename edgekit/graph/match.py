@@ -1,0 +1,109 @@
+"""Finding what exporters take apart: who made a value, which number stands beside it, what a product is made of."""
+
+import math
+from collections.abc import Iterator
+
+from edgekit.graph.graph import Graph, Node
+
+_DEEPEST = 4
+
+
+def is_near(number: float | None, wanted: float) -> bool:
+    """Returns True if a number of a file is the one that is meant: exporters round roots and fractions."""
+    return number is not None and math.isclose(number, wanted, rel_tol=1e-4)
+
+
+def made_by(graph: Graph, name: str, *ops: str) -> Node | None:
+    """Returns the node that makes a value if it is one of these operators of ONNX."""
+    node = graph.producers.get(name)
+    return node if node is not None and not node.domain and node.op_type in ops else None
+
+
+def beside(graph: Graph, node: Node | None, wanted: float) -> str | None:
+    """Returns the operand that stands beside this number in a node of two, in either order."""
+    if node is None or len(node.input) != 2:
+        return None
+    one, other = node.input
+    return next((name for name, number in ((one, other), (other, one)) if is_near(graph.number(number), wanted)), None)
+
+
+def factors(graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST) -> tuple[float, tuple[str, ...]]:
+    """Returns a value as a number times values, through Mul, and Div by a number; `stop` is not looked into."""
+    number = graph.number(name)
+    if number is not None:
+        return number, ()
+    node = made_by(graph, name, "Mul", "Div") if name != stop and depth else None
+    if node is None:
+        return 1.0, (name,)
+    first, second = (factors(graph, each, stop, depth - 1) for each in node.input)
+    if node.op_type == "Mul":
+        return first[0] * second[0], first[1] + second[1]
+    # Of a Div only a number is looked through.
+    return (first[0] / second[0], first[1]) if not second[1] and second[0] else (1.0, (name,))
+
+
+def walk_product(graph: Graph, name: str, depth: int = _DEEPEST) -> Iterator[str]:
+    """Yields the operands of a tree of Mul, and of Div by a number, and their operands."""
+    node = made_by(graph, name, "Mul", "Div") if depth else None
+    for each in node.input if node is not None else ():
+        yield each
+        yield from walk_product(graph, each, depth - 1)
+
+
+def square_of(graph: Graph, name: str) -> str | None:
+    """Returns x where a value is x * x or Pow(x, 2)."""
+    node = made_by(graph, name, "Mul", "Pow")
+    if node is None:
+        return None
+    if node.op_type == "Mul":
+        return node.input[0] if node.input[0] == node.input[1] else None
+    return node.input[0] if graph.number(node.input[1]) == 2 else None
+
+
+def mean_of(graph: Graph, name: str) -> str | None:
+    """Returns x where a value is the mean of x over its last axis, which stays as 1."""
+    node = made_by(graph, name, "ReduceMean")
+    if node is None or node.integer("keepdims", 1) != 1:
+        return None
+    axes = node.entries("axes")
+    if axes is None and node.has_input(1):
+        array = graph.array(node.input[1])
+        axes = None if array is None else tuple(int(axis) for axis in array.reshape(-1))
+    rank = len(graph.value(node.input[0]).shape or ())
+    return node.input[0] if axes is not None and axes in {(-1,), (rank - 1,)} else None
+
+
+def root_of(graph: Graph, name: str) -> tuple[str, float] | None:
+    """Returns x and epsilon where a value is the root of x + epsilon."""
+    node = made_by(graph, name, "Sqrt", "Pow")
+    if node is None or (node.op_type == "Pow" and graph.number(node.input[1]) != 0.5):
+        return None
+    added = made_by(graph, node.input[0], "Add")
+    for value, number in (added.input, added.input[::-1]) if added is not None else ():
+        epsilon = graph.number(number)
+        if epsilon is not None:
+            return value, epsilon
+    return None
+
+
+def quotient_of(graph: Graph, name: str) -> tuple[str, str] | None:
+    """Returns x and y where a value is x / y: as one Div, or as x times one over y."""
+    node = made_by(graph, name, "Div", "Mul")
+    if node is None:
+        return None
+    if node.op_type == "Div":
+        return node.input[0], node.input[1]
+    for value, factor in (node.input, node.input[::-1]):
+        over = made_by(graph, factor, "Reciprocal", "Div")
+        if over is not None and (over.op_type == "Reciprocal" or graph.number(over.input[0]) == 1):
+            return value, over.input[-1]
+    return None
+
+
+def vector_beside(graph: Graph, node: Node | None) -> tuple[str, str] | None:
+    """Returns a computed operand and the constant of one axis and type float32 that stands beside it."""
+    for value, vector in (node.input, node.input[::-1]) if node is not None and len(node.input) == 2 else ():
+        tensor = graph.constants.get(vector)
+        if value not in graph.constants and tensor is not None and len(tensor.dims) == 1:
+            return (value, vector) if graph.is_float_constant(vector) else None
+    return None

@@ -1,0 +1,133 @@
+"""What exporters write of transformers is brought into the operators that providers take whole."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from exported_models import EXPORTED, STYLES, draw_inputs
+from prepare_models import make_model, op_names, run_model
+
+from edgekit.check.check import check_model
+from edgekit.jobs.check import fix_for_target
+from edgekit.prepare.fix import fix_model, ready_model
+from edgekit.target import load_target
+
+WHOLE = {
+    "bert": {"LayerNormalization": 3, "Gelu": 1},
+    "bert_tanh": {"LayerNormalization": 3, "FastGelu": 1},
+    "llama": {"SimplifiedLayerNormalization": 3},
+}
+WHOLE_23 = {
+    "bert": {"LayerNormalization": 3, "Gelu": 1},
+    "bert_tanh": {"LayerNormalization": 3, "Gelu": 1},
+    "llama": {"RMSNormalization": 3},
+}
+CONSTANTS = (
+    "<float r = {1.4142135}, float k = {0.70710677}, float o = {1}, float h = {0.5}, float p = {2}, float q = {3}, "
+    "float m = {0.044715}, float s = {0.7978846}>"
+)
+NUMBERS = (
+    "<float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}, float o = {1}, float h = {0.5}, int64[1] n = {-1}>"
+)
+PARTS = {"Erf", "Sqrt", "ReduceMean", "Pow", "Reciprocal"}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", EXPORTED)
+def test_norms_and_gelu_become_whole(tmp_path: Path, name: str, style: str) -> None:
+    model = EXPORTED[name](tmp_path / "m.onnx", style)
+    ready = ready_model(model, tmp_path, {}).model
+    counts = Counter(node.op_type for node in onnx.load(str(ready.path)).graph.node)
+    wanted = (WHOLE_23 if style == "dynamo23" else WHOLE)[name]
+    assert {op: counts[op] for op in wanted} == wanted
+    assert PARTS.isdisjoint(counts)
+    inputs = draw_inputs(model)
+    expected, got = (next(iter(run_model(path, inputs).values())) for path in (model.path, ready.path))
+    assert np.allclose(expected, got, rtol=0, atol=2e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", EXPORTED)
+def test_qnn_takes_every_node(tmp_path: Path, name: str, style: str) -> None:
+    ready = ready_model(EXPORTED[name](tmp_path / "m.onnx", style), tmp_path, {}).model
+    fixed, _ = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    report = check_model(fixed.model, load_target("qnn"))
+    assert [node.name for node in report.node_list if not node.taken] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Mul(x, k) b = Erf(a) c = Add(o, b) d = Mul(h, x) y = Mul(d, c)",
+        "a = Mul(k, x) b = Erf(a) c = Add(b, o) d = Mul(c, h) y = Mul(x, d)",
+        "a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Div(d, p)",
+        "a = Pow(x, q) b = Mul(a, m) c = Add(x, b) d = Mul(c, s) e = Tanh(d) f = Add(e, o) g = Mul(x, f) y = Mul(g, h)",
+        "z=Mul(x, h) a=Mul(x, x) b=Mul(a, x) c=Mul(b, m) d=Add(c, x) e=Mul(d, s) f=Tanh(e) g=Add(o, f) y=Mul(z, g)",
+        "z=Mul(h, x) a=Mul(x, m) b=Mul(a, x) c=Add(b, o) d=Mul(x, s) e=Mul(d, c) f=Tanh(e) g=Add(f, o) y=Mul(z, g)",
+    ],
+)
+def test_gelu_is_known_in_other_spellings(tmp_path: Path, body: str) -> None:
+    model = make_model(f"g (float[2,9] x) => (float[2,9] y) {CONSTANTS} {{ {body} }}", tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", ["join-gelu"])
+    assert len(op_names(fixed.model.path)) == 1
+    inputs = {"x": np.random.default_rng(0).normal(0, 3, (2, 9)).astype(np.float32)}
+    assert np.allclose(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(z, c) y = Mul(d, h)",
+        "a = Div(r, x) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h)",
+        "a = Div(x, p) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h)",
+        "a = Div(x, r) b = Erf(a) c = Add(b, p) d = Mul(x, c) y = Mul(d, h)",
+        "a = Div(x, r) b = Erf(a) c = Sub(b, o) d = Mul(x, c) y = Mul(d, h)",
+        "a = Div(x, r) b = Erf(a) c = Add(b, o) d = Div(x, c) y = Mul(d, h)",
+        "a = Div(x, r) b = my.Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h)",
+        "a = Pow(x, p) b = Mul(a, m) c = Add(x, b) d = Mul(c, s) e = Tanh(d) f = Add(e, o) g = Mul(x, f) y = Mul(g, h)",
+        "a = Pow(x, q) b = Mul(a, h) c = Add(x, b) d = Mul(c, s) e = Tanh(d) f = Add(e, o) g = Mul(x, f) y = Mul(g, h)",
+        "a = Pow(z, q) b = Mul(a, m) c = Add(x, b) d = Mul(c, s) e = Tanh(d) f = Add(e, o) g = Mul(x, f) y = Mul(g, h)",
+        "a = Tanh(x) b = Add(a, o) c = Mul(x, b) y = Mul(c, h)",
+    ],
+)
+def test_what_is_nearly_gelu_stays(tmp_path: Path, body: str) -> None:
+    text = f"g (float[2,9] x, float[2,9] z) => (float[2,9] y) {CONSTANTS} {{ {body} }}"
+    model = make_model(text, tmp_path / "m.onnx")
+    assert fix_model(model, tmp_path / "out.onnx", ["join-gelu"]).fixes == ()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Mul(x, x) b = ReduceMean(a, n) c = Add(e, b) d = Sqrt(c) f = Div(x, d) y = Mul(f, w)",
+        "a = Pow(x, t) b = ReduceMean(a, n) c = Add(b, e) d = Sqrt(c) f = Div(o, d) g = Mul(x, f) y = Mul(w, g)",
+        "a = Pow(x, t) b = ReduceMean(a, n) c = Add(b, e) d = Pow(c, h) f = Div(x, d) y = Mul(w, f)",
+    ],
+)
+def test_rms_norms_are_known_in_other_spellings(tmp_path: Path, body: str) -> None:
+    model = make_model(f"g (float[2,4,3] x) => (float[2,4,3] y) {NUMBERS} {{ {body} }}", tmp_path / "m.onnx", opset=18)
+    fixed = fix_model(model, tmp_path / "out.onnx", ["join-rms-norm"])
+    assert op_names(fixed.model.path) == ["SimplifiedLayerNormalization"]
+    inputs = {"x": np.random.default_rng(0).normal(0, 3, (2, 4, 3)).astype(np.float32)}
+    assert np.allclose(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Mul(x, x) b = ReduceMean<keepdims=0>(a, n) c = Add(e, b) d = Sqrt(c) f = Div(x, d) y = Mul(f, w)",
+        "a = Mul(x, x) b = ReduceMean(a, n) d = Sqrt(b) f = Div(x, d) y = Mul(f, w)",
+        "a = Mul(x, z) b = ReduceMean(a, n) c = Add(e, b) d = Sqrt(c) f = Div(x, d) y = Mul(f, w)",
+        "a = Mul(x, x) b = ReduceMean(a, n) c = Add(e, b) d = Sqrt(c) f = Div(z, d) y = Mul(f, w)",
+        "a = Pow(x, o) b = ReduceMean(a, n) c = Add(e, b) d = Sqrt(c) f = Div(x, d) y = Mul(f, w)",
+        "a = Mul(x, x) b = ReduceMean(a, n) c = Add(e, b) d = Sqrt(c) f = Div(t, d) g = Mul(x, f) y = Mul(w, g)",
+        "a = Mul(x, x) b = ReduceMean(a, n) c = Add(e, b) d = Sqrt(c) f = Div(x, d) y = Mul(f, o)",
+        "a = Mul(x, x) b = ReduceMean(a, n) c = Add(e, b) d = Pow(c, t) f = Div(x, d) y = Mul(f, w)",
+    ],
+)
+def test_what_is_nearly_an_rms_norm_stays(tmp_path: Path, body: str) -> None:
+    text = f"g (float[2,4,3] x, float[2,4,3] z) => (float[?,?,3] y) {NUMBERS} {{ {body} }}"
+    model = make_model(text, tmp_path / "m.onnx", opset=18)
+    assert fix_model(model, tmp_path / "out.onnx", ["join-rms-norm"]).fixes == ()
