@@ -219,9 +219,9 @@ def test_second_moments_are_tried_above_a_floor_and_judged_once(net: Model, many
 @pytest.mark.parametrize(
     ("reached", "unrounded", "floor", "needed"),
     [
-        (39.9, 39.9, -9.0, True),
-        (40.0, 40.3, -9.0, False),
-        (40.0, 40.4, -9.0, True),
+        (19.9, 19.9, -9.0, True),
+        (20.0, 20.5, -9.0, False),
+        (20.0, 20.6, -9.0, True),
         (20.0, 50.0, 20.0, True),
         (20.0, 50.0, 20.1, False),
     ],

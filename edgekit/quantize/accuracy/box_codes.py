@@ -178,7 +178,7 @@ def _decode_offsets(values: Array, at: _Places) -> Array:
 
 def _decode_bins(values: Array, at: _Places) -> Array:
     """Distances in cells as means over bins (X. Li et al., arXiv:2006.04388)."""
-    bins = values.reshape(len(values), 4, -1)
+    bins = values.reshape(len(values), 4, values.shape[1] // 4)
     return _decode_distances(softmax(bins) @ np.arange(bins.shape[-1], dtype=np.float64), at)
 
 
