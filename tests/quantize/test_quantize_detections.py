@@ -6,8 +6,8 @@ from quantize_models import make_model, make_samples
 
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy import box_codes
+from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.heads import Head, find_head, find_image
 from edgekit.quantize.accuracy.predict import AP, predict_drop
 
