@@ -64,7 +64,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("android", "ios", "remote"),
         ("release",),
         ("local",),
-        ("bundled", "emulators", "parallel", "self_test"),
+        ("bundled", "emulators", "parallel", "recorded", "self_test"),
         ("labelled", "process"),
         ("device", "plain"),
     ),

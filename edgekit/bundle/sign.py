@@ -4,9 +4,12 @@ The signature is Ed25519 (RFC 8032) over a statement that names every file with 
 `edgekit.bundle.statement`, which other tools read too.
 """
 
+import base64
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from edgekit._files import digest_bytes, write_file, write_new
 from edgekit.bundle.statement import (
@@ -88,18 +91,10 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
         UsageError: the key cannot be read, or is no Ed25519 public key.
         MissingExtraError: `cryptography` is not installed.
     """
-    serialization, ed25519 = _load_library()
-    public = _load_key(key, "public", serialization.load_pem_public_key)
-    if not isinstance(public, ed25519.Ed25519PublicKey):
-        raise UsageError(f"'{key}' is no Ed25519 public key", hint=_KEY_HINT)
+    public, wanted = _load_public(key)
     envelope = read_envelope(folder)
-    (signature,), wanted = envelope.signatures, _identify(public, serialization)
-    # Said apart from a wrong signature: another signer is a question of trust, an altered file is not.
-    if signature.keyid != wanted:
-        raise BundleError(
-            f"'{folder}' is signed with another key: {signature.keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)",
-            hint="ask who signed it for the public key, and whether to trust it",
-        )
+    (signature,) = envelope.signatures
+    _require_key(signature.keyid, wanted, str(folder))
     payload = decode_base64(envelope.payload)
     if payload is None or not _verifies(public, signature.sig, encode_preauth(payload)):
         raise BundleError(f"the signature of '{folder}' was altered", hint="do not use it: fetch it again")
@@ -109,6 +104,67 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
             f"'{name}' of '{folder}' was altered after it was signed", hint="do not use it: fetch it again"
         )
     return statement
+
+
+class Seal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A signature of one digest, in base64, and the id of the key that made it."""
+
+    keyid: str
+    signature: str
+
+
+def seal_digest(digest: str, key: Path) -> Seal:
+    """Signs the sha256 of a recorded run with a private key in PEM.
+
+    Raises:
+        UsageError: the key cannot be read, or is no Ed25519 private key without a password.
+        MissingExtraError: `cryptography` is not installed.
+    """
+    serialization, _ = _load_library()
+    signer = _load_private(key)
+    signature = base64.b64encode(signer.sign(_name_run(digest))).decode()
+    return Seal(keyid=_identify(signer.public_key(), serialization), signature=signature)
+
+
+def check_seal(seal: Seal | None, digest: str, what: str, key: Path) -> None:
+    """Refuses a digest that the private half of a public key in PEM did not sign; `what` names it in the error.
+
+    Raises:
+        BundleError: there is no signature, it was made with another key, or what it signs was altered.
+        UsageError: the key cannot be read, or is no Ed25519 public key.
+        MissingExtraError: `cryptography` is not installed.
+    """
+    public, wanted = _load_public(key)
+    if seal is None:
+        raise BundleError(
+            f"'{what}' is not signed", hint="ask for one that is: edgekit verify --export FILE --sign-run KEY"
+        )
+    _require_key(seal.keyid, wanted, what)
+    if not _verifies(public, seal.signature, _name_run(digest)):
+        raise BundleError(f"'{what}' was altered after it was signed", hint="do not use it: fetch it again")
+
+
+def _name_run(digest: str) -> bytes:
+    """Returns what is signed: no statement of a bundle begins like it, so that one cannot stand for the other."""
+    return b"edgekit recorded run\n" + digest.encode()
+
+
+def _load_public(key: Path) -> tuple[Any, str]:
+    """Returns a public key, and its id."""
+    serialization, ed25519 = _load_library()
+    public = _load_key(key, "public", serialization.load_pem_public_key)
+    if not isinstance(public, ed25519.Ed25519PublicKey):
+        raise UsageError(f"'{key}' is no Ed25519 public key", hint=_KEY_HINT)
+    return public, _identify(public, serialization)
+
+
+def _require_key(keyid: str, wanted: str, what: str) -> None:
+    # Said apart from a wrong signature: another signer is a question of trust, an altered file is not.
+    if keyid != wanted:
+        raise BundleError(
+            f"'{what}' is signed with another key: {keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)",
+            hint="ask who signed it for the public key, and whether to trust it",
+        )
 
 
 def _load_library() -> tuple[Any, Any]:

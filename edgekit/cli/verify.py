@@ -25,7 +25,7 @@ from edgekit.report.markdown import render_markdown
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
-from edgekit.verify.on_devices import open_inputs, verify_on, verify_with
+from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, recheck_report, require_devices
 from edgekit.verify.saved import read_report
 
@@ -39,6 +39,10 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     bundle: Path | None
     names: tuple[str, ...]
     on_file: Path | None
+    recorded: tuple[Path, ...]
+    run_key: Path | None
+    export: Path | None
+    sign_key: Path | None
     settings: tuple[str, ...]
     data: str | None
     preprocess: Path | None
@@ -73,6 +77,10 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
 @click.option("--reference", type=_FILE, metavar="MODEL", help="The float model that the bundle was built from.")
 @options.SAMPLES
+@click.option("--import", "recorded", multiple=True, type=_FILE, metavar="FILE", help="Judge a run that was exported.")
+@click.option("--run-key", type=_FILE, metavar="FILE", help="Refuse an imported run that this public key did not sign.")
+@click.option("--export", type=_FILE, metavar="FILE", help="Write the run of the device as a file, to judge elsewhere.")
+@click.option("--sign-run", "sign_key", type=_FILE, metavar="FILE", help="Sign it with this private key (PEM).")
 @click.option("--layers", is_flag=True, help="Hold each layer on the device against this machine, right or wrong.")
 @click.option("--recheck", type=_FILE, metavar="FILE", help="Judge this verify.json again; nothing runs.")
 @click.option("--key", type=_FILE, metavar="FILE", help="Refuse what the owner of this public key (PEM) did not sign.")
@@ -105,6 +113,8 @@ def command(files_only: bool, accept_unproven: bool, as_json: bool, volume: int,
     Example:
       edgekit verify bundles/model-qnn --require qnn-htp-sim --junit verify.xml
       edgekit verify bundles/model-xnnpack --on android --set phone=pixel-6
+      edgekit verify bundles/model-coreml --on coreml --export mac.run
+      edgekit verify bundles/model-coreml --import mac.run
       edgekit verify bundles/model-xnnpack --on adb:R5CT1234 --on-file devices.toml --html lab.html
       edgekit verify bundles/model-qnn --data eval.npz --labels eval.npy --reference model.onnx --metric top1
       edgekit verify --recheck bundles/model-qnn/verify.json --min-cosine 0.99
@@ -155,6 +165,16 @@ def _check_options(question: _Question, limits: Limits) -> None:
         "--samples": question.samples,
     }
     layers = question.layers or None
+    of_run = {
+        "--import": question.recorded or None,
+        "--run-key": question.run_key,
+        "--export": question.export,
+        "--sign-run": question.sign_key,
+    }
+    if question.run_key is not None and not question.recorded:
+        raise UsageError("--run-key is the key of an imported run", hint="add --import FILE")
+    if question.sign_key is not None and question.export is None:
+        raise UsageError("--sign-run signs an exported run", hint="add --export FILE")
     if question.recheck is not None:
         names, required = question.names or None, question.require or None
         of_device = {
@@ -163,11 +183,13 @@ def _check_options(question: _Question, limits: Limits) -> None:
             "--require": required,
             "--set": question.settings or None,
         }
-        of_bundle = {**of_device, "--layers": layers, "--key": question.key, "--target": question.target}
+        of_bundle = {**of_device, **of_run, "--layers": layers, "--key": question.key, "--target": question.target}
         _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
-    elif question.data is None:
+    elif question.data is not None:
+        _refuse(of_run, "a run as a file is one with the golden samples")
+    if question.recheck is None and question.data is None:
         _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
-    elif question.reference is None:
+    if question.data is not None and question.reference is None:
         raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
     ratio = limits.max_latency_ratio is not None or limits.max_memory_ratio is not None
     if ratio and question.baseline is None and question.history is None:
@@ -185,7 +207,7 @@ def _refuse(given: Mapping[str, object], reason: str) -> None:
 def _check_places(question: _Question, places: _Places) -> None:
     """Refuses a report where none can be written, or in the bundle: with a file too many that cannot be opened."""
     chosen = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
-    for option, place in {**chosen, "--history": question.history}.items():
+    for option, place in {**chosen, "--history": question.history, "--export": question.export}.items():
         bundle = question.bundle
         # A report in the bundle is a file that the manifest does not list.
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
@@ -237,7 +259,8 @@ def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits,
         settings=options.parse_assignments(question.settings, "--set"),
     )
     if data is None or question.reference is None:
-        return verify_on(bundle, choice, progress, task=task, layers=question.layers)
+        files = RunFiles(**{name: getattr(question, name) for name in RunFiles.__struct_fields__})
+        return verify_on(bundle, choice, progress, task=task, layers=question.layers, files=files)
     return verify_with(
         bundle,
         question.reference,

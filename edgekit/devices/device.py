@@ -74,7 +74,8 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     each sample how long its runs took together, where several ran at once. `stopped_early` says that the time was over
     before the last sample; what came back is whole. `cpu_features`, and the state before the first and after the last
     sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
-    device's program said them, without what could steer a terminal.
+    device's program said them, without what could steer a terminal. `waited_ms` is how long the device was waited for
+    where the run was recorded elsewhere, else 0.
     """
 
     device: str
@@ -94,6 +95,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     before: DeviceState | None = None
     after: DeviceState | None = None
     log: str = ""
+    waited_ms: float = 0.0
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

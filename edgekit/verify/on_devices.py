@@ -8,10 +8,12 @@ from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
 from edgekit.bundle.golden.golden import INPUTS, make_golden, read_inputs
 from edgekit.bundle.manifest.trust import bundled_task
+from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
 from edgekit.devices.device import Device
+from edgekit.devices.recorded import Recording, open_recorded
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import OutputError, UsageError
 from edgekit.model.model import load_model
@@ -30,6 +32,21 @@ _INPUTS = f"{GOLDEN}/{INPUTS}"
 _AT_ONCE = 2
 
 
+class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs as files: those to judge, and where the run of the one chosen device goes.
+
+    Where there is a public `run_key`, its owner must have signed the former; the latter is signed with `sign_key`.
+    """
+
+    recorded: tuple[Path, ...] = ()
+    run_key: Path | None = None
+    export: Path | None = None
+    sign_key: Path | None = None
+
+
+_NO_FILES = RunFiles()
+
+
 def verify_on(
     bundle: Bundle,
     choice: DeviceChoice,
@@ -37,6 +54,7 @@ def verify_on(
     *,
     task: TaskLimit | None = None,
     layers: bool = False,
+    files: RunFiles = _NO_FILES,
 ) -> VerifyReport:
     """Verifies a bundle on chosen devices, or those of its target, and writes `verify.json` into it if one ran.
 
@@ -44,10 +62,12 @@ def verify_on(
     be written, a note of the report says so.
 
     Raises:
-        UsageError: there is no such device, or it runs another provider.
+        UsageError: there is no such device, it runs another provider, or a run of several devices is to be written.
+        DataError: a file is no recorded run.
+        BundleError: a recorded run is not signed with the key that is asked for.
     """
     known = read_known(bundle)
-    devices = find_devices(bundle, read_target(bundle), choice)
+    devices = _add_files(bundle, choice, files)
     ancestry = _describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
     report = verify_bundle(bundle, devices, task=task, layers=layers, ancestry=ancestry, progress=progress)
     report = keep_attribution(report, known)
@@ -124,6 +144,21 @@ def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[D
     """
     planned = [planned.device for planned in bundle.manifest.verification]
     return choose_devices(choice, lambda _: target, default=planned)
+
+
+def _add_files(bundle: Bundle, choice: DeviceChoice, files: RunFiles) -> list[Device]:
+    """Returns the chosen devices and recorded runs; where only these are named, no device of the target's."""
+    recorded: list[Device] = [open_recorded(path, bundle.sha256, files.run_key) for path in files.recorded]
+    is_chosen = choice.names or choice.file is not None
+    devices = find_devices(bundle, read_target(bundle), choice) if is_chosen or not recorded else []
+    if files.export is None:
+        return [*devices, *recorded]
+    if len(devices) != 1 or not is_chosen:
+        raise UsageError("--export writes the run of one device", hint="name it: --on coreml")
+    if files.sign_key is not None:
+        require_private_key(files.sign_key)
+    wrap = Recording(device=devices[0], path=files.export, bundle_sha256=bundle.sha256, key=files.sign_key)
+    return [wrap, *recorded]
 
 
 def _keep_report(bundle: Bundle, report: VerifyReport) -> VerifyReport:

@@ -19,6 +19,7 @@ from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.parallel import run_each, run_together
+from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine
@@ -195,7 +196,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             run=msgspec.structs.replace(run, outputs=keep_small(run.outputs)),
             rows=rows,
             reference=keep_small(select_samples(read_outputs(golden), rows)),
-            elapsed_ms=elapsed_ms,
+            elapsed_ms=run.waited_ms or elapsed_ms,
         )
         report = _measure_run(trial, asked)
         report = msgspec.structs.replace(
@@ -345,7 +346,7 @@ def _look_inside(
     trial: _Trial, device: Device, outputs: Sequence[OutputReport], asked: _Asked, work: Path
 ) -> Located | None:
     """Returns the layer that the device computes otherwise, None where that was not looked for."""
-    is_asked = asked.layers or bool(_name_wrong(outputs, trial))
+    is_asked = (asked.layers or bool(_name_wrong(outputs, trial))) and not is_recorded(device)
     if trial.run.failure is not None or not is_asked or "onnx" not in trial.bundle.manifest.forms:
         return None
     traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"))

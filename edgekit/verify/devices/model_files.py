@@ -16,6 +16,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device
 from edgekit.devices.labelled import kind_of
+from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.target import Form, Verification
 from edgekit.verify.facts import FileReport
@@ -24,13 +25,14 @@ from edgekit.verify.metrics.outputs import OutputReport
 
 Excuse = Callable[[Sequence[OutputReport], Samples, Bundle, Samples], tuple[OutputReport, ...]]
 
-LINKED_RUNTIMES = frozenset({"android"})
+LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
 """Kinds of devices that are the runtime which an app links."""
 
 
 def list_other_forms(bundle: Bundle, device: Device, plan: Verification) -> tuple[Form, ...]:
     """Returns the forms that a bundle ships beside that of the plan, where the device can say what becomes of them."""
-    forms = bundle.manifest.forms if kind_of(device) in LINKED_RUNTIMES else {}
+    is_asked = kind_of(device) in LINKED_RUNTIMES and not is_recorded(device)
+    forms = bundle.manifest.forms if is_asked else {}
     return tuple(form for form in forms if form not in {plan.form, "context"})
 
 

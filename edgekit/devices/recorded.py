@@ -1,0 +1,263 @@
+"""A run as a file: recorded where the device is, judged where the bundle is.
+
+The first line says who vouches for the rest; the second is a `Claim`; then follow the outputs, a `.tensors` message a
+sample (`edgekit.devices.process.exchange`). What is in it is hostile until it has been checked against the bundle.
+"""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Annotated, Literal
+
+import msgspec
+
+from edgekit._files import digest_file, open_regular, replacing_file, work_folder, write_new
+from edgekit.bundle.sign import Seal, check_seal, seal_digest
+from edgekit.data.data_check import digest_samples
+from edgekit.data.samples import Samples
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.process.exchange import (
+    MAX_RESULT_BYTES,
+    Count,
+    Milliseconds,
+    encode_tensors,
+    open_outputs,
+    receive_tensors,
+    tensors_name,
+)
+from edgekit.errors import DataError, DeviceError
+from edgekit.evidence import Evidence
+
+_FORMAT: Literal["edgekit-run-1"] = "edgekit-run-1"
+_MAX_SEAL_BYTES = 1 << 12
+_CHUNK_BYTES = 1 << 20
+_HINT = "edgekit verify BUNDLE --on DEVICE --export FILE writes one"
+_Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
+_Line = Annotated[str, msgspec.Meta(max_length=2000)]
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file says of a run. The digests are of the bundle, the model file, the inputs and the outputs.
+
+    `samples` is how many outputs follow, `waited_ms` how long the device was waited for; the others are those of
+    `DeviceRun`.
+    """
+
+    bundle_sha256: _Sha256
+    model_sha256: _Sha256
+    inputs_sha256: _Sha256
+    outputs_sha256: _Sha256
+    samples: Count
+    device: _Word
+    evidence: Evidence
+    placement: tuple[PlacedNode, ...]
+    placement_source: Literal["session", "profile", "log", "predicted"]
+    load_ms: Milliseconds
+    latency_ms: tuple[Milliseconds, ...]
+    elapsed_ms: tuple[Milliseconds, ...]
+    waited_ms: Milliseconds
+    peak_rss_bytes: Count
+    versions: dict[_Word, _Line]
+    failure: _Line | None
+    notes: tuple[_Line, ...]
+    stopped_early: bool
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: Literal["edgekit-run-1"]
+    seal: Seal | None
+
+
+class Recording(msgspec.Struct, kw_only=True):
+    """A device whose first run is written into the file `path`, signed with `key` where there is one."""
+
+    device: Device
+    path: Path
+    bundle_sha256: str
+    key: Path | None = None
+    written: bool = False
+
+    @property
+    def name(self) -> str:
+        """The device's own."""
+        return self.device.name
+
+    @property
+    def evidence(self) -> Evidence:
+        """The device's own."""
+        return self.device.evidence
+
+    def find_missing(self) -> Missing | None:
+        """Returns what the device lacks."""
+        return self.device.find_missing()
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs a job on the device, and records the first.
+
+        Raises:
+            DeviceError: the device is not there.
+            OutputError: the file cannot be written.
+            UsageError: the key is none to sign with.
+        """
+        begun = time.monotonic()
+        run = self.device.run_job(job, work)
+        if not self.written:
+            waited_ms = 1000.0 * (time.monotonic() - begun)
+            _write_run(self.path, _claim(run, job, self.bundle_sha256, waited_ms), run.outputs, self.key)
+            self.written = True
+        return run
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was made elsewhere, in the place of the device that made it; nothing else can be asked of it.
+
+    `voucher` says who stands for it.
+    """
+
+    path: Path
+    claim: Claim
+    bundle_sha256: str
+    voucher: str
+
+    @property
+    def name(self) -> str:
+        """The device that it names."""
+        return self.claim.device
+
+    @property
+    def evidence(self) -> Evidence:
+        """How good the word of that device is; the file may lie."""
+        return self.claim.evidence
+
+    def find_missing(self) -> Missing | None:
+        """Returns None: it is all there."""
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Returns the run, if it is one of this job.
+
+        Raises:
+            DeviceError: it is of another bundle, file or samples, or the outputs are not those that it speaks of.
+        """
+        for reason in self._find_other(job):
+            raise self._explain(reason)
+        outputs = self._read_outputs(job, work / "out")
+        if digest_samples(outputs) != self.claim.outputs_sha256:
+            raise self._explain("holds other outputs than it says")
+        fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"device", "notes"}
+        return DeviceRun(
+            device=f"{self.claim.device} (recorded)",
+            outputs=outputs,
+            notes=(f"{self.path.name}: {self.voucher}", *self.claim.notes),
+            **{name: getattr(self.claim, name) for name in fields},
+        )
+
+    def _find_other(self, job: Job) -> Iterator[str]:
+        """Yields why the run is not one of a job."""
+        claim = self.claim
+        if claim.bundle_sha256 != self.bundle_sha256:
+            yield "is of another bundle, or of another build of it"
+        if claim.model_sha256 != digest_file(job.model):
+            yield "is of another model file than is judged here"
+        if claim.inputs_sha256 != digest_samples(job.samples):
+            yield "is of other samples than are judged here"
+        is_whole = claim.samples == job.samples.count or claim.stopped_early or claim.failure is not None
+        if not is_whole or claim.samples > job.samples.count:
+            yield f"holds {claim.samples} outputs of {job.samples.count} samples"
+
+    def _read_outputs(self, job: Job, folder: Path) -> Samples:
+        with _open(self.path) as file:
+            _take_lines(file)
+            for index in range(self.claim.samples):
+                receive_tensors(file, folder / tensors_name(index), job.outputs)
+            if file.read(1):
+                raise self._explain("goes on after its last output")
+        outputs, wrong = open_outputs(folder, job.outputs, str(self.path))
+        if wrong:
+            raise self._explain(wrong)
+        return outputs
+
+    def _explain(self, reason: str) -> DeviceError:
+        return DeviceError(f"the run in '{self.path.name}' {reason}", hint=_HINT)
+
+
+def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Recorded:
+    """Returns the run in a file; with `key`, a public key in PEM, only if its owner signed the file.
+
+    Raises:
+        DataError: there is no such file, or it is no run.
+        BundleError: the key's owner did not sign it.
+        UsageError: the key cannot be read, or is no Ed25519 public key.
+    """
+    with _open(path) as file:
+        first, second = _take_lines(file)
+        try:
+            head = msgspec.json.decode(first, type=_Head)
+            claim = msgspec.json.decode(second, type=Claim)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DataError(f"'{path}' is no recorded run: {error}", hint=_HINT) from error
+        digest = _digest_rest(second, file)
+    if key is not None:
+        check_seal(head.seal, digest, str(path), key)
+        voucher = f"signed with the key '{key.name}'"
+    elif head.seal is not None:
+        voucher = f"as claimed: it is signed with the key {head.seal.keyid[:16]}, which was not asked for (--run-key)"
+    else:
+        voucher = "as claimed: nobody signed it"
+    return Recorded(path=path, claim=claim, bundle_sha256=bundle_sha256, voucher=voucher)
+
+
+def is_recorded(device: Device) -> bool:
+    """Returns True for a run that was made elsewhere, of which nothing more can be asked."""
+    return isinstance(device, Recorded)
+
+
+def _claim(run: DeviceRun, job: Job, bundle_sha256: str, waited_ms: float) -> Claim:
+    fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__)
+    return Claim(
+        bundle_sha256=bundle_sha256,
+        model_sha256=digest_file(job.model),
+        inputs_sha256=digest_samples(job.samples),
+        outputs_sha256=digest_samples(run.outputs),
+        samples=run.outputs.count,
+        **{name: getattr(run, name) for name in fields - {"waited_ms"}},
+        waited_ms=waited_ms,
+    )
+
+
+def _write_run(path: Path, claim: Claim, outputs: Samples, key: Path | None) -> None:
+    with work_folder() as work:
+        body = work / "body"
+        line = msgspec.json.encode(claim) + b"\n"
+        write_new(body, itertools.chain((line,), map(encode_tensors, outputs)))
+        seal = None if key is None else seal_digest(digest_file(body), key)
+        head = msgspec.json.encode(_Head(format=_FORMAT, seal=seal)) + b"\n"
+        with replacing_file(path) as temporary, body.open("rb") as file:
+            write_new(temporary, itertools.chain((head,), _read_chunks(file)))
+
+
+def _digest_rest(line: bytes, file: IO[bytes]) -> str:
+    digest = hashlib.sha256(line)
+    for chunk in _read_chunks(file):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}", hint=_HINT) from error
+
+
+def _take_lines(file: IO[bytes]) -> tuple[bytes, bytes]:
+    """Returns the first two lines of a file, up to what they may hold."""
+    return file.readline(_MAX_SEAL_BYTES), file.readline(MAX_RESULT_BYTES)

@@ -1,0 +1,183 @@
+"""A run as a file: an honest one is judged as if it ran here, a lying one fails, and it says who stands for it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden.golden import read_outputs
+from edgekit.bundle.sign import make_key
+from edgekit.cli.main import run_command
+from edgekit.data.data_check import digest_samples
+from edgekit.devices.process.exchange import encode_tensors
+from edgekit.devices.register import DeviceChoice
+from edgekit.errors import BundleError, DataError, UsageError
+from edgekit.verify.on_devices import RunFiles, verify_on
+from edgekit.verify.report import VerifyReport
+
+Claimed = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_build: Path) -> Bundle:
+    return open_bundle(next((demo_build / "bundles").glob("*-cpu")))
+
+
+@pytest.fixture(scope="module")
+def exported(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "host.run"
+    assert verify_on(bundle, DeviceChoice(names=("host",)), files=RunFiles(export=path)).passed
+    return path
+
+
+def judge(bundle: Bundle, path: Path, key: Path | None = None) -> VerifyReport:
+    return verify_on(bundle, DeviceChoice(), files=RunFiles(recorded=(path,), run_key=key))
+
+
+def alter(path: Path, out: Path, change: Callable[[Claimed], None], body: bytes | None = None) -> Path:
+    """Writes a run whose claim was changed, and whose outputs are others where there is a `body`."""
+    head, line, rest = path.read_bytes().split(b"\n", 2)
+    claim = json.loads(line)
+    change(claim)
+    out.write_bytes(b"\n".join((head, json.dumps(claim).encode(), rest if body is None else body)))
+    return out
+
+
+def test_an_honest_run_passes_as_if_it_ran_here(bundle: Bundle, exported: Path) -> None:
+    here = verify_on(bundle, DeviceChoice(names=("host",))).runs[0]
+    report = judge(bundle, exported)
+    (run,) = report.runs
+    assert report.passed
+    assert (run.device, run.evidence, run.samples) == ("host (recorded)", here.evidence, here.samples)
+    assert (run.outputs, run.outputs_sha256) == (here.outputs, here.outputs_sha256)
+    assert run.provider_nodes == here.provider_nodes
+    assert run.latency_ms is not None
+    assert run.notes[0] == "host.run: as claimed: nobody signed it"
+
+
+def lie(kind: str, bundle: Bundle, path: Path, out: Path) -> Path:
+    def set_to(**facts: object) -> Callable[[Claimed], None]:
+        return lambda claim: claim.update(facts)
+
+    rest = path.read_bytes().split(b"\n", 2)[2]
+    replayed = read_outputs(bundle.golden)
+    swapped = bytearray(rest)
+    # The first of the values: its exponent.
+    swapped[rest.index(b"\n") + 4] ^= 0x40
+    lies: dict[str, tuple[Callable[[Claimed], None], bytes | None]] = {
+        "bundle": (set_to(bundle_sha256="0" * 64), None),
+        "model": (set_to(model_sha256="0" * 64), None),
+        "samples": (set_to(inputs_sha256="0" * 64), None),
+        "outputs": (set_to(), bytes(swapped)),
+        "fewer": (set_to(samples=3), None),
+        "more": (set_to(samples=10_000), None),
+        "cut off": (set_to(), rest[:-1]),
+        "goes on": (set_to(), rest + b"x"),
+        "replay": (
+            set_to(outputs_sha256=digest_samples(replayed)),
+            b"".join(encode_tensors(sample) for sample in replayed),
+        ),
+        "placement": (
+            set_to(placement=[{"name": "made up", "op": "Conv", "domain": "", "provider": "CPUExecutionProvider"}]),
+            None,
+        ),
+    }
+    change, body = lies[kind]
+    return alter(path, out, change, body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bundle", "is of another bundle"),
+        ("model", "is of another model file"),
+        ("samples", "is of other samples"),
+        ("outputs", "holds other outputs than it says"),
+        ("fewer", "holds 3 outputs of"),
+        ("more", "holds 10000 outputs of"),
+        ("cut off", "ends early"),
+        ("goes on", "goes on after its last output"),
+        ("replay", "the reference was replayed"),
+        ("placement", "its placement is not whole"),
+    ],
+)
+def test_a_file_that_lies_fails(kind: str, words: str, bundle: Bundle, exported: Path, tmp_path: Path) -> None:
+    report = judge(bundle, lie(kind, bundle, exported, tmp_path / "lie.run"))
+    assert not report.passed
+    (run,) = report.runs
+    assert words in " ".join((run.failure or "", *run.findings))
+
+
+def test_wrong_outputs_with_their_right_digest_fail_by_the_limits(
+    bundle: Bundle, exported: Path, tmp_path: Path
+) -> None:
+    wrong = [{name: -value for name, value in sample.items()} for sample in read_outputs(bundle.golden)]
+    samples = msgspec.structs.replace(read_outputs(bundle.golden), read=lambda: iter(wrong))
+    body = b"".join(map(encode_tensors, wrong))
+    path = alter(exported, tmp_path / "lie.run", lambda c: c.update(outputs_sha256=digest_samples(samples)), body)
+    (run,) = judge(bundle, path).runs
+    assert not run.passed
+    assert run.failure is None
+    assert run.located is None
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no run\nat all\n", b'{"format":"edgekit-run-1","seal":null}\n{}\n', b"\0" * 100_000]
+)
+def test_what_is_no_run_is_refused_in_one_line(data: bytes, bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "x.run"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="is no recorded run") as caught:
+        judge(bundle, path)
+    assert "\n" not in caught.value.message
+    with pytest.raises(DataError, match="cannot read"):
+        judge(bundle, tmp_path / "none.run")
+
+
+def test_a_signed_run_says_so_and_an_altered_one_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    public, other = make_key(tmp_path / "mac.pem"), make_key(tmp_path / "other.pem")
+    path = tmp_path / "signed.run"
+    files = RunFiles(export=path, sign_key=tmp_path / "mac.pem")
+    assert verify_on(bundle, DeviceChoice(names=("host",)), files=files).passed
+    assert judge(bundle, path, public).runs[0].notes[0] == "signed.run: signed with the key 'mac.pem.pub'"
+    assert "as claimed: it is signed with the key" in judge(bundle, path).runs[0].notes[0]
+    with pytest.raises(BundleError, match="is signed with another key"):
+        judge(bundle, path, other)
+    faster = alter(path, tmp_path / "faster.run", lambda claim: claim.update(latency_ms=[0.1] * claim["samples"]))
+    with pytest.raises(BundleError, match="was altered after it was signed"):
+        judge(bundle, faster, public)
+
+
+def test_an_unsigned_run_is_refused_where_a_key_is_asked_for(bundle: Bundle, exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not signed"):
+        judge(bundle, exported, make_key(tmp_path / "mac.pem"))
+
+
+def test_the_run_of_one_device_is_exported(bundle: Bundle, tmp_path: Path) -> None:
+    for names in ((), ("host", "arm64")):
+        with pytest.raises(UsageError, match="--export writes the run of one device"):
+            verify_on(bundle, DeviceChoice(names=names), files=RunFiles(export=tmp_path / "a.run"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sign-run", "k.pem"], "add --export FILE"),
+        (["--run-key", "k.pem"], "add --import FILE"),
+        (["--import", "a.run", "--data", "d", "--reference", "m"], "--import means nothing here"),
+    ],
+)
+def test_options_that_would_go_unheard_are_refused(
+    options: list[str], words: str, bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["verify", str(bundle.folder), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_command_judges_a_file(bundle: Bundle, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["verify", str(bundle.folder), "--import", str(exported)]) == 0
+    assert "as claimed: nobody signed it" in " ".join(capsys.readouterr().out.split())
