@@ -29,9 +29,11 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "app": (
         ("spread",),
+        ("cluster",),
         ("run",),
         ("cells", "packages"),
-        ("draft", "keys", "result"),
+        ("parcels",),
+        ("draft", "keys", "result", "store"),
         ("config",),
         ("positions",),
     ),

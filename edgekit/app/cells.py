@@ -9,7 +9,8 @@ import msgspec
 from edgekit._files import digest_file, write_file
 from edgekit.app.config import App, Cell
 from edgekit.app.keys import Digests, make_key
-from edgekit.app.result import RESULT, CellResult, read_result, write_result
+from edgekit.app.parcels import cell_folder
+from edgekit.app.result import RESULT, CellResult, fail_cell, read_result, write_result
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError
@@ -27,11 +28,6 @@ from edgekit.verify.report import require_devices
 CACHE = ".cache"
 
 
-def cell_folder(app: App, cell: Cell) -> Path:
-    """Returns where the results of a cell lie."""
-    return app.out / cell.model / cell.target
-
-
 def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
     """Returns what an earlier run found, if nothing that it depends on has changed since and its bundle is there."""
     result = read_result(cell_folder(app, cell))
@@ -43,16 +39,25 @@ def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
     return msgspec.structs.replace(result, state="kept")
 
 
-def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress) -> CellResult:
+def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ...]]:
+    """Returns the content key of a cell as it is now, and the files with weights beside its model.
+
+    Raises:
+        EdgekitError: the model cannot be read.
+    """
+    beside = load_model(cell.path).external_files
+    return make_key(app, cell, beside, digests), beside
+
+
+def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, *, cache: Path | None = None) -> CellResult:
     """Builds and verifies a cell and returns what was found; a bundle that was made is kept with its result.
 
     What cannot be built is a finding, too, and is tried again the next time.
     """
     folder, start, verify = cell_folder(app, cell), time.monotonic(), app.table.verify
     try:
-        beside = load_model(cell.path).external_files
         # Taken before: what changes while it is built makes it out of date.
-        key = make_key(app, cell, beside, digests)
+        key, beside = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
         report = build(
             cell.path,
@@ -60,18 +65,15 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress) -> Ce
             folder,
             cell.recipe,
             verify=verify.enabled and not verify.on,
-            cache=app.out / CACHE,
+            cache=cache or app.out / CACHE,
             time_budget_s=app.table.time_budget_s,
             progress=lambda step: progress(f"{cell.name}: {step}"),
         )
         if verify.enabled and (verify.on or verify.require):
             report = _verify_on(app, report, folder)
     except EdgekitError as error:
-        said = f"It cannot be built: {error}."
-        return CellResult(
-            model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=said,
-            seconds=round(time.monotonic() - start, 2),
-        )  # fmt: skip
+        failed = fail_cell(cell, f"It cannot be built: {error}.")
+        return msgspec.structs.replace(failed, seconds=round(time.monotonic() - start, 2))
     result = _describe(app, cell, report, key)
     result = msgspec.structs.replace(result, beside=beside, seconds=round(time.monotonic() - start, 2))
     if result.bundle:

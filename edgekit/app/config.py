@@ -98,6 +98,17 @@ class PackageTable(_Table, frozen=True, kw_only=True):
     extras: tuple[Extra, ...] = msgspec.field(name="with", default=())
 
 
+class SweepTable(_Table, frozen=True, kw_only=True):
+    """`[sweep]`: where cells are built and kept, as `--workers`, `--scheduler` and `--store`.
+
+    A store is a folder, relative to the file, or a URL that fsspec opens.
+    """
+
+    workers: int = 1
+    scheduler: str | None = None
+    store: str | None = None
+
+
 class AppTable(_Table, frozen=True, kw_only=True):
     """An `edgekit.toml`: everything lies below `out`, and planning of a bundle ends after `time_budget_s`."""
 
@@ -109,6 +120,7 @@ class AppTable(_Table, frozen=True, kw_only=True):
     gates: GateTable = GateTable()
     verify: VerifyTable = VerifyTable()
     packages: dict[str, PackageTable] = {}
+    sweep: SweepTable = SweepTable()
 
 
 class App(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,23 @@ class Digests:
             write_file(self._place, encode_json({**self._known, **self._used}))
 
 
+def list_inputs(cell: Cell, beside: Iterable[str]) -> dict[str, tuple[Path, ...]]:
+    """Returns what a cell reads, by what it is: a file or a folder each; the model has its weights beside it.
+
+    Data that a function makes are not among them.
+    """
+    data, target = cell.data, cell.recipe.targets[0]
+    given = {
+        "source": Path(data.source),
+        "evaluation": None if data.evaluation is None else Path(data.evaluation),
+        "labels": data.labels,
+        "golden": data.golden,
+        "target": Path(target) if "/" in target else None,
+    }
+    model = (cell.path, *(cell.path.parent / name for name in sorted(beside)))
+    return {"model": model, **{what: (path,) for what, path in given.items() if path is not None and path.exists()}}
+
+
 def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> str:
     """Returns the content key of a cell: model, data, settings, target and versions.
 

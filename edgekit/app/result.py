@@ -7,6 +7,7 @@ from typing import Literal, cast
 import msgspec
 
 from edgekit._files import write_file
+from edgekit.app.config import Cell
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.evidence import Verdict, worst_verdict
 
@@ -81,6 +82,11 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if all passed."""
         return self.verdict == "pass"
+
+
+def fail_cell(cell: Cell, said: str) -> CellResult:
+    """Returns the result of a cell of which there is no bundle, for the reason that is said."""
+    return CellResult(model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=said)
 
 
 def read_result(folder: Path) -> CellResult | None:

@@ -4,13 +4,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from edgekit._files import write_file
-from edgekit.app.cells import build_cell, find_kept, forget_cell
+from edgekit.app.cells import build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, list_cells
 from edgekit.app.keys import STORE, Digests
 from edgekit.app.packages import pack_all
+from edgekit.app.parcels import fetch_cell, publish_cell
 from edgekit.app.result import AppReport, CellResult
-from edgekit.errors import DataError, UsageError, suggest_name
+from edgekit.app.store import Store
+from edgekit.errors import DataError, EdgekitError, UsageError, suggest_name
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.report.junit import render_junit
@@ -31,13 +35,15 @@ def run_app(
     again: bool = False,
     bare: bool = False,
     spread: Spread | None = None,
+    store: Store | None = None,
     progress: Progress | None = None,
 ) -> AppReport:
     """Builds the cells of an app that are not up to date, and writes packages and one report of all.
 
     `only` names cells (`model/target`), models or targets; the others stay as they are and out of the report. A cell is
     finished and kept when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept.
-    `spread` builds cells elsewhere; `bare` is for them: cells alone, without packages and reports.
+    `spread` builds cells elsewhere; `bare` is for them: cells alone, without packages and reports. What `store` holds
+    is taken from there, and what is built here goes there.
 
     Raises:
         UsageError: `only` names nothing.
@@ -49,10 +55,13 @@ def run_app(
         for cell in cells:
             forget_cell(app, cell)
     found = {cell.name: find_kept(app, cell, digests) for cell in cells}
+    if store is not None and not again:
+        lost = [cell for cell in cells if found[cell.name] is None]
+        found |= {cell.name: _find_stored(app, cell, digests, store) for cell in lost}
     open_cells = [cell for cell in cells if found[cell.name] is None]
     elsewhere = spread(open_cells) if spread is not None else iter([None] * len(open_cells))
     for cell, result in zip(open_cells, elsewhere, strict=True):
-        found[cell.name] = result or build_cell(app, cell, digests, progress)
+        found[cell.name] = result or _build(app, cell, digests, store, progress)
     results = tuple(result for result in found.values() if result is not None)
     digests.save()
     report = AppReport(
@@ -93,6 +102,22 @@ def list_watched(app: App) -> Iterator[Path]:
         data = cell.data
         yield from (Path(source) for source in (data.source, data.evaluation) if source is not None)
         yield from (path for path in (data.labels, data.golden) if path is not None)
+
+
+def _build(app: App, cell: Cell, digests: Digests, store: Store | None, progress: Progress) -> CellResult:
+    result = build_cell(app, cell, digests, progress)
+    if store is not None and result.bundle:
+        publish_cell(app, cell, result.key, store)
+    return result
+
+
+def _find_stored(app: App, cell: Cell, digests: Digests, store: Store) -> CellResult | None:
+    try:
+        key, _ = find_key(app, cell, digests)
+    except EdgekitError:
+        return None
+    result = fetch_cell(app, cell, key, store)
+    return None if result is None else msgspec.structs.replace(result, state="kept")
 
 
 def _choose(cells: Sequence[Cell], only: Sequence[str]) -> tuple[Cell, ...]:

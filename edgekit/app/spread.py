@@ -1,4 +1,4 @@
-"""Cells built by processes side by side: each is one `edgekit run --only CELL`, and its result lies in its folder."""
+"""A run where the app says: here, in processes side by side (each an `edgekit run --only CELL`), or on a cluster."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,16 +7,20 @@ from functools import partial
 import msgspec
 
 from edgekit._proc import Finished, run_process
-from edgekit.app.cells import cell_folder
+from edgekit.app.cluster import spread_cluster
 from edgekit.app.config import App, Cell
-from edgekit.app.result import CellResult, read_result
-from edgekit.app.run import Spread
+from edgekit.app.parcels import cell_folder
+from edgekit.app.result import AppReport, CellResult, fail_cell, read_result
+from edgekit.app.run import Spread, run_app
+from edgekit.app.store import open_store
 from edgekit.devices.parallel import run_together
-from edgekit.progress import Progress
+from edgekit.progress import Progress, say_nothing
 
 # Days: planning has a budget of its own, and what hangs in a device has a limit there.
 _TIMEOUT_S = 7 * 24 * 3600.0
 _TRIES = 3
+SHARED = ".store"
+"""The store of a sweep that names none, below the app's results: for workers that see the same folders."""
 # Exit codes of a child that came to its end: pass, fail, not proven.
 _VERDICTS = frozenset({0, 1, 3})
 
@@ -25,7 +29,30 @@ class _Answer(msgspec.Struct, frozen=True):
     cells: tuple[CellResult, ...]
 
 
-def spread_processes(app: App, workers: int, progress: Progress) -> Spread:
+def run_anywhere(
+    app: App, *, only: Sequence[str] = (), again: bool = False, bare: bool = False, progress: Progress | None = None
+) -> AppReport:
+    """Runs an app as `run_app`, with the workers, the scheduler and the store of its `[sweep]`.
+
+    Raises:
+        EdgekitError: as `run_app` and `open_store`; or the scheduler does not answer.
+    """
+    sweep, progress = app.table.sweep, progress or say_nothing
+    place = sweep.store
+    if place is not None and "://" not in place:
+        place = str(app.path.parent.absolute() / place)
+    elif place is None and sweep.scheduler is not None:
+        place = str(app.out.absolute() / SHARED)
+    store = None if place is None else open_store(place)
+    spread: Spread | None = None
+    if sweep.scheduler is not None and store is not None:
+        spread = spread_cluster(app, sweep.scheduler, store, progress, again=again)
+    elif sweep.workers > 1:
+        spread = spread_processes(app, sweep.workers, progress, store=place)
+    return run_app(app, only=only, again=again, bare=bare, spread=spread, store=store, progress=progress)
+
+
+def spread_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> Spread:
     """Returns what builds cells in so many processes at a time.
 
     A process that is killed, or dies of a native library, is started again, three times in all; nothing that another
@@ -33,14 +60,15 @@ def spread_processes(app: App, workers: int, progress: Progress) -> Spread:
     """
 
     def spread(cells: Sequence[Cell]) -> Iterator[CellResult | None]:
-        yield from run_together([partial(_build, app, cell, progress) for cell in cells], at_once=workers)
+        yield from run_together([partial(_build, app, cell, progress, store) for cell in cells], at_once=workers)
 
     return spread
 
 
-def _build(app: App, cell: Cell, progress: Progress) -> CellResult:
+def _build(app: App, cell: Cell, progress: Progress, store: str | None) -> CellResult:
     progress(f"{cell.name}: build")
     argv = [sys.executable, "-m", "edgekit", "run", str(app.path), "--only", cell.name, "--bare", "--json", "--quiet"]
+    argv += [] if store is None else ["--store", store]
     done: Finished | None = None
     for _ in range(_TRIES):
         done = run_process(argv, timeout_s=_TIMEOUT_S)
@@ -51,7 +79,4 @@ def _build(app: App, cell: Cell, progress: Progress) -> CellResult:
         if kept is not None:
             return kept
     said = "" if done is None else f": {done.ending}; {done.stderr.strip()[-300:]}"
-    return CellResult(
-        model=cell.model, target=cell.target, key="", state="failed", verdict="fail",
-        headline=f"Its process died {_TRIES} times{said}.",
-    )  # fmt: skip
+    return fail_cell(cell, f"Its process died {_TRIES} times{said}.")

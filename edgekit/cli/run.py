@@ -4,11 +4,12 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 
 from edgekit.app.config import FILE, App, load_app
 from edgekit.app.result import AppReport
-from edgekit.app.run import headline_app, list_watched, run_app
-from edgekit.app.spread import spread_processes
+from edgekit.app.run import headline_app, list_watched
+from edgekit.app.spread import run_anywhere
 from edgekit.cli import options
 from edgekit.cli.terminal import print_table, show_json, show_line, showing_progress
 from edgekit.report.tables import format_bytes, make_table
@@ -19,12 +20,13 @@ from edgekit.report.tables import format_bytes, make_table
 @click.option("--only", multiple=True, metavar="NAME", help="A model, a target, or model/target; may be repeated.")
 @click.option(
     "--workers",
-    default=1,
+    default=None,
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Build so many bundles at a time.",
-    show_default=True,
+    help="Build so many bundles at a time; 1 by default.",
 )
+@click.option("--scheduler", metavar="ADDRESS", help="Build on a Dask cluster: tcp://HOST:8786.")
+@click.option("--store", metavar="PLACE", help="Share results: a folder, or a URL that fsspec opens (s3://, gs://).")
 @click.option("--bare", is_flag=True, help="Cells alone, without packages and reports: what workers do.")
 @click.option("--again", is_flag=True, help="Keep nothing of earlier runs.")
 @click.option("--watch", is_flag=True, help="Run again whenever a file changes, until Ctrl-C.")
@@ -34,7 +36,9 @@ from edgekit.report.tables import format_bytes, make_table
 def command(
     file: Path,
     only: tuple[str, ...],
-    workers: int,
+    workers: int | None,
+    scheduler: str | None,
+    store: str | None,
     bare: bool,
     again: bool,
     watch: bool,
@@ -59,9 +63,9 @@ def command(
     while True:
         app = load_app(file)
         seen = _stamp(app)
+        app = _choose_place(app, workers, scheduler, store, bare=bare)
         with showing_progress(volume) as progress:
-            spread = spread_processes(app, workers, progress) if workers > 1 else None
-            report = run_app(app, only=only, again=again, bare=bare, spread=spread, progress=progress)
+            report = run_anywhere(app, only=only, again=again, bare=bare, progress=progress)
         show_json(report) if as_json else show_run(report)
         if not watch:
             accepts = accept_unproven or app.table.verify.accept_unproven
@@ -84,6 +88,18 @@ def show_run(report: AppReport) -> None:
         show_line(f"package {package.name} ({package.kind}): {package.state}: {said}")
     show_line(headline_app(report))
     show_line(f"report: {report.out / 'report.html'}")
+
+
+def _choose_place(app: App, workers: int | None, scheduler: str | None, store: str | None, *, bare: bool) -> App:
+    """Returns the app with what the options say of `[sweep]`; who builds cells for others starts no others."""
+    sweep = app.table.sweep
+    sweep = msgspec.structs.replace(
+        sweep,
+        workers=1 if bare else workers or sweep.workers,
+        scheduler=None if bare or workers else scheduler or sweep.scheduler,
+        store=str(Path(store).absolute()) if store and "://" not in store else store or sweep.store,
+    )
+    return msgspec.structs.replace(app, table=msgspec.structs.replace(app.table, sweep=sweep))
 
 
 def _stamp(app: App) -> list[tuple[str, int]]:

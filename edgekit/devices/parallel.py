@@ -8,9 +8,11 @@ from pathlib import Path
 from threading import BoundedSemaphore, Lock
 from typing import TypeVar
 
+from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
 from edgekit.devices.labelled import address_of, kind_of
+from edgekit.devices.process.cache import cache_folder
 
 _T = TypeVar("_T")
 
@@ -72,7 +74,10 @@ def count_slots(cores: int, free_bytes: int | None) -> int:
 
 def _take_turn(device: Device, run: Callable[[Device], _T], *, timed: bool) -> _T:
     if is_remote(device):
-        return run(device)
+        # Another process of this machine, or another thread, may be at the same phone; the system drops the lock of one
+        # that dies.
+        with one_at_a_time(cache_folder() / "leases" / digest_bytes(address_of(device).encode()) / "lock"):
+            return run(device)
     with _ALONE if timed else _slots():
         return run(device)
 

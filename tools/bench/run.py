@@ -1,4 +1,4 @@
-"""Runs the benches of a group, or all: `python tools/bench/run.py [accuracy|speed|verify|bytes|packages]...`.
+"""Runs the benches of a group, or all: `python tools/bench/run.py [accuracy|speed|verify|sweep|stories|bytes]...`.
 
 `--list` shows what each proves. A bench that fails does not stop the others; the exit code is 1 if one did.
 """
@@ -44,6 +44,7 @@ BENCHES = (
     Bench("verify", "zoo_alarms.py", "and of real models on all devices of their targets"),
     Bench("verify", "litert_nets.py", "whole nets on NNAPI give what LiteRT gives for the same network, within a step"),
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
+    Bench("sweep", "sweep.py", "200 cells on 3 Dask workers, 10 of them killed: each result once, each the same byte"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),
     Bench("bytes", "convert_onnx_suite.py", "every node model of onnx is converted or refused in one line"),
 )

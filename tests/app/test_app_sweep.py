@@ -1,0 +1,179 @@
+"""Cells built elsewhere: what a store keeps, and a cluster whose workers die, share phones, or differ."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tiny_models import parse_model
+
+from edgekit.app import keys
+from edgekit.app.cluster import TOPIC, list_slots
+from edgekit.app.config import App, SweepTable, load_app
+from edgekit.app.result import AppReport
+from edgekit.app.spread import run_anywhere
+from edgekit.app.store import open_store
+from edgekit.cli.main import run_command
+from edgekit.errors import UsageError
+
+distributed = pytest.importorskip("distributed")
+
+TEXT = """
+[models.one]
+path = "one.onnx"
+data = { source = "samples.npz" }
+[models.two]
+path = "two.onnx"
+data = { source = "samples.npz" }
+[targets.cpu]
+precision = "fp32"
+[verify]
+enabled = false
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of an app of two small models, that builds in a second."""
+    head = '<ir_version: 8, opset_import: ["" : 17]>'
+    for name, factor in (("one", 1.0), ("two", 2.0)):
+        graph = f"agraph (float[1,4] x) => (float[1,4] y) <float a = {{{factor}}}> {{ y = Mul(x, a) }}"
+        parse_model(f"{head} {graph}", tmp_path / f"{name}.onnx")
+    np.savez(tmp_path / "samples.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
+    (tmp_path / "edgekit.toml").write_text(TEXT)
+    return tmp_path
+
+
+def _app(folder: Path, **sweep: Any) -> App:
+    app = load_app(folder / "edgekit.toml")
+    return msgspec.structs.replace(app, table=msgspec.structs.replace(app.table, sweep=SweepTable(**sweep)))
+
+
+def _told(report: AppReport) -> dict[str, tuple[str, str]]:
+    return {f"{cell.model}/{cell.target}": (cell.state, cell.sha256) for cell in report.cells}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "memory"])
+def test_a_store_gives_back_what_it_was_given(kind: str, tmp_path: Path) -> None:
+    store = open_store({"folder": f"{tmp_path}/in", "file": f"file://{tmp_path}/in", "memory": "memory://in"}[kind])
+    (tmp_path / "a").write_bytes(b"first")
+    assert not store.has("cells/ab/abc.tar")
+    assert not store.get("cells/ab/abc.tar", tmp_path / "b")
+    for content in (b"first", b"second"):
+        (tmp_path / "a").write_bytes(content)
+        store.put("cells/ab/abc.tar", tmp_path / "a")
+        assert store.has("cells/ab/abc.tar")
+        assert open_store(store.place).get("cells/ab/abc.tar", tmp_path / "b")
+        assert (tmp_path / "b").read_bytes() == content
+
+
+def test_a_store_that_cannot_be_used_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="cannot open store 'nowhere://x'"):
+        open_store("nowhere://x")
+    monkeypatch.setattr("edgekit.app.cluster._CONNECT_S", 1)
+    assert run_command(["run", str(folder / "edgekit.toml"), "--scheduler", "tcp://127.0.0.1:1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("edgekit: error: no scheduler answers at 'tcp://127.0.0.1:1'")
+    assert said.count("\n") == 1
+
+
+def test_what_one_made_another_takes_from_the_store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = str(tmp_path_factory.mktemp("store"))
+    first = run_anywhere(_app(folder, store=store))
+    other = tmp_path_factory.mktemp("other") / "app"
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("build"))
+    (other / "edgekit.toml").write_text(TEXT.replace("models.one", "models.uno"))
+    second = run_anywhere(_app(other, store=store))
+    sha = {name: found[1] for name, found in _told(first).items()}
+    assert _told(second) == {"uno/cpu": ("kept", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
+    told = json.loads((other / "build/uno/cpu/report.json").read_bytes())
+    assert told["bundles"][0]["path"] == str(other / "build/uno/cpu/one-cpu")
+    assert (other / "build" / second.cells[0].report).is_file()
+    # What lies there damaged is made again, and mended.
+    damaged = next(path for path in Path(store).rglob("*.tar") if second.cells[0].key in path.name)
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    shutil.rmtree(other / "build")
+    third = run_anywhere(_app(other, store=store))
+    assert _told(third) == {"uno/cpu": ("built", sha["one/cpu"]), "two/cpu": ("kept", sha["two/cpu"])}
+    shutil.rmtree(other / "build")
+    assert {state for state, _ in _told(run_anywhere(_app(other, store=store))).values()} == {"kept"}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Two workers of two threads in this process; one of them, `lab`, has a board."""
+    options = {"nthreads": 2, "dashboard_address": None}
+    lab = {**options, "resources": {"ssh:board": 2}, "name": "lab"}
+    with distributed.SpecCluster(
+        workers={"desk": {"cls": distributed.Worker, "options": {**options, "name": "desk"}},
+                 "lab": {"cls": distributed.Worker, "options": lab}},
+        scheduler={"cls": distributed.Scheduler, "options": {"dashboard_address": None}},
+        silence_logs=50,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+def _events(cluster: Any) -> list[tuple[float, dict[str, Any]]]:
+    with distributed.Client(cluster.scheduler_address, set_as_default=False) as client:
+        return list(client.get_events(TOPIC))
+
+
+@pytest.mark.slow
+def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Path, cluster: Any) -> None:
+    text = TEXT.replace("enabled = false", 'on = ["ssh:board"]\nrequire = ["ssh:board"]')
+    (folder / "edgekit.toml").write_text(text)
+    app = _app(folder, scheduler=cluster.scheduler_address)
+    assert list_slots(app) == ("ssh:board",)
+    report = run_anywhere(app)
+    assert {(cell.verdict, cell.evidence) for cell in report.cells} == {("fail", "none")}
+    # Two slots are on offer, and still the board is one's alone.
+    said = [(event["what"], event["worker"]) for _, event in _events(cluster)]
+    lab = cluster.workers["lab"].address
+    assert said == [("begin", lab), ("done", lab)] * 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -> None:
+    alone = _told(run_anywhere(_app(folder)))
+    shutil.rmtree(folder / "build")
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
+    with distributed.LocalCluster(**options) as cluster:
+        (nanny,) = cluster.workers.values()
+        killed = list[int]()
+
+        def kill() -> None:
+            while not list((folder / "build").glob("*/*/cell.json")):
+                time.sleep(0.01)
+            killed.append(nanny.process.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        report = run_anywhere(_app(folder, scheduler=cluster.scheduler_address))
+        killer.join()
+        events = _events(cluster)
+    assert killed
+    assert _told(report) == alone
+    done = [event["key"] for _, event in events if event["what"] == "done"]
+    assert sorted(done) == sorted(cell.key for cell in report.cells)
+    assert events[-1][1] == {**events[-2][1], "what": "done", "seconds": events[-1][1]["seconds"]}
+
+
+@pytest.mark.slow
+def test_a_worker_of_another_version_says_so(folder: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = keys.make_key
+    # The one call of the client comes first; what a worker would make then has another key.
+    calls = iter([False] * 4)
+    monkeypatch.setattr("edgekit.app.cells.make_key", lambda *words: honest(*words) + "x" * next(calls, True))
+    report = run_anywhere(_app(folder, scheduler=cluster.scheduler_address))
+    assert all("would make something else" in cell.headline for cell in report.cells)

@@ -1,0 +1,274 @@
+"""A sweep on a Dask cluster whose workers are killed at random, against one process and against the pool.
+
+Makes small networks, builds and verifies each for two variants of the target `cpu`, and says of each way what it cost:
+
+    one      one process, one cell after the other
+    pool     `edgekit run --workers N`: a process a cell
+    cluster  N worker processes of Dask, nobody killed
+    killed   the same, and so many of its workers ended by SIGKILL, whichever and whenever
+
+and then, with a few cells, ends the scheduler itself, starts another and runs again.
+
+It fails where a result is missing, differs by a byte from that of one process, was begun again after it was finished,
+or where the cluster needs more than 5 % more CPU time than the pool.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import dask
+import numpy as np
+import onnx
+from distributed import Client, LocalCluster
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit._files import digest_file
+from edgekit.app.config import list_cells, load_app
+from edgekit.app.result import read_result
+
+ALLOWED = 1.05
+TEXT = """[targets.cpu]
+precision = "int8"
+[targets.float]
+target = "cpu"
+precision = "fp32"
+[verify]
+on = ["host"]
+"""
+
+
+def main() -> int:
+    """Runs the sweep in each way and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--skip", action="append", default=[], choices=("pool", "cluster"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return _compare(Path(folder), args)
+
+
+def _compare(folder: Path, args: argparse.Namespace) -> int:
+    make_app(folder, args.cells // 2)
+    costs: dict[str, float] = {}
+    with _timed("one", costs):
+        _run(folder, "one")
+    if "pool" not in args.skip:
+        with _timed("pool", costs):
+            _run(folder, "pool", "--workers", str(args.workers))
+    if "cluster" not in args.skip:
+        with _timed("cluster", costs), _cluster(args.workers) as cluster:
+            _run(folder, "cluster", "--scheduler", cluster.scheduler_address)
+    with _timed("killed", costs), _cluster(args.workers) as cluster:
+        killer = Killer(cluster, args.kills, args.seed, folder / "killed")
+        killer.start()
+        _run(folder, "killed", "--scheduler", cluster.scheduler_address)
+        killed = killer.stop()
+        again = find_again(cluster)
+    wanted = digests(folder, "one")
+    problems = [
+        f"{way}: differs" for way in ("pool", "cluster", "killed") if way in costs and digests(folder, way) != wanted
+    ]
+    problems += [f"begun again after it was finished: {key}" for key in again]
+    problems += [f"{killed} kills, not {args.kills}"] if killed != args.kills else []
+    problems += [f"{len(wanted)} results, not {args.cells}"] if len(wanted) != args.cells else []
+    if "pool" in costs and "cluster" in costs:
+        ratio = costs["cluster"] / costs["pool"]
+        print(f"cluster against pool: {ratio:.3f} of its CPU seconds")
+        problems += ["the cluster costs too much"] if ratio > ALLOWED else []
+    size = sum(path.stat().st_size for path in (folder / "killed" / ".store").rglob("*.tar")) / args.cells
+    print(f"{len(wanted)} results, {killed} workers killed; {size / 1e3:.0f} kB a cell in the store")
+    problems += _end_scheduler(folder / "few", args.workers)
+    print("\n".join(problems) or "all equal, none twice")
+    return int(bool(problems))
+
+
+def _end_scheduler(folder: Path, workers: int) -> list[str]:
+    """Kills the scheduler when a third of the cells are there, starts another, and returns what was built again."""
+    folder.mkdir()
+    make_app(folder, 6)
+    (folder / "run.toml").write_text('out = "run"\n' + (folder / "edgekit.toml").read_text())
+    with _scheduler(workers) as (address, process):
+        run = subprocess.Popen(_command(folder / "run.toml", "--scheduler", address), stderr=subprocess.PIPE, text=True)
+        while len(list((folder / "run").glob("*/*/cell.json"))) < 4:
+            time.sleep(0.05)
+        process.kill()
+        _, said = run.communicate()
+    early = {path: path.stat().st_mtime_ns for path in (folder / "run").glob("*/*/cell.json")}
+    with _scheduler(workers) as (address, _):
+        subprocess.run(_command(folder / "run.toml", "--scheduler", address), check=True, stdout=subprocess.DEVNULL)
+    count = len(list((folder / "run").glob("*/*/cell.json")))
+    print(f"scheduler killed with {len(early)} of 12 cells done: {said.strip()!r}; {count} after the next run")
+    again = [str(path) for path, stamp in early.items() if path.stat().st_mtime_ns != stamp]
+    return [f"built again: {path}" for path in again] + ([] if count == 12 and run.returncode == 2 else ["cells lost"])
+
+
+@contextmanager
+def _scheduler(workers: int) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Yields the address and the process of a scheduler of its own, with workers."""
+    with tempfile.TemporaryDirectory() as place:
+        file, quiet = Path(place) / "scheduler.json", subprocess.DEVNULL
+        dask_command = [sys.executable, "-m", "dask"]
+        words = ["scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
+        scheduler = subprocess.Popen([*dask_command, *words], stderr=quiet)
+        while not file.exists():
+            time.sleep(0.1)
+        words = [
+            "worker",
+            "--scheduler-file",
+            str(file),
+            "--nthreads",
+            "1",
+            "--nworkers",
+            str(workers),
+            "--no-dashboard",
+        ]
+        started = subprocess.Popen([*dask_command, *words], stderr=quiet)
+        try:
+            yield json.loads(file.read_bytes())["address"], scheduler
+        finally:
+            for process in (started, scheduler):
+                process.terminate()
+                process.wait()
+
+
+def make_app(folder: Path, models: int) -> None:
+    """Writes so many small networks, samples for them, and their `edgekit.toml`."""
+    entries: list[str] = []
+    for seed in range(models):
+        onnx.save(make_net(seed), folder / f"net{seed}.onnx")
+        entries += [f'[models.net{seed}]\npath = "net{seed}.onnx"', f'[models.net{seed}.data]\nsource = "samples.npz"']
+    np.savez(folder / "samples.npz", x=np.random.default_rng(0).normal(size=(16, 3, 16, 16)).astype(np.float32))
+    (folder / "edgekit.toml").write_text("\n".join([*entries, TEXT]))
+
+
+def make_net(seed: int) -> onnx.ModelProto:
+    """Returns a convolution, pooled and classified, with weights of its own."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "w": rng.normal(size=(8, 3, 3, 3)).astype(np.float32) * 0.2,
+        "v": rng.normal(size=(8, 10)).astype(np.float32) * 0.3,
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("MatMul", ["f", "v"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        f"net{seed}",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 10])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def digests(folder: Path, out: str) -> dict[str, dict[str, str]]:
+    """Returns the digest of each file of each bundle; what verification measured (times) is none of them."""
+    found: dict[str, dict[str, str]] = {}
+    for cell in list_cells(load_app(folder / f"{out}.toml")):
+        result = read_result(folder / out / cell.model / cell.target)
+        if result is not None and result.bundle:
+            bundle = folder / out / result.bundle
+            files = {path for path in bundle.rglob("*") if path.is_file() and path.name != "verify.json"}
+            found[cell.name] = {path.relative_to(bundle).as_posix(): digest_file(path) for path in files}
+    return found
+
+
+class Killer(threading.Thread):
+    """Ends workers by SIGKILL, spread over the results that are still to come."""
+
+    def __init__(self, cluster: LocalCluster, kills: int, seed: int, out: Path) -> None:
+        super().__init__(daemon=True)
+        self._cluster, self._random, self._out = cluster, random.Random(seed), out  # noqa: S311 - a draw that repeats
+        self._kills, self._done, self._ended = kills, 0, threading.Event()
+
+    def run(self) -> None:
+        """Kills one whenever as many results have come as were drawn for it."""
+        cells = len(list_cells(load_app(self._out.parent / "edgekit.toml")))
+        for count in sorted(self._random.sample(range(cells * 9 // 10), self._kills)):
+            while len(list(self._out.glob("*/*/cell.json"))) < count and not self._ended.is_set():
+                time.sleep(0.02)
+            # Somewhere within the cell that it works at.
+            time.sleep(self._random.uniform(0.0, 1.0))
+            while not self._ended.is_set() and not self._kill():
+                time.sleep(0.1)
+
+    def stop(self) -> int:
+        """Returns how many were killed."""
+        self._ended.set()
+        self.join()
+        return self._done
+
+    def _kill(self) -> bool:
+        workers = list(self._cluster.workers.values())
+        pids = [nanny.process.pid for nanny in workers if nanny.process is not None and nanny.process.pid]
+        if not pids:
+            return False
+        os.kill(self._random.choice(pids), signal.SIGKILL)
+        self._done += 1
+        return True
+
+
+def find_again(cluster: LocalCluster) -> list[str]:
+    """Returns the keys of cells that were begun after they had been finished."""
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        events = [(stamp, event) for stamp, event in client.get_events("edgekit")]
+    finished: dict[str, float] = {}
+    for stamp, event in events:
+        if event["what"] == "done":
+            finished.setdefault(event["key"], stamp)
+    return [event["key"] for stamp, event in events if event["what"] == "begin" and stamp > finished[event["key"]]]
+
+
+@contextmanager
+def _cluster(workers: int) -> Iterator[LocalCluster]:
+    dask.config.set({"distributed.admin.low-level-log-length": 100_000, "distributed.logging.distributed": "error"})
+    with LocalCluster(
+        n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
+    ) as cluster:
+        yield cluster
+
+
+def _run(folder: Path, out: str, *words: str) -> None:
+    file = folder / f"{out}.toml"
+    file.write_text(f'out = "{out}"\n' + (folder / "edgekit.toml").read_text())
+    subprocess.run(_command(file, *words), check=True, stdout=subprocess.DEVNULL)
+
+
+def _command(file: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "edgekit", "run", str(file), "--quiet", *words]
+
+
+@contextmanager
+def _timed(name: str, costs: dict[str, float]) -> Iterator[None]:
+    start, before = time.monotonic(), _spent()
+    yield
+    costs[name] = _spent() - before
+    print(f"{name:8} {costs[name]:8.1f} s of CPU, {time.monotonic() - start:8.1f} s", flush=True)
+
+
+def _spent() -> float:
+    mine, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return mine.ru_utime + mine.ru_stime + others.ru_utime + others.ru_stime
+
+
+if __name__ == "__main__":
+    sys.exit(main())
