@@ -44,6 +44,7 @@ _HOMES = {
     "quantize_model": "quantize",
     "run_app": "app.run",
     "show": "report.pages.notebook",
+    "show_progress": "report.pages.notebook",
     "target_names": "target",
     "to_json": "plain",
     "verify_bundle": "verify.run",

@@ -28,6 +28,7 @@ from edgekit.recipe import Data as Data
 from edgekit.recipe import Recipe as Recipe
 from edgekit.recipe import load_recipe as load_recipe
 from edgekit.report.pages.notebook import show as show
+from edgekit.report.pages.notebook import show_progress as show_progress
 from edgekit.report.summary import BuildReport as BuildReport
 from edgekit.target import Target as Target
 from edgekit.target import load_target as load_target

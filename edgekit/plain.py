@@ -1,6 +1,7 @@
 """Values as plain data: what JSON, reports and people read."""
 
 import errno
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,16 @@ _T = TypeVar("_T")
 # What a person writes by hand is far below: a file beyond it is none of it, and may have no end (/dev/zero).
 _MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
+
+
+class Shown:
+    """A report that a notebook shows as its page, where a cell ends with it."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        # By its name: pages lie above the reports that they draw, and only notebooks ask.
+        return str(importlib.import_module("edgekit.report.pages.notebook").draw(self))
 
 
 def read_toml(path: Path, kind: type[_T]) -> _T:

@@ -115,9 +115,9 @@ def _fill(order: Order) -> CellResult | None:
         facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
         worker.log_event(TOPIC, {"what": "begin", **facts})
         result = build_cell(app, cell, digests, say_nothing, cache=place / CACHE)
-    if result.bundle:
-        publish_cell(app, cell, key, store)
-    worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
+        if result.bundle:
+            publish_cell(app, cell, key, store)
+        worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
     forget_cell(app, cell)
     return result
 

@@ -1,4 +1,4 @@
-"""What a run of an app found: a result for each cell and each package, and the verdict computed from them."""
+"""What a run of an app found: a result for each cell and each package, the verdict computed from them, their page."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +10,9 @@ from edgekit._files import write_file
 from edgekit.app.config import Cell
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.evidence import Verdict, worst_verdict
+from edgekit.report.pages.notebook import Page
+from edgekit.report.pages.pages import make_page
+from edgekit.report.tables import format_bytes
 
 RESULT = "cell.json"
 State = Literal["built", "kept", "failed"]
@@ -72,6 +75,9 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
     packages: tuple[PackageResult, ...]
     seconds: float
 
+    def _repr_html_(self) -> str:
+        return Page(page=render_app(self), height=500)._repr_html_()
+
     @property
     def verdict(self) -> Verdict:
         """Whether every cell has a bundle that passed, and every package was made."""
@@ -82,6 +88,24 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if all passed."""
         return self.verdict == "pass"
+
+
+def headline_app(report: AppReport) -> str:
+    """Returns how many cells passed, what was built and what was kept, and why the first of the others did not pass."""
+    good = sum(cell.passed for cell in report.cells)
+    counts = {state: sum(cell.state == state for cell in report.cells) for state in ("built", "kept", "failed")}
+    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    said = f"{good} of {len(report.cells)} bundles passed ({states})"
+    bad = next((cell for cell in report.cells if not cell.passed), None)
+    if bad is not None:
+        return f"{said}; {bad.model}/{bad.target}: {bad.headline}"
+    lost = next((package for package in report.packages if package.failure is not None), None)
+    return f"{said}." if lost is None else f"{said}; package '{lost.name}': {lost.failure}"
+
+
+def render_app(report: AppReport) -> str:
+    """Returns a run as an HTML page, with links to the page of each bundle."""
+    return make_page("app", {"bytes": format_bytes}, report=report, headline=headline_app(report))
 
 
 def fail_cell(cell: Cell, said: str) -> CellResult:

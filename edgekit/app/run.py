@@ -12,15 +12,13 @@ from edgekit.app.config import App, Cell, list_cells
 from edgekit.app.keys import STORE, Digests
 from edgekit.app.packages import pack_all
 from edgekit.app.parcels import fetch_cell, publish_cell
-from edgekit.app.result import AppReport, CellResult
+from edgekit.app.result import AppReport, CellResult, render_app
 from edgekit.app.store import Store
 from edgekit.errors import DataError, EdgekitError, UsageError, suggest_name
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.report.junit import render_junit
 from edgekit.report.markdown import render_markdown
-from edgekit.report.pages.pages import make_page
-from edgekit.report.tables import format_bytes
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.saved import read_report
 
@@ -74,24 +72,6 @@ def run_app(
     if not bare:
         _write_reports(app, report)
     return report
-
-
-def headline_app(report: AppReport) -> str:
-    """Returns how many cells passed, what was built and what was kept, and why the first of the others did not pass."""
-    good = sum(cell.passed for cell in report.cells)
-    counts = {state: sum(cell.state == state for cell in report.cells) for state in ("built", "kept", "failed")}
-    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    said = f"{good} of {len(report.cells)} bundles passed ({states})"
-    bad = next((cell for cell in report.cells if not cell.passed), None)
-    if bad is not None:
-        return f"{said}; {bad.model}/{bad.target}: {bad.headline}"
-    lost = next((package for package in report.packages if package.failure is not None), None)
-    return f"{said}." if lost is None else f"{said}; package '{lost.name}': {lost.failure}"
-
-
-def render_app(report: AppReport) -> str:
-    """Returns a run as an HTML page, with links to the page of each bundle."""
-    return make_page("app", {"bytes": format_bytes}, report=report, headline=headline_app(report))
 
 
 def list_watched(app: App) -> Iterator[Path]:

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.check.trace import Fate
+from edgekit.plain import Shown
 
 Verdict = Literal["yes", "maybe", "no"]
 
@@ -83,7 +84,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
 
-class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """The predicted placement of a model on a target.
 
     `evidence` is how good the placement's evidence is: "predicted" for rules. `node_list` holds each node of the

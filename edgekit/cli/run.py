@@ -7,8 +7,8 @@ import click
 import msgspec
 
 from edgekit.app.config import FILE, App, load_app
-from edgekit.app.result import AppReport
-from edgekit.app.run import headline_app, list_watched
+from edgekit.app.result import AppReport, headline_app
+from edgekit.app.run import list_watched
 from edgekit.app.spread import run_anywhere
 from edgekit.cli import options
 from edgekit.cli.terminal import print_table, show_json, show_line, showing_progress

@@ -6,6 +6,7 @@ import msgspec
 
 from edgekit.check.report import CheckReport
 from edgekit.evidence import Verdict, worst_verdict
+from edgekit.plain import Shown
 from edgekit.quantize import Candidate, FloatNode
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.target import Form, Precision
@@ -53,7 +54,7 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict == "pass"
 
 
-class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
+class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A whole build.
 
     `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
@@ -143,7 +144,7 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
+class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
     `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each

@@ -7,6 +7,7 @@ import msgspec
 
 from edgekit.bench.latency import Latency
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
+from edgekit.plain import Shown
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
@@ -72,7 +73,7 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict == "pass"
 
 
-class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
     It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be

@@ -18,6 +18,7 @@ from edgekit.devices.device import Device, Job
 from edgekit.evidence import Verdict
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.plain import Shown
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.devices.device_layers import find_device_layer
 from edgekit.verify.facts import Located
@@ -31,7 +32,7 @@ from edgekit.verify.tasks.scores import TaskReport, judge_task
 from edgekit.verify.tasks.tasks import find_metric, measure_task
 
 
-class ModelComparison(msgspec.Struct, frozen=True, kw_only=True):
+class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for.
 
     `renamed` holds those inputs and outputs of `b` that were taken for those of `a` by their places, because no names

@@ -17,8 +17,8 @@ from demo_paths import CALIBRATION, MODEL
 
 from edgekit.app.config import list_cells, load_app
 from edgekit.app.keys import STORE, Digests, make_key
-from edgekit.app.result import RESULT
-from edgekit.app.run import headline_app, render_app, run_app
+from edgekit.app.result import RESULT, headline_app, render_app
+from edgekit.app.run import run_app
 from edgekit.bundle.folder import open_bundle
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError

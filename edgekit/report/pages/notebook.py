@@ -1,15 +1,25 @@
 """Reports in a notebook: the page that a command writes, in a cell's output."""
 
 import html
+import importlib
 
 import msgspec
 
+from edgekit.check.recommend import recommend_target
+from edgekit.check.report import CheckReport
+from edgekit.machine import find_module
+from edgekit.plain import escape_controls
+from edgekit.progress import Progress, say_nothing
+from edgekit.report.checked import CheckSummary
+from edgekit.report.pages.check_page import render_check
 from edgekit.report.pages.html import render_build, render_comparison, render_quantization, render_verify
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
-Shown = BuildReport | ModelComparison | QuantizeReport | VerifyReport
+_Report = BuildReport | CheckReport | ModelComparison | QuantizeReport | VerifyReport
+_HEIGHT = 700
+_TEXT = "text/plain"
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,15 +36,38 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def show(report: Shown, *, height: int = 700) -> Page:
+def show(report: _Report, *, height: int = _HEIGHT) -> Page:
     """Returns a report as what a notebook shows: the same page as `--html`, in a frame of so many pixels."""
     return Page(page=_render(report), height=height)
 
 
-def _render(report: Shown) -> str:
+def draw(report: _Report) -> str:
+    """Returns what a notebook shows of a report that a cell ends with."""
+    return Page(page=_render(report), height=_HEIGHT)._repr_html_()
+
+
+def show_progress() -> Progress:
+    """Returns what shows in a notebook, in one line that renews itself, what is being done: `progress=` takes it.
+
+    Where no notebook runs it shows nothing.
+    """
+    if find_module("IPython") is None or importlib.import_module("IPython").get_ipython() is None:
+        return say_nothing
+    # As plain text: steps name tensors and files, which are a stranger's words.
+    line = importlib.import_module("IPython.display").display({_TEXT: ""}, raw=True, display_id=True)
+    return lambda step: line.update({_TEXT: escape_controls(step)}, raw=True)
+
+
+def _render(report: _Report) -> str:
     match report:
         case BuildReport():
             return render_build(report)
+        case CheckReport():
+            found = {report.target: report}
+            recommended = recommend_target(found, {})
+            return render_check(
+                CheckSummary(model=report.model, sha256=report.sha256, targets=found, recommended=recommended)
+            )
         case VerifyReport():
             return render_verify(report)
         case QuantizeReport():
