@@ -102,16 +102,17 @@ def _end_scheduler(folder: Path, workers: int) -> list[str]:
     folder.mkdir()
     make_app(folder, 6)
     (folder / "run.toml").write_text('out = "run"\n' + (folder / "edgekit.toml").read_text())
+    results = list_results(folder / "run")
     with _scheduler(workers) as (address, process):
         run = subprocess.Popen(_command(folder / "run.toml", "--scheduler", address), stderr=subprocess.PIPE, text=True)
-        while len(list((folder / "run").glob("*/*/cell.json"))) < 4:
+        while sum(path.exists() for path in results) < 4:
             time.sleep(0.05)
         process.kill()
         _, said = run.communicate()
-    early = {path: path.stat().st_mtime_ns for path in (folder / "run").glob("*/*/cell.json")}
+    early = {path: path.stat().st_mtime_ns for path in results if path.exists()}
     with _scheduler(workers) as (address, _):
         subprocess.run(_command(folder / "run.toml", "--scheduler", address), check=True, stdout=subprocess.DEVNULL)
-    count = len(list((folder / "run").glob("*/*/cell.json")))
+    count = sum(path.exists() for path in results)
     print(f"scheduler killed with {len(early)} of 12 cells done: {said.strip()!r}; {count} after the next run")
     again = [str(path) for path, stamp in early.items() if path.stat().st_mtime_ns != stamp]
     return [f"built again: {path}" for path in again] + ([] if count == 12 and run.returncode == 2 else ["cells lost"])
@@ -192,6 +193,12 @@ def digests(folder: Path, out: str) -> dict[str, dict[str, str]]:
     return found
 
 
+def list_results(out: Path) -> list[Path]:
+    """Returns where the result of each cell will lie."""
+    cells = list_cells(load_app(out.parent / "edgekit.toml"))
+    return [out / cell.model / cell.target / "cell.json" for cell in cells]
+
+
 class Killer(threading.Thread):
     """Ends workers by SIGKILL, spread over the results that are still to come."""
 
@@ -202,9 +209,9 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         """Kills one whenever as many results have come as were drawn for it."""
-        cells = len(list_cells(load_app(self._out.parent / "edgekit.toml")))
-        for count in sorted(self._random.sample(range(cells * 9 // 10), self._kills)):
-            while len(list(self._out.glob("*/*/cell.json"))) < count and not self._ended.is_set():
+        results = list_results(self._out)
+        for count in sorted(self._random.sample(range(len(results) * 9 // 10), self._kills)):
+            while sum(path.exists() for path in results) < count and not self._ended.is_set():
                 time.sleep(0.02)
             # Somewhere within the cell that it works at.
             time.sleep(self._random.uniform(0.0, 1.0))
