@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def _connect(distributed: Any, scheduler: str) -> Any:
 
 
 @contextmanager
-def _dask() -> Iterator[Any]:
+def _dask() -> Generator[Any]:
     """Yields Dask distributed, silent: what it logs of a lost connection, with its traceback, is one line of ours."""
     try:
         distributed = importlib.import_module("distributed")

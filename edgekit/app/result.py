@@ -10,7 +10,7 @@ from edgekit._files import write_file
 from edgekit.app.config import Cell
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.evidence import Verdict, worst_verdict
-from edgekit.report.pages.notebook import Page
+from edgekit.report.pages.notebook import frame_page
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes
 
@@ -76,7 +76,7 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     def _repr_html_(self) -> str:
-        return Page(page=render_app(self), height=500)._repr_html_()
+        return frame_page(render_app(self), 500)
 
     @property
     def verdict(self) -> Verdict:

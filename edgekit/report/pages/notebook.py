@@ -29,11 +29,16 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     height: int
 
     def _repr_html_(self) -> str:
-        # In a frame without rights: names of models are a stranger's text, and the page's own script may run alone.
-        return (
-            f'<iframe sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
-            f' srcdoc="{html.escape(self.page)}"></iframe>'
-        )
+        return frame_page(self.page, self.height)
+
+
+def frame_page(page: str, height: int) -> str:
+    """Returns a page in a frame of so many pixels."""
+    # Without rights: names of models are a stranger's text, and the page's own script may run alone.
+    return (
+        f'<iframe sandbox="allow-scripts" style="width: 100%; height: {height}px; border: 0"'
+        f' srcdoc="{html.escape(page)}"></iframe>'
+    )
 
 
 def show(report: _Report, *, height: int = _HEIGHT) -> Page:
@@ -43,7 +48,7 @@ def show(report: _Report, *, height: int = _HEIGHT) -> Page:
 
 def draw(report: _Report) -> str:
     """Returns what a notebook shows of a report that a cell ends with."""
-    return Page(page=_render(report), height=_HEIGHT)._repr_html_()
+    return frame_page(_render(report), _HEIGHT)
 
 
 def show_progress() -> Progress:
