@@ -56,7 +56,8 @@ def to_plain(value: object) -> Any:
     match value:
         case msgspec.Struct():
             names = (*value.__struct_fields__, *_property_names(type(value)))
-            return {name: to_plain(getattr(value, name)) for name in names}
+            fields = {name: getattr(value, name) for name in names}
+            return {name: to_plain(field) for name, field in fields.items() if field is not msgspec.UNSET}
         case Mapping():
             items = cast("Mapping[object, object]", value)
             return {str(key): to_plain(item) for key, item in items.items()}

@@ -9,6 +9,7 @@ import msgspec
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError
 from edgekit.model.outputs import OutputKind, StatedOutput
+from edgekit.model.state import State
 from edgekit.plain import read_toml
 from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
@@ -62,7 +63,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     golden samples may change their first class; it replaces the targets' own `min_top1_agreement`. `thresholds` changes
     those limits of a target, by its name, that it names; `metric` is a metric of the task that every target must keep.
     With `fix` each target gets the rewrites of the graph by which it takes more.
-    `outputs` says what outputs are, by name: else that is guessed from their values.
+    `outputs` says what outputs are, by name: else that is guessed from their values. `state` says how many samples are
+    the steps of a sequence, and which outputs become inputs of the next step: else that is told by their names.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
 
@@ -79,6 +81,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metric: TaskLimit | None = None
     fix: bool = True
     outputs: dict[str, OutputKind | StatedOutput] = {}
+    state: State | None = None
 
 
 def load_recipe(path: Path) -> Recipe:

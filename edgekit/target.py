@@ -189,6 +189,7 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     max_size_share: _Ratio | None = None
     max_lost_share: _Share = 0.05
     needs_placement: bool = False
+    max_drift_db: Annotated[float, msgspec.Meta(ge=0, le=400)] | None = 12.0
     task: TaskLimit | None = None
 
 

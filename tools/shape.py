@@ -102,11 +102,11 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "verify": (
         ("on_devices",),
         ("run",),
-        ("saved", "stand_in"),
+        ("saved", "stand_in", "stepping"),
         ("causes", "history", "two_models"),
         ("devices", "report"),
         ("run_report",),
-        ("facts",),
+        ("drift", "facts"),
         ("layers", "tasks"),
         ("matching", "metrics"),
     ),

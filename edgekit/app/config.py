@@ -11,6 +11,7 @@ from edgekit.app.positions import Place, find_position
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
+from edgekit.model.state import State
 from edgekit.package.contents import Extra
 from edgekit.package.package import Kind
 from edgekit.plain import read_toml
@@ -52,6 +53,7 @@ class ModelTable(_Table, frozen=True, kw_only=True):
     outputs: dict[str, OutputKind | StatedOutput] = {}
     tensors: dict[str, TensorNotes] = {}
     licence: Licence = Licence()
+    state: State | None = None
 
 
 class TargetTable(_Table, frozen=True, kw_only=True):
@@ -220,6 +222,7 @@ def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
             metric=gates.metric,
             fix=table.fix,
             outputs=model.outputs,
+            state=model.state,
         ),
     )
 

@@ -29,6 +29,7 @@ from edgekit.data.images import Preprocess
 from edgekit.data.samples import Samples
 from edgekit.errors import BundleError
 from edgekit.model.model import Model, read_proto
+from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
 from edgekit.target import Form, Precision, Target
@@ -44,7 +45,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """What goes into a bundle.
 
     `files` are the model files of each form, the one to load first; the bundle keeps their names. `source` is the
-    user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given;
+    user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given,
+    `state` which outputs its golden samples fed back;
     `recorded` is the bundle of an earlier build, whose self-test is taken over if its model files are the same.
     `layers` is what was found of the layers of the ONNX file, as `edgekit verify` reads it.
     """
@@ -58,6 +60,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     ancestry: Ancestry
     versions: Mapping[str, str]
     recipe: Recipe = Recipe()
+    state: State = State()
     preprocess: Preprocess | None = None
     recorded: Recorded | None = None
     layers: bytes | None = None
@@ -109,6 +112,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         provenance=_describe_provenance(contents),
         licence=contents.recipe.licence,
         fallback=target.fallback,
+        state=contents.state if contents.state.feeds else msgspec.UNSET,
     )
 
 
@@ -210,11 +214,13 @@ def _describe_provenance(contents: Contents) -> Provenance:
     # Names of files would tell of the machine that built, and change the bytes: they are left as words in capitals.
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
     words += [] if recipe.fix else ["--no-fix"]
-    words += ["--recipe", "FILE"] if recipe.outputs else []
+    words += ["--recipe", "FILE"] if recipe.outputs or recipe.state else []
     written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
     # A bundle has the bytes that it had before these could be stated.
     if not recipe.outputs:
         del written["outputs"]
+    if recipe.state is None:
+        del written["state"]
     if recipe.fix:
         del written["fix"]
     return Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)

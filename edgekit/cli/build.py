@@ -4,13 +4,11 @@ from functools import partial
 from pathlib import Path
 
 import click
-import msgspec
 
 from edgekit.cli import options
 from edgekit.cli.terminal import show_build, show_json, showing_progress
-from edgekit.data.images import load_preprocess
 from edgekit.jobs.build import build
-from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
+from edgekit.recipe import PRECISIONS, PrecisionChoice
 
 
 @click.command(short_help="Make a verified bundle of a model for each target.")
@@ -28,7 +26,7 @@ from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recip
 @options.SHAPE
 @options.FREEZE
 @click.option("--precision", type=click.Choice(PRECISIONS, case_sensitive=False), help="Default: auto.")
-@options.SAMPLES
+@options.samples_and_steps
 @click.option("--fix/--no-fix", default=None, help="Rewrite the graph where a target then takes more (the default).")
 @options.max_drop("Answers that may change, in percent.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
@@ -53,6 +51,7 @@ def command(
     constants: tuple[str, ...],
     precision: PrecisionChoice | None,
     samples: int | None,
+    steps: int | None,
     fix: bool | None,
     max_drop: float | None,
     recipe: Path | None,
@@ -72,18 +71,14 @@ def command(
 
     Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
-    base = load_recipe(recipe) if recipe else Recipe()
+    tables = {
+        "dims": options.parse_sizes(dims, shapes, model),
+        "freeze": options.parse_numbers(constants),
+        "settings": options.parse_assignments(settings, "--set"),
+    }
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
-    chosen = msgspec.structs.replace(
-        base,
-        dims={**base.dims, **options.parse_sizes(dims, shapes, model)},
-        freeze={**base.freeze, **options.parse_numbers(constants)},
-        settings={**base.settings, **options.parse_assignments(settings, "--set")},
-        # Options win over the recipe; what was not given leaves it as it is.
-        **{key: value for key, value in given.items() if value not in (None, ())},
-    )
-    chain = load_preprocess(preprocess) if preprocess else None
-    samples_from = Data(source=data, evaluation=evaluation, labels=labels, golden=golden, preprocess=chain)
+    chosen = options.choose_recipe(recipe, tables, given, steps)
+    samples_from = options.read_data(data, preprocess, evaluation=evaluation, labels=labels, golden=golden)
     run = partial(build, model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget)
     with showing_progress(volume) as progress:
         report = run(progress=progress)

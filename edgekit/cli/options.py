@@ -2,19 +2,21 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
 from edgekit.model.model import Model, load_model
+from edgekit.model.state import MOST_STEPS, State
 from edgekit.prepare.change_interface import LAYOUTS, Layout
-from edgekit.recipe import Data
+from edgekit.recipe import Data, Recipe, load_recipe
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Option = Callable[[_F], _F]
@@ -57,6 +59,9 @@ FREEZE = click.option(
     help="Make an input a constant.",
 )
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
+_STEPS = click.option(
+    "--steps", type=click.IntRange(min=1, max=MOST_STEPS), metavar="N", help="N samples are a sequence; state goes on."
+)
 CACHE = click.option(
     "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Keep the calibration; a killed one goes on."
 )
@@ -111,6 +116,16 @@ def verbosity(function: _F) -> _F:
     function = click.option("-q", "--quiet", "volume", flag_value=-1, type=int, help="No progress.")(function)
     # Both options write one parameter, so that the last one given counts.
     return click.option("-v", "--verbose", "volume", flag_value=1, type=int, default=0, help="Say each step.")(function)
+
+
+def samples_and_steps(command: _F) -> _F:
+    """Adds --samples and --steps."""
+    return SAMPLES(_STEPS(command))
+
+
+def set_steps(state: State | None, steps: int | None) -> State | None:
+    """Returns the state of a recipe with --steps in the place of its own."""
+    return state if steps is None else msgspec.structs.replace(state or State(), steps=steps)
 
 
 def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
@@ -221,6 +236,22 @@ def split_names(names: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
 
 
+def choose_recipe(path: Path | None, tables: Mapping[str, Any], values: Mapping[str, Any], steps: int | None) -> Recipe:
+    """Returns the recipe in a file with the options that are given: entries of tables, and values.
+
+    Options win over the recipe; what was not given, None or (), leaves it as it is.
+
+    Raises:
+        UsageError: the recipe cannot be read.
+    """
+    base = load_recipe(path) if path else Recipe()
+    merged = {key: {**getattr(base, key), **table} for key, table in tables.items()}
+    given = {key: value for key, value in values.items() if value not in (None, ())}
+    if steps is not None:
+        given["state"] = msgspec.structs.replace(base.state or State(), steps=steps)
+    return msgspec.structs.replace(base, **merged, **given)
+
+
 def parse_data(source: str | None, preprocess: Path | None) -> Data | None:
     """Returns --data and --preprocess as what they mean, None without --data.
 
@@ -230,8 +261,16 @@ def parse_data(source: str | None, preprocess: Path | None) -> Data | None:
     """
     if source is None and preprocess is not None:
         raise UsageError("--preprocess says how to read --data", hint="add --data FOLDER")
-    loaded = load_preprocess(preprocess) if preprocess else None
-    return None if source is None else Data(source=source, preprocess=loaded)
+    return None if source is None else read_data(source, preprocess)
+
+
+def read_data(source: str, preprocess: Path | None, **files: Any) -> Data:
+    """Returns --data and --preprocess as what they mean, with the `files` that a command takes besides.
+
+    Raises:
+        DataError: the preprocessing file cannot be read.
+    """
+    return Data(source=source, preprocess=load_preprocess(preprocess) if preprocess else None, **files)
 
 
 def _parse_size(name: str, value: str) -> int:

@@ -2,21 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
-import msgspec
 
 from edgekit._files import require_apart, require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import METRIC
 from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_json, show_lines, showing_progress
-from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges.methods import METHODS
-from edgekit.recipe import INTEGER_PRECISIONS, Data, PrecisionChoice, Recipe, load_metric, load_recipe
+from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
 from edgekit.report.pages.html import render_quantization
 from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
@@ -37,7 +34,7 @@ _ALONE = (
 @options.TARGET
 @options.SET
 @options.DIM
-@options.SAMPLES
+@options.samples_and_steps
 @click.option("--precision", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False), help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
 @options.max_drop("Search until accuracy drops no more.")
@@ -61,6 +58,7 @@ def command(
     settings: tuple[str, ...],
     dims: tuple[str, ...],
     samples: int | None,
+    steps: int | None,
     precision: PrecisionChoice | None,
     method: str,
     max_drop: float | None,
@@ -88,29 +86,20 @@ def command(
     """
     tables = {"dims": options.parse_dims(dims), "settings": options.parse_assignments(settings, "--set")}
     values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)}
-    chosen = msgspec.structs.replace(_choose_recipe(recipe, tables, values), targets=(target,), thresholds={})
-    source = Data(source=data, labels=labels, preprocess=load_preprocess(preprocess) if preprocess else None)
+    chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
+    source = options.read_data(data, preprocess, labels=labels)
     # A default is nothing that the user said, and no option beside another.
     given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
     _refuse_idle(given)
     _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess, recipe])
-    how = QuantizeOptions(
-        method=method, plan=plan, state=state, cache=cache, layers=html is not None, time_budget_s=time_budget
-    )
+    layers = html is not None
+    how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget)
     with showing_progress(volume) as progress:
         if plan_only:
             show_json(plan_for(model, source, chosen, how, progress))
             return YES
         report = quantize_for(model, source, _need_out(out), chosen, how, progress)
     return _show(report, html, as_json=as_json)
-
-
-def _choose_recipe(path: Path | None, tables: Mapping[str, Any], values: Mapping[str, Any]) -> Recipe:
-    """Returns the recipe in a file with the options that are given: entries of tables, and values that are not None."""
-    base = load_recipe(path) if path else Recipe()
-    merged = {key: {**getattr(base, key), **table} for key, table in tables.items()}
-    given = {key: value for key, value in values.items() if value is not None}
-    return msgspec.structs.replace(base, **merged, **given)
 
 
 def _refuse_idle(given: Mapping[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Sample inputs judged before any work starts: what is refused, and what is only suspicious."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -52,8 +52,10 @@ def refusing_bad(samples: Samples) -> Samples:
     return msgspec.structs.replace(samples, read=read)
 
 
-def check_samples(samples: Samples) -> SampleFacts:
+def check_samples(samples: Samples, *, computed: Collection[str] = ()) -> SampleFacts:
     """Reads every sample once, refuses NaN and infinity, and returns what was seen.
+
+    Of inputs that were `computed`, as state is, nothing is suspicious.
 
     Raises:
         DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
@@ -62,7 +64,8 @@ def check_samples(samples: Samples) -> SampleFacts:
     for index, sample in enumerate(samples):
         for name in sorted(sample):
             _check_finite(sample[name], name, f"sample {index} of '{samples.source}'")
-            inputs.setdefault(name, _Input()).add(sample[name])
+            if name not in computed:
+                inputs.setdefault(name, _Input()).add(sample[name])
         contents.append(digest_sample(sample))
         # The digest of digests, so that a sample moved from one place to another is seen, and none has to be kept.
         digest.update(contents[-1])

@@ -47,11 +47,13 @@ def load_samples(
     preprocess: Preprocess | None = None,
     *,
     idle: Collection[str] = (),
+    absent: Tensors | None = None,
 ) -> Samples:
     """Opens sample inputs for a model with these inputs, and judges names, dtype and shape of the first.
 
     Where the model takes one row and the data are batches, of any size and of several, each row is a sample. Arrays
-    with a name in `idle`, such as inputs that were frozen, are passed over.
+    with a name in `idle`, such as inputs that were frozen, are passed over. `absent` says what an input is where the
+    data do not hold it.
 
     Raises:
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
@@ -63,7 +65,8 @@ def load_samples(
             f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors",
             hint="export the model with tensors as inputs",
         )
-    raw = _leave_out(_open_source(source, inputs, preprocess), idle)
+    given = [spec for spec in inputs if not absent or spec.name not in absent]
+    raw = _fill_in(_leave_out(_open_source(source, inputs, given, preprocess), idle), absent or {})
 
     names = [spec.name for spec in inputs]
 
@@ -95,6 +98,17 @@ def _leave_out(samples: Samples, names: Collection[str]) -> Samples:
     def read() -> Iterator[Tensors]:
         for sample in samples:
             yield {name: value for name, value in sample.items() if name not in names}
+
+    return msgspec.structs.replace(samples, read=read)
+
+
+def _fill_in(samples: Samples, absent: Tensors) -> Samples:
+    if not absent:
+        return samples
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            yield {**absent, **sample}
 
     return msgspec.structs.replace(samples, read=read)
 
@@ -144,9 +158,17 @@ def spread_indices(count: int, wanted: int) -> tuple[int, ...]:
     return tuple(index * count // wanted for index in range(wanted))
 
 
-def limit_samples(samples: Samples, most: int | None) -> Samples:
-    """Returns at most that many samples, spread evenly; all of them where `most` is None."""
-    return samples if most is None else select_samples(samples, spread_indices(samples.count, most))
+def spread_sequences(count: int, wanted: int, steps: int) -> tuple[int, ...]:
+    """Returns at most `wanted` positions of `count` samples, in whole sequences of `steps`, at least one."""
+    if steps == 1:
+        return spread_indices(count, wanted)
+    chosen = spread_indices(count // steps, max(1, wanted // steps))
+    return tuple(steps * sequence + step for sequence in chosen for step in range(steps))
+
+
+def limit_samples(samples: Samples, most: int | None, steps: int = 1) -> Samples:
+    """Returns at most that many samples, in whole sequences of `steps`, spread evenly; all where `most` is None."""
+    return samples if most is None else select_samples(samples, spread_sequences(samples.count, most, steps))
 
 
 def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
@@ -219,31 +241,36 @@ def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
     )
 
 
-def _open_source(source: str, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Samples:
+def _open_source(
+    source: str, inputs: Sequence[TensorSpec], given: Sequence[TensorSpec], preprocess: Preprocess | None
+) -> Samples:
+    """Opens data; `given` are those of the inputs that they must hold."""
     path = Path(source)
     if path.suffix == ".npz" and path.is_file():
         return Samples(source=source, count=count_rows(path), read=lambda: read_rows(path))
     if path.is_dir():
-        return _from_folder(path, inputs, preprocess)
+        return _from_folder(path, inputs, given, preprocess)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
         return _from_function(source)
     state = "is no data that edgekit reads" if path.exists() else "does not exist"
     raise DataError(f"the data '{source}' {state}", hint=_FORMS_HINT)
 
 
-def _from_folder(path: Path, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Samples:
+def _from_folder(
+    path: Path, inputs: Sequence[TensorSpec], given: Sequence[TensorSpec], preprocess: Preprocess | None
+) -> Samples:
     if sets := sorted(path.glob("test_data_set_*"), key=_natural_key):
         return _from_files(path, sets, lambda folder: _read_data_set(folder, inputs))
     if files := sorted(path.glob("*.npz"), key=_natural_key):
         return _from_files(path, files, _read_npz_sample)
     if files := sorted(path.glob("*.npy"), key=_natural_key):
-        return _from_files(path, files, lambda file: {_only_input(inputs, path): _read_npy(file)})
+        return _from_files(path, files, lambda file: {_only_input(given, path): _read_npy(file)})
     files = sorted((file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES), key=_natural_key)
     if not files:
         raise DataError(f"'{path}' holds no sample", hint=_FORMS_HINT)
     if preprocess is None:
         raise DataError(f"'{path}' holds images", hint="say how the model wants them: --preprocess FILE.toml")
-    name = _only_input(inputs, path)
+    name = _only_input(given, path)
     samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
     return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
 

@@ -1,6 +1,6 @@
 """Samples read, split into those that calibrate and those that verify, and judged, in one visit."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,13 +8,17 @@ import msgspec
 from edgekit.data.data_check import SampleFacts, check_samples, refusing_bad
 from edgekit.data.images import Preprocess
 from edgekit.data.labels import Label, LabelKind, read_task_labels
-from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
+from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_sequences
+from edgekit.errors import DataError
+from edgekit.model.state import State, first_state
 from edgekit.model.tensors import TensorSpec
 
 # Without data of its own for verification, one sample in four is kept from calibration and verifies.
 _GOLDEN_SHARE = 4
 # They go into the bundle, and each device of a verification runs them all.
 _MAX_GOLDEN_SAMPLES = 64
+_MAX_GOLDEN_BYTES = 256 << 20
+_STATELESS = State()
 
 
 class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,44 +30,87 @@ class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
     labels: Sequence[Label] | None
 
 
+class Sequences(msgspec.Struct, frozen=True, kw_only=True):
+    """How samples make sequences, and what gives each step the state that the float model then has.
+
+    `unroll` gets samples and a name for what it makes of them.
+    """
+
+    state: State = _STATELESS
+    unroll: Callable[[Samples, str], Samples] = lambda samples, _: samples
+
+    @property
+    def computed(self) -> Collection[str]:
+        """The inputs that the float model gave, and not the data."""
+        return self.state.feeds if self.state.steps > 1 else ()
+
+
 def read_sample_sets(
     inputs: Sequence[TensorSpec],
     source: str,
     *,
     evaluation: str | None = None,
-    labels: Path | None = None,
-    kind: LabelKind = "class",
+    labels: tuple[Path, LabelKind] | None = None,
     preprocess: Preprocess | None = None,
     most: int | None = None,
     idle: Collection[str] = (),
+    sequences: Sequences | None = None,
 ) -> SampleSets:
     """Returns the samples of `source` for the inputs of a model, at most so many as `most` to calibrate with.
 
-    Without `evaluation` some of them are held out to verify with. `labels`, of the `kind` that a metric wants, are
-    those of the samples to verify with. Bad samples of these raise when they are read. Arrays named in `idle` are
-    passed over.
+    Without `evaluation` some of them are held out to verify with. `labels`, a file and the kind that a metric wants,
+    are those of the samples to verify with. Bad samples of these raise when they are read. Arrays named in `idle` are
+    passed over. With `sequences` samples stay together in whole ones, and get their state.
 
     Raises:
-        DataError: a file cannot be read, does not fit the inputs, or has another number of labels than samples.
+        DataError: a file cannot be read, does not fit the inputs, holds part of a sequence, or has another number of
+            labels than samples.
     """
-    samples = load_samples(source, inputs, preprocess, idle=idle)
+    sequences = sequences or Sequences()
+    steps = sequences.state.steps
+    samples = load_sequences(source, inputs, sequences.state, preprocess, idle=idle)
     if evaluation is None:
-        samples, held_out = _hold_out(samples)
+        samples, held_out = _hold_out(samples, steps)
     else:
-        held_out = load_samples(evaluation, inputs, preprocess, idle=idle)
-    samples = limit_samples(samples, most)
+        held_out = load_sequences(evaluation, inputs, sequences.state, preprocess, idle=idle)
+    samples = sequences.unroll(limit_samples(samples, most, steps), "calibration")
     return SampleSets(
         calibration=samples,
-        facts=check_samples(samples),
-        evaluation=refusing_bad(held_out),
-        labels=None if labels is None else read_task_labels(labels, kind, held_out),
+        facts=check_samples(samples, computed=sequences.computed),
+        evaluation=refusing_bad(sequences.unroll(held_out, "evaluation")),
+        labels=None if labels is None else read_task_labels(*labels, held_out),
     )
 
 
-def _hold_out(samples: Samples) -> tuple[Samples, Samples]:
-    """Returns the samples to calibrate with and those to verify with: apart, unless there is only one."""
-    if samples.count == 1:
+def load_sequences(
+    source: str,
+    inputs: Sequence[TensorSpec],
+    state: State,
+    preprocess: Preprocess | None = None,
+    *,
+    idle: Collection[str] = (),
+) -> Samples:
+    """Opens samples that make whole sequences; inputs that hold state are zero where the data lack them.
+
+    Raises:
+        DataError: the source cannot be read, does not fit the inputs, or holds part of a sequence.
+    """
+    absent = {spec.name: first_state(spec) for spec in inputs if spec.name in state.feeds} if state.steps > 1 else {}
+    samples = load_samples(source, inputs, preprocess, idle=idle, absent=absent)
+    if samples.count % state.steps:
+        raise DataError(
+            f"'{source}' holds {samples.count} samples, which make no whole sequences of {state.steps} steps",
+            hint=f"give {samples.count // state.steps * state.steps or state.steps} samples, or other steps",
+        )
+    return samples
+
+
+def _hold_out(samples: Samples, steps: int) -> tuple[Samples, Samples]:
+    """Returns the samples to calibrate with and those to verify with: apart, unless there is only one sequence."""
+    if samples.count == steps:
         return samples, samples
-    kept = spread_indices(samples.count, min(_MAX_GOLDEN_SAMPLES, max(1, samples.count // _GOLDEN_SHARE)))
+    size_bytes = max(1, sum(value.nbytes for value in next(iter(samples)).values()))
+    most = min(_MAX_GOLDEN_SAMPLES, max(1, _MAX_GOLDEN_BYTES // size_bytes))
+    kept = spread_sequences(samples.count, min(most, max(1, samples.count // _GOLDEN_SHARE)), steps)
     others = sorted(set(range(samples.count)) - set(kept))
     return select_samples(samples, others), select_samples(samples, kept)

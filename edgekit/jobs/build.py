@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from edgekit.jobs.prepare import list_versions, peak_rss_bytes
 from edgekit.jobs.target_bundle import BuiltBundle, make_bundle
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
+from edgekit.model.state import State
 from edgekit.plain import to_json
 from edgekit.prepare.clean import freeze_model
 from edgekit.progress import Progress, say_nothing
@@ -119,8 +120,14 @@ def _freeze(given: Model, job: BuildJob) -> Model:
 
 def _list_doubts(inputs: BuildInputs) -> tuple[str, ...]:
     facts = inputs.samples.facts
-    warnings = warn_if_few(facts) if inputs.calibration else facts.warnings
+    warnings = (*_doubt_state(inputs.state), *(warn_if_few(facts) if inputs.calibration else facts.warnings))
     return (*warnings, *inputs.calibration.notes) if isinstance(inputs.calibration, Calibration) else warnings
+
+
+def _doubt_state(state: State) -> Iterator[str]:
+    if state.feeds and state.steps == 1:
+        pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(state.feeds.items())[:4])
+        yield f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
 
 
 def _draw_worst(

@@ -9,14 +9,17 @@ import msgspec
 
 from edgekit.bundle.golden.golden import Golden, make_golden
 from edgekit.bundle.golden.recorded import Recorded, adopt_reference
+from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.opening import open_recorded
 from edgekit.check.check import check_model
 from edgekit.data.images import Preprocess
+from edgekit.data.labels import LabelKind
 from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.errors import ModelError, UsageError
 from edgekit.jobs.check import TargetShare, fix_for_target
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
+from edgekit.model.state import State
 from edgekit.prepare import ready_model
 from edgekit.prepare.fix import SPELLINGS, Fix
 from edgekit.progress import Budget, Progress
@@ -69,6 +72,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     fixes: tuple[Fix, ...]
     is_quantized: bool
     outputs: dict[str, StatedOutput]
+    state: State
     samples: SampleSets
     golden: Golden
     calibration: Calibration | ModelError | None
@@ -89,16 +93,17 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     fixed = ready_model(source, job.work, job.recipe.dims)
     prepared = fixed.model
     outputs = check_outputs(job.recipe.outputs, prepared)
+    sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, job.work)
     job.progress("read the samples")
     samples = read_sample_sets(
         prepared.inputs,
         data.source,
         evaluation=data.evaluation,
-        labels=data.labels,
-        kind="class" if metric is None else find_metric(metric).labels,
+        labels=None if data.labels is None else (data.labels, _kind_of(metric)),
         preprocess=data.preprocess,
         most=job.recipe.samples,
         idle=job.recipe.freeze,
+        sequences=sequences,
     )
     job.progress("run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
@@ -115,6 +120,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         fixes=fixed.fixes,
         is_quantized=is_quantized,
         outputs=outputs,
+        state=sequences.state,
         samples=samples,
         golden=golden,
         # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
@@ -123,6 +129,10 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         preprocess=data.preprocess,
         recorded=recorded,
     )
+
+
+def _kind_of(metric: TaskLimit | None) -> LabelKind:
+    return "class" if metric is None else find_metric(metric).labels
 
 
 def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
+from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
-from edgekit.data.samples import Samples, limit_samples, load_samples
+from edgekit.data.samples import Samples, limit_samples
+from edgekit.data.split import load_sequences
 from edgekit.errors import UsageError
 from edgekit.jobs.prepare import peak_rss_bytes
 from edgekit.model.model import Model, load_model, measure_files, move_data
@@ -154,16 +156,18 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
     outputs = check_outputs(recipe.outputs, fixed.model)
-    every = load_samples(data.source, fixed.model.inputs, data.preprocess)
-    samples, limit = limit_samples(every, recipe.samples), recipe.metric or TOP1
+    sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
+    every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess)
+    samples, limit = limit_samples(every, recipe.samples, sequences.state.steps), recipe.metric or TOP1
     # Before the calibration, which takes the most time.
     labels = _read_labels(data.labels, limit, every, samples)
+    samples = sequences.unroll(samples, "calibration")
     most = MOST_SAMPLES if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, most=most)
     measure = reference.predict_drop
     if labels is not None:
         measure = partial(measure_drop_from, reference, labels=labels, limit=limit)
-    facts = check_samples(samples)
+    facts = check_samples(samples, computed=sequences.computed)
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
     return _Job(

@@ -169,6 +169,7 @@ def _collect(
         ),
         versions={**list_versions(), **converted.versions},
         recipe=job.recipe,
+        state=inputs.state,
         preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
     )

@@ -34,7 +34,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. Names in `files` lie below it,
     or beside it (`../`). `golden` is the folder of `inputs.npz`, `reference` names what the outputs are judged
     by: "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`.
-    Those rows are compared with `golden/expected.npz` within `tolerance` in either case.
+    Those rows are compared with `golden/expected.npz` within `tolerance` in either case. `feeds` names for each input
+    that holds state the output of the step before that it comes from.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     chosen: tuple[int, ...]
     tolerance: dict[str, float]
     versions: dict[str, str]
+    feeds: dict[str, str] = {}
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,4 +223,5 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         chosen=cut.chosen,
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),
+        feeds=dict(sorted(manifest.state.feeds.items())) if manifest.state else {},
     )

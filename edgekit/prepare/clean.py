@@ -58,7 +58,7 @@ def prepare_model(
     """
     proto = _read_graph(model)
     _clean_interface(proto, outputs, constants or {})
-    if not constants:
+    if not (folds_first := bool(constants) or _has_branches(proto)):
         fix_dims(proto.graph, dims)
     origin, given = _copy_texts(proto), list_names(proto.graph)
     chosen = choose_opset(proto, opset)
@@ -66,16 +66,21 @@ def prepare_model(
     with replacing_file(out) as temporary:
         folder = model.path.parent
         # Once in the old opset, too: folding removes operators that the converter has no way down for.
-        if constants or chosen < read_opset(proto) <= MAX_OPSET:
+        if folds_first or chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
-        if constants:
+        if folds_first:
             fix_dims(proto.graph, dims)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
         rename_made(proto.graph, given)
         _tidy(proto, origin)
         _write(proto, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
+
+
+def _has_branches(proto: onnx.ModelProto) -> bool:
+    """Returns True if a graph has branches: ONNX Runtime refuses one that dimensions do not fit, or crashes on it."""
+    return any(node.op_type == "If" for node in proto.graph.node)
 
 
 def freeze_model(model: Model, out: Path, constants: Mapping[str, float]) -> Model:

@@ -17,6 +17,7 @@ from edgekit.report.checked import describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import Target, TaskLimit
+from edgekit.verify.drift import describe_state
 from edgekit.verify.facts import FileReport, Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
@@ -71,6 +72,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
         yield from (f"{run.device}: {failure}" for failure in run.failures)
         yield from (f"{run.device}: not proven: {line}" for line in run.unproven)
         yield from (f"{run.device}: {note}" for note in run.notes)
+        yield from (f"{run.device}: {line}" for line in (describe_state(run.state) if run.state else ()))
         yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
         yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
     # The CPU provider takes every node: there is no placement to observe.

@@ -61,11 +61,11 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a run is judged by, every reason why it does not pass there, and why that cannot be told.
 
-    `name` is "run", "output", "metric", "placement", "costs", "session" or "file"; `subject` names the output,
+    `name` is "run", "output", "metric", "placement", "costs", "session", "state" or "file"; `subject` names the output,
     the metric or the file.
     """
 
-    name: Literal["run", "output", "metric", "placement", "costs", "session", "file"]
+    name: Literal["run", "output", "metric", "placement", "costs", "session", "state", "file"]
     subject: str = ""
     failures: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()

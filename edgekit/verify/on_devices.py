@@ -7,16 +7,19 @@ import msgspec
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
 from edgekit.bundle.golden.golden import INPUTS, make_golden, read_inputs
+from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.labels import read_task_labels
-from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_indices
+from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_sequences
+from edgekit.data.split import load_sequences
 from edgekit.devices.device import Device
 from edgekit.devices.recorded import Recording, open_recorded
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import OutputError, UsageError
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
+from edgekit.model.state import State
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
 from edgekit.target import Target, TaskLimit
@@ -94,22 +97,18 @@ def verify_with(
         UsageError: the bundle was made of another model, or there is no such device.
         DataError: the samples or the labels do not fit.
     """
-    source, wanted = load_model(reference), bundle.manifest.ancestry.source
-    if source.sha256 != wanted:
-        raise UsageError(
-            f"'{reference}' is not the model that bundle '{bundle.folder}' was made of: its sha256 is {source.sha256},"
-            f" that of the bundle's source is {wanted}",
-            hint="give the float model that edgekit build was given",
-        )
+    source = _open_source(bundle, reference)
     devices = find_devices(bundle, read_target(bundle), choice)
-    every = load_samples(data.source, bundle.manifest.inputs, data.preprocess)
+    state = bundle.manifest.state or State()
+    every = load_sequences(data.source, bundle.manifest.inputs, state, data.preprocess)
     metric = task or bundled_task(bundle.manifest)
     kind = "class" if metric is None else find_metric(metric).labels
     labels = None if data.labels is None else read_task_labels(data.labels, kind, every)
-    kept = spread_indices(every.count, samples or every.count)
-    chosen = refusing_bad(select_samples(every, kept))
+    kept = spread_sequences(every.count, samples or every.count, state.steps)
     with work_folder() as work:
         (progress or say_nothing)("run the float model")
+        sequences = plan_sequences(source, state, bundle.golden.inputs, bundle.golden.outputs, work)
+        chosen = refusing_bad(sequences.unroll(select_samples(every, kept), "evaluation"))
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
         check_class_labels(golden)
@@ -123,6 +122,17 @@ def verify_with(
             ancestry=_describe_ancestry(bundle, digest_file(golden.folder / INPUTS)),
             progress=progress,
         )
+
+
+def _open_source(bundle: Bundle, reference: Path) -> Model:
+    source, wanted = load_model(reference), bundle.manifest.ancestry.source
+    if source.sha256 != wanted:
+        raise UsageError(
+            f"'{reference}' is not the model that bundle '{bundle.folder}' was made of: its sha256 is {source.sha256},"
+            f" that of the bundle's source is {wanted}",
+            hint="give the float model that edgekit build was given",
+        )
+    return source
 
 
 def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -> Samples:

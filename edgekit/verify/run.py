@@ -14,7 +14,7 @@ from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read
 from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data.data_check import digest_samples
-from edgekit.data.samples import Samples, keep_small, select_samples, spread_indices
+from edgekit.data.samples import Samples, keep_small, select_samples, spread_sequences
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.labelled import kind_of
@@ -34,6 +34,7 @@ from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
+from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
@@ -42,6 +43,7 @@ from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import SkippedDevice, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
+from edgekit.verify.stepping import run_sequences
 from edgekit.verify.tasks.accuracy import measure_accuracy
 from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import measure_task
@@ -177,7 +179,7 @@ def _run_devices(
 def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
     golden = asked.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
-    rows = spread_indices(golden.samples, plan.samples)
+    rows = spread_sequences(golden.samples, plan.samples, bundle.manifest.steps)
     job = make_job(bundle, plan, select_samples(read_inputs(golden), rows))
     with work_folder() as work:
         begun = time.monotonic()
@@ -203,6 +205,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             report,
             traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
+            state=_run_steps(trial, device, work / "steps"),
             files=tuple(try_model_files(bundle, device, plan, golden, excuse_outputs, work / "files")),
         )
         # A run whose outputs were not digested is not whole.
@@ -210,6 +213,16 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             return _Done(report=report)
         held = hold_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
         return _Done(report=report, held=held, scored=_score(trial, asked))
+
+
+def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
+    """Returns what the device makes of whole sequences with its own state, None where there are none."""
+    state, steps = trial.bundle.manifest.state, trial.bundle.manifest.steps
+    whole = len(trial.rows) - len(trial.rows) % steps
+    if not state or steps == 1 or trial.run.failure is not None or not whole:
+        return None
+    reference, given = (select_samples(samples, range(whole)) for samples in (trial.reference, trial.run.outputs))
+    return run_sequences(device, trial.job, state, trial.golden, reference, given, work)
 
 
 def _score(trial: _Trial, asked: _Asked) -> Scored | None:
@@ -253,6 +266,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         form=trial.plan.form,
         samples=len(trial.rows),
         planned_samples=trial.job.samples.count,
+        steps=bundle.manifest.steps,
         findings=tuple(_list_findings(trial, asked)),
         provider_nodes=dict(sorted(counts.items())),
         placement_source=run.placement_source,

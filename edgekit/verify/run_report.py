@@ -7,9 +7,10 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
-from edgekit.data.samples import spread_indices
+from edgekit.data.samples import spread_sequences
 from edgekit.evidence import Evidence, Judgement, Verdict
 from edgekit.target import Thresholds
+from edgekit.verify.drift import StateReport, judge_state
 from edgekit.verify.facts import OBSERVING, FileReport, Gate, Located, PlacementGap, StandIn
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
 from edgekit.verify.tasks.accuracy import Accuracy
@@ -40,7 +41,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     files that the bundle ships beside the one that ran, where the device is the runtime that an app links. `stand_in`
     holds the metric of a device that is faster, where this one ran only some of the labelled samples. `outdated` says
     that the ONNX Runtime of an emulator is older than the bundle asks for, "" where it is not: what it does not take
-    then says nothing of an app.
+    then says nothing of an app. `steps` is how many samples make a sequence, and `state` tells of sequences with the
+    device's own state, None where the model has none or the samples are no sequences.
     """
 
     device: str
@@ -71,10 +73,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileReport, ...] = ()
     stand_in: StandIn | None = None
     outdated: str = ""
+    steps: int = 1
+    state: StateReport | None = None
 
     def find_places(self, count: int) -> tuple[int, ...]:
         """Returns which of `count` samples ran, in their order: spread evenly, up to where the time was over."""
-        return spread_indices(count, self.planned_samples or self.samples)[: self.samples]
+        return spread_sequences(count, self.planned_samples or self.samples, self.steps)[: self.samples]
 
     @property
     def observes_placement(self) -> bool:
@@ -108,6 +112,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             placement,
             Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
             Gate(name="session", failures=self.findings, unproven=older) if self.findings or older else None,
+            Gate(name="state", failures=tuple(judge_state(self.state, self.thresholds))) if self.state else None,
         )
         files = (self._excuse("file", _judge_file(file, self), file.file) for file in self.files)
         return (self._excuse("run", _judge_end(self)), *outputs, *filter(None, others), *files)

@@ -158,3 +158,14 @@ def test_the_past_of_a_first_step_is_empty(tmp_path: Path) -> None:
     onnx.save(proto, str(path))
     prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {"past": 0, "new": 3})
     assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(2, 0), (2, 3), (2, 3)]
+
+
+def test_a_branch_that_is_not_taken_need_not_fit_the_dimensions(tmp_path: Path) -> None:
+    text = """g (float[N,M] x) => (float[N,M] y)
+      <bool take = {1}, float[4] four = {1, 2, 3, 4}, float[5] five = {1, 2, 3, 4, 5}> {
+      y = If (take) <
+        then_branch = then () => (float[N,M] a) { a = Add(x, four) },
+        else_branch = other () => (float[N,M] b) { b = Add(x, five) }> }"""
+    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"N": 1, "M": 4})
+    assert [node.op_type for node in onnx.load(str(prepared.path)).graph.node] == ["Add"]
+    assert [spec.shape for spec in prepared.outputs] == [(1, 4)]

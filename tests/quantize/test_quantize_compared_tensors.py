@@ -7,6 +7,7 @@ from onnx import numpy_helper, parser
 from quantize_models import make_model
 
 from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
+from edgekit.quantize.calibration import held_out
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
 from edgekit.quantize.graph import sessions
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
@@ -195,3 +196,23 @@ def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept
     assert least <= judge_candidate(proto, (point,), tmp_path, **told) <= most
     assert (tmp_path / "candidate.onnx").is_file()
     assert has_held_out(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("each", "most", "kept", "told"),
+    [(1, 1 << 30, 4, "4 of 16 held-out samples"), (2, 5, 2, "2 of 16"), (9, 5, 1, "1 of 16"), (0, 5, 16, "")],
+)
+def test_large_samples_judge_too_and_that_few_do_is_told(
+    monkeypatch: pytest.MonkeyPatch, each: int, most: int, kept: int, told: str
+) -> None:
+    monkeypatch.setattr(held_out, "MOST_BYTES", 3)
+    monkeypatch.setattr(held_out, "LEAST_BYTES", most)
+    held = HeldOut(48, {"y"})
+    for index in range(48):
+        held.offer(index, {"past": np.zeros(each, np.int8)}, {})
+    assert len(held.positions()) == kept
+    assert told in "".join(held.describe_loss())
+    assert bool(told) == bool(held.describe_loss())
+    again = HeldOut(48, {"y"})
+    assert again.restore(held.arrays)
+    assert again.positions() == held.positions()

@@ -7,6 +7,7 @@ import msgspec
 from edgekit.bundle.manifest.migrate import migrate_manifest
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError, quote_error
+from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Licence
 from edgekit.target import Form, Platform, Precision, Thresholds, Verification
@@ -127,7 +128,8 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     itself, its signature, and the `evidence` (accuracy and latency as they were measured, with device and
     environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
     `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
-    edgekit's layout of ORT-format files, None without such a file.
+    edgekit's layout of ORT-format files, None without such a file. `state` says which outputs an app passes as inputs
+    of the next step, and how many golden samples make a sequence; a model without state has none.
     """
 
     # A version to come is refused, not guessed at: what it adds may change what the rest means.
@@ -161,6 +163,13 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     licence: Licence
     fallback: tuple[str, ...]
     evidence: Literal["verify.json"] = "verify.json"
+    # Not written where there is none: bundles keep the bytes that they had before.
+    state: State | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def steps(self) -> int:
+        """How many golden samples, one after another, make a sequence."""
+        return self.state.steps if self.state else 1
 
     @property
     def model_file(self) -> str:
@@ -193,7 +202,18 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
     for name in (name for names in manifest.forms.values() for name in names):
         if name not in manifest.files:
             raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
+    _check_state(manifest, source)
     return manifest
+
+
+def _check_state(manifest: Manifest, source: str) -> None:
+    if not manifest.state:
+        return
+    fault = find_fault(manifest.state, manifest.inputs, manifest.outputs)
+    if fault is None and manifest.golden.samples % manifest.steps:
+        fault = f"has {manifest.steps} steps, and {manifest.golden.samples} golden samples make no whole sequences", ""
+    if fault is not None:
+        raise BundleError(f"the state in '{source}' {fault[0]}", hint="build the bundle again")
 
 
 def decode_plain(data: bytes, source: str) -> Any:

@@ -51,7 +51,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     read from its histogram, may differ from that over all samples because not each was measured, with 95 % certainty,
     for the tensor where that is most; 0 where each was.
     `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
-    wrong with a cache.
+    wrong with a cache, and where few samples judge.
     `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
     to judge by. It may go when all plans are applied; "" means that there are none. `outputs` is what was stated.
     """
@@ -119,7 +119,7 @@ def calibrate_model(
         is_exact=found.is_exact,
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
-        notes=tuple(found.cache.notes),
+        notes=(*found.cache.notes, *found.held_out.describe_loss()),
         ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods, outputs or {}),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),

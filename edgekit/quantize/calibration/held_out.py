@@ -16,6 +16,9 @@ MOST_SAMPLES = 16
 MOST_BYTES = 64 << 20  # of inputs and outputs together: they are in the cache, and in memory
 FEWEST_SAMPLES = 8
 """With fewer samples in all none is held out."""
+LEAST_KEPT, LEAST_BYTES = 4, 1 << 30
+"""So many are kept even where they are larger, as with the KV cache of a language model, up to so many bytes; and one
+in any case. Without a judge a plan would be plain minmax, and nobody would be told."""
 
 
 class HeldOut:
@@ -25,21 +28,33 @@ class HeldOut:
         self._tensors = tensors
         wanted = min(MOST_SAMPLES, count // 3) if count >= FEWEST_SAMPLES else 0
         self._indices = frozenset(spread_indices(count, wanted)) if wanted else frozenset[int]()
-        self._size_bytes = 0
+        self._size_bytes = self._kept = 0
         self.arrays: dict[str, Array] = {}
+
+    def describe_loss(self) -> tuple[str, ...]:
+        """Returns how many samples judge, where memory has room for fewer than were wanted."""
+        wanted, kept = len(self._indices), len(self.positions())
+        if not 0 < kept < wanted:
+            return ()
+        each = self._size_bytes / kept / 1e6
+        return (f"{kept} of {wanted} held-out samples judge the plans: each has {each:.0f} MB",)
 
     def offer(self, index: int, sample: Tensors, values: Tensors) -> bool:
         """Takes a sample with the float model's tensors if it is one to hold out, and says so."""
         outputs = {name: value for name, value in values.items() if name in self._tensors}
         size_bytes = sum(value.nbytes for value in (*sample.values(), *outputs.values()))
         plain = all(value.dtype.kind in "fiub" for value in sample.values())
-        if index not in self._indices or not plain or self._size_bytes + size_bytes > MOST_BYTES:
+        if index not in self._indices or not plain or not self._has_room(size_bytes):
             return False
-        self._size_bytes += size_bytes
+        self._size_bytes, self._kept = self._size_bytes + size_bytes, self._kept + 1
         self.arrays.update({f"{index}:in:{name}": value for name, value in sample.items()})
         # What ONNX Runtime returns keeps the memory of its whole session.
         self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
         return True
+
+    def _has_room(self, size_bytes: int) -> bool:
+        most = MOST_BYTES if self._kept >= LEAST_KEPT else LEAST_BYTES
+        return self._kept == 0 or self._size_bytes + size_bytes <= most
 
     def positions(self) -> set[int]:
         """Returns the positions, among those offered, of the samples that were taken."""
@@ -52,8 +67,8 @@ class HeldOut:
             if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
                 return False
             self.arrays[name] = array.copy()  # no view of a checkpoint, which would be held in memory whole
-        self._size_bytes = sum(array.nbytes for array in arrays.values())
-        return self._size_bytes <= MOST_BYTES
+        self._size_bytes, self._kept = sum(array.nbytes for array in arrays.values()), len(self.positions())
+        return self._kept <= 1 or self._size_bytes <= (MOST_BYTES if self._kept > LEAST_KEPT else LEAST_BYTES)
 
 
 def save_held_out(folder: Path, held_out: HeldOut) -> None:

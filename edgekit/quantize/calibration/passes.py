@@ -23,7 +23,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
 from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
 from edgekit.quantize.calibration.checkpoint import Checkpoint
-from edgekit.quantize.calibration.held_out import MOST_BYTES, HeldOut
+from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
 from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, InstrumentedGraph, instrument_graph
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.graph.float_graph import float_activations
@@ -143,7 +143,7 @@ def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationC
     run = _begin(task, whole, cache)
     if task.cache is None:
         return run
-    most_bytes = sum(array.nbytes for array in run.everything().values()) + MOST_BYTES + _SLACK_BYTES
+    most_bytes = sum(array.nbytes for array in run.everything().values()) + LEAST_BYTES + _SLACK_BYTES
     most_bytes += _SAMPLE_BYTES * task.samples.count
     order, digests = (*task.indices, *task.others), dict(enumerate(task.cache.digests))
     for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):

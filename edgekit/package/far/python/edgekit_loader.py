@@ -111,6 +111,43 @@ def _find_plugin() -> str:
     return str(qnn.get_library_path())
 
 
+class Stepper:
+    """Runs a model with state, as a KV cache, step by step: what a step gives of it goes into the next.
+
+    An output that is longer than the input it feeds gives its last rows, one that is shorter is appended to the input,
+    whose oldest rows go.
+    """
+
+    def __init__(self, variant: Variant, session: Any) -> None:
+        self._feeds: dict[str, str] = variant["feeds"]
+        self._specs = {spec["name"]: spec for spec in variant["inputs"]}
+        self._session = session
+        self._names = [output.name for output in session.get_outputs()]
+        self._state: dict[str, Any] = {}
+        self.reset()
+
+    def reset(self, state: dict[str, Any] | None = None) -> None:
+        """Begins a sequence, with zeros where `state` has no array for an input."""
+        zeros = {name: np.zeros(self._specs[name]["shape"], self._specs[name]["dtype"]) for name in self._feeds}
+        self._state = {**zeros, **(state or {})}
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the outputs of the next step; `inputs` are those that hold no state."""
+        outputs = dict(zip(self._names, self._session.run(self._names, {**self._state, **inputs}), strict=True))
+        for name, output in self._feeds.items():
+            self._state[name] = _feed_back(self._specs[name]["shape"], self._state[name], outputs[output])
+        return outputs
+
+
+def _feed_back(shape: list[int], held: Any, output: Any) -> Any:
+    for axis, size in enumerate(shape):
+        if output.shape[axis] < size:
+            output = np.concatenate([held, output], axis)
+        if output.shape[axis] > size:
+            output = output.take(range(output.shape[axis] - size, output.shape[axis]), axis)
+    return np.ascontiguousarray(output)
+
+
 def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
     """Runs the golden samples and returns every reason why the outputs do not reach the thresholds; none is a pass."""
     sums: dict[str, dict[str, float]] = {}

@@ -1,0 +1,202 @@
+"""State: outputs that are inputs of the next step, as a KV cache or the hidden state of a recurrent layer is.
+
+`feed_back` is the one rule by which an output becomes the next input, and `run_steps` the one loop.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from edgekit.errors import UsageError, suggest_name
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+
+MOST_STEPS = 4096
+MOST_FEEDS = 4096
+"""Bounds for what a recipe or a bundle may ask for: a model of 100 layers feeds 200 tensors back."""
+
+# Words that say of an input that it comes from the step before, and of an output that it goes into the next.
+_PAST = frozenset({"past", "prev", "previous", "initial", "init", "old", "last", "in"})
+_NEXT = frozenset({"present", "next", "new", "updated", "out", "n"})
+# Of these alone no pair is meant: an image goes "in" and comes "out".
+_WEAK = frozenset({"in", "out", "n"})
+# Before the whole name of an output that has no such word.
+_WHOLE = "="
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is run step by step: `feeds` names for each input that holds state the output it comes from.
+
+    So many samples as `steps`, one after another, make a sequence; the first of each begins with the state in the data,
+    or zeros. An output that is longer than its input on one axis gives its last rows, as a window of a KV cache does;
+    one that is shorter is appended to the input, whose oldest rows go.
+    """
+
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
+    feeds: Annotated[dict[str, str], msgspec.Meta(max_length=MOST_FEEDS)] = {}
+
+
+def match_state(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Returns for each input that holds state the output that feeds it, by name, type and shape.
+
+    `past_key_values.0.key` is fed by `present.0.key`, `state` by `new_state`, `state_out` or `stateN`, `h` by `hn`,
+    `initial_h` by `next_h`, `prev_state` by `state`. Names that fit more than one output feed nothing.
+    """
+    stems: dict[str, list[TensorSpec]] = {}
+    for output in outputs:
+        for stem in _output_stems(output.name):
+            stems.setdefault(stem, []).append(output)
+    found = dict[str, str]()
+    for spec in inputs:
+        fitting = {out.name for stem in _input_stems(spec.name) for out in stems.get(stem, ()) if fits(spec, out)}
+        if len(fitting) == 1:
+            found[spec.name] = fitting.pop()
+    # An output feeds one input: where two would take it, nobody can tell which is meant.
+    takers = Counter(found.values())
+    return {name: output for name, output in found.items() if takers[output] == 1}
+
+
+def settle_state(given: State | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> State:
+    """Returns the state of a model: what is stated of it, with the feeds found by name where none are stated.
+
+    Raises:
+        UsageError: a name is no input or output, the two do not fit, or several steps are asked of a model without
+            state.
+    """
+    given = given or State()
+    if not given.feeds:
+        given = msgspec.structs.replace(given, feeds=match_state(inputs, outputs))
+    fault = find_fault(given, inputs, outputs)
+    if fault is not None:
+        raise UsageError(f"[state] {fault[0]}", hint=fault[1])
+    return given
+
+
+def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
+    """Returns what is wrong with the state of a model with these inputs and outputs, and a hint, or None."""
+    takes, gives = {spec.name: spec for spec in inputs}, {spec.name: spec for spec in outputs}
+    unfit = next(filter(None, (_find_unfit(*feed, takes, gives) for feed in state.feeds.items())), None)
+    if unfit is not None:
+        return unfit
+    again = next((output for output, count in Counter(state.feeds.values()).items() if count > 1), None)
+    if again is not None:
+        return f"feeds several inputs from '{again}'", "name one output for each input"
+    if state.steps > 1 and not state.feeds:
+        names = ", ".join(list(gives)[:8])
+        return "asks for steps, and no output of the model feeds an input", f"feeds = {{INPUT = OUTPUT}}, of {names}"
+    if state.steps > 1 and len(state.feeds) == len(inputs):
+        return "feeds every input", "leave out the one that brings something new"
+    return None
+
+
+def _find_unfit(
+    name: str, output: str, takes: Mapping[str, TensorSpec], gives: Mapping[str, TensorSpec]
+) -> tuple[str, str] | None:
+    if name not in takes:
+        return f"feeds '{name[:99]}', which is no input of the model", suggest_name(name, takes)
+    if output not in gives:
+        return f"feeds '{name}' from '{output[:99]}', which is no output", suggest_name(output, gives)
+    if not fits(takes[name], gives[output]):
+        what = f"feeds [{takes[name]}] from [{gives[output]}], which does not fit"
+        return what, "types and ranks must be the same, and all sizes but one"
+    return None
+
+
+def fits(spec: TensorSpec, output: TensorSpec) -> bool:
+    """Returns True if an output can become this input: one type and rank, and all sizes but one the same."""
+    if spec.dtype != output.dtype or not spec.is_tensor or spec.dtype == "string":
+        return False
+    if spec.shape is None or output.shape is None:
+        return True
+    pairs = list(zip(spec.shape, output.shape, strict=False))
+    differing = sum(1 for a, b in pairs if isinstance(a, int) and isinstance(b, int) and a != b)
+    return len(spec.shape) == len(output.shape) and differing <= 1
+
+
+def first_state(spec: TensorSpec) -> Array:
+    """Returns the state that a sequence begins with where the data have none: zeros, empty on open dimensions."""
+    shape = tuple(dim if isinstance(dim, int) else 0 for dim in spec.shape or ())
+    return np.zeros(shape, np.dtype(spec.dtype))
+
+
+def feed_back(spec: TensorSpec, held: Array, output: Array) -> Array:
+    """Returns the input of the next step: what `output` makes of `held`, the input of this one.
+
+    On an axis of a fixed size the output's last rows count, behind those of `held` where it is shorter: a window. On
+    an open axis the output counts as it is, and may grow.
+    """
+    for axis, size in enumerate(spec.shape or output.shape):
+        if not isinstance(size, int) or output.shape[axis] == size:
+            continue
+        if output.shape[axis] < size:
+            output = np.concatenate([held, output], axis)
+        # By positions, since a slice of the last 0 rows would be all of them.
+        output = output.take(range(output.shape[axis] - size, output.shape[axis]), axis)
+    return np.ascontiguousarray(output)
+
+
+def run_steps(
+    steps: Iterable[Sequence[Tensors]],
+    feeds: Mapping[str, str],
+    specs: Mapping[str, TensorSpec],
+    run: Callable[[Sequence[Tensors]], Sequence[Tensors]],
+) -> Iterator[tuple[Sequence[Tensors], Sequence[Tensors]]]:
+    """Yields what goes in and what comes out at each step of some sequences side by side, feeding state back.
+
+    `steps` holds for each step a sample of every sequence; those of the first hold the state to begin with, that of
+    the others is not looked at. `run` may return fewer than it was given: then that was the last step.
+    """
+    states: list[dict[str, Array]] = []
+    for samples in steps:
+        states = states or [{} for _ in samples]
+        given = [{**sample, **state} for sample, state in zip(samples, states, strict=True)]
+        outputs = run(given)
+        yield given, outputs
+        if len(outputs) < len(given):
+            return
+        states = [_next_state(feeds, specs, *pair) for pair in zip(given, outputs, strict=True)]
+
+
+def _next_state(
+    feeds: Mapping[str, str], specs: Mapping[str, TensorSpec], given: Tensors, outputs: Tensors
+) -> dict[str, Array]:
+    return {name: feed_back(specs[name], given[name], outputs[output]) for name, output in feeds.items()}
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+
+
+def _input_stems(name: str) -> set[str]:
+    """Returns what may be meant by an input's name: all of it, and what is left without words for the past."""
+    words = _words(name.replace("past_key_values", "past"))
+    rest = [word for word in words if word not in _PAST]
+    whole = "_".join(words)
+    # h0 and h_0 come before hn and h_n.
+    found = {whole, re.sub(r"(?<=[a-z])_?0$", "", whole)}
+    if len(rest) < len(words):
+        found.add(_join(words, rest))
+        # A strong word on this side is enough: prev_state comes after state.
+        if not _WEAK.issuperset({*words} - {*rest}):
+            found.add(_WHOLE + "_".join(rest))
+    return found - {""}
+
+
+def _output_stems(name: str) -> set[str]:
+    """Returns what is left of an output's name without words for what comes next, and a whole one that has none."""
+    words = _words(name)
+    rest = [word for word in words if word not in _NEXT]
+    if len(rest) < len(words):
+        return {_join(words, rest)} - {""}
+    # stateN, hn, cn
+    short = re.fullmatch(r"(.*[a-z])(?:N|(?<=\b[a-z])n)", name)
+    return {_WHOLE + "_".join(words), *({"_".join(_words(short[1]))} if short else ())}
+
+
+def _join(words: Sequence[str], rest: Sequence[str]) -> str:
+    if rest:
+        return "_".join(rest)
+    return "" if _WEAK.issuperset(words) else "kv"

@@ -1,0 +1,143 @@
+"""How the error of a model with state grows from step to step, and the judgement on it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.model.tensors import Array, is_numeric
+from edgekit.target import Thresholds
+from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
+
+FAITHFUL_DB = 40.0
+"""From this ratio on, an error of a hundredth, nothing drifts that matters: a choice."""
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True):
+    """The signal-to-noise ratio of an output in dB at each step, over all sequences.
+
+    `fed_back` is with the state that the device itself had, `given` with that of the float model. None stands where
+    nothing can be measured: the float model's output is zero, or a value is not finite. `late_fed_back` and
+    `late_given` are those of the second half of the steps together.
+    """
+
+    output: str
+    fed_back: tuple[Decibels | None, ...]
+    given: tuple[Decibels | None, ...]
+    late_fed_back: Decibels | None
+    late_given: Decibels | None
+
+    @property
+    def lost_db(self) -> float | None:
+        """By how much feeding back makes the second half of the steps worse, None where that cannot be told."""
+        if self.late_fed_back is None or self.late_given is None:
+            return None
+        return max(0.0, self.late_given - self.late_fed_back)
+
+
+class StateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device made of whole sequences, each step with the state that it had made itself.
+
+    `outputs` hold the figures of what the app reads: outputs that are state are left out, unless all are. `drift` has
+    an entry for each output of numbers. `failure` says why there are no figures, None where there are.
+    """
+
+    sequences: int
+    steps: int
+    outputs: tuple[OutputReport, ...] = ()
+    drift: tuple[Drift, ...] = ()
+    failure: str | None = None
+
+    @property
+    def read(self) -> tuple[Drift, ...]:
+        """The drift of what the app reads: in a cache most of a step is copied, which no step by itself makes worse."""
+        names = {output.name for output in self.outputs}
+        return tuple(drift for drift in self.drift if drift.output in names)
+
+
+def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
+    """Yields why a device does not keep its state well enough, a line each."""
+    if report.failure is not None:
+        yield f"step by step the device failed: {report.failure}"
+        return
+    if not report.outputs:
+        yield "step by step nothing was compared"
+    for output in report.outputs:
+        yield from (
+            f"with its own state over {report.steps} steps, {line}" for line in judge_output(output, thresholds)
+        )
+    most = thresholds.max_drift_db
+    for drift in report.read:
+        late, lost = drift.late_fed_back, drift.lost_db
+        if most is not None and late is not None and lost is not None and late < FAITHFUL_DB and lost > most:
+            yield (
+                f"output '{drift.output}' drifts: in the later of {report.steps} steps its own state costs it"
+                f" {lost:.1f} dB, more than {most:g} dB"
+            )
+
+
+def describe_state(report: StateReport) -> Iterator[str]:
+    """Yields for each output how its error grew from the first step to the last."""
+    for drift in report.read:
+        first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
+        if first is not None and last is not None and lost is not None:
+            yield (
+                f"{report.sequences} sequences of {report.steps} steps with its own state: output '{drift.output}' has"
+                f" {first:.1f} dB at the first step and {last:.1f} dB at the last, {lost:.1f} dB less than with the"
+                " float model's state"
+            )
+
+
+def measure_drift(
+    names: Sequence[str], reference: Samples, fed_back: Samples, given: Samples, steps: int
+) -> tuple[Drift, ...]:
+    """Returns the drift of outputs; samples of the three come in whole sequences, in the same order."""
+    powers = {name: np.zeros((3, steps)) for name in names}
+    seen = dict.fromkeys(names, False)
+    for index, (wanted, back, own) in enumerate(zip(reference, fed_back, given, strict=True)):
+        for name in names:
+            values = wanted[name], back.get(name), own.get(name)
+            if is_numeric(wanted[name]):
+                seen[name] = True
+                powers[name][:, index % steps] += _powers(*values)
+    return tuple(_describe(name, powers[name]) for name in names if seen[name])
+
+
+def _describe(name: str, powers: Array) -> Drift:
+    signal, back, own = powers
+    late = len(signal) // 2
+    return Drift(
+        output=name,
+        fed_back=tuple(_decibels(*pair) for pair in zip(signal, back, strict=True)),
+        given=tuple(_decibels(*pair) for pair in zip(signal, own, strict=True)),
+        late_fed_back=_decibels(signal[late:].sum(), back[late:].sum()),
+        late_given=_decibels(signal[late:].sum(), own[late:].sum()),
+    )
+
+
+def _powers(wanted: Array, back: Array | None, own: Array | None) -> tuple[float, float, float]:
+    signal = wanted.astype(np.float64)
+    return float(np.sum(signal**2)), _error(signal, back), _error(signal, own)
+
+
+def _error(wanted: Array, got: Array | None) -> float:
+    # An output that is missing or of another shape cannot be measured: its step has no figure, as one that is NaN.
+    return (
+        float("nan")
+        if got is None or got.shape != wanted.shape
+        else float(np.sum((got.astype(np.float64) - wanted) ** 2))
+    )
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    if not np.isfinite(signal) or not np.isfinite(noise) or signal <= 0:
+        return None
+    return DB_LIMIT if noise <= 0 else float(np.clip(10 * np.log10(signal / noise), -DB_LIMIT, DB_LIMIT))
+
+
+def outputs_to_judge(reports: Sequence[OutputReport], feeds: Mapping[str, str]) -> tuple[OutputReport, ...]:
+    """Returns the reports of outputs that an app reads: without those that are state, unless there is no other."""
+    read = tuple(report for report in reports if report.name not in feeds.values())
+    return read or tuple(reports)

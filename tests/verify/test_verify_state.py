@@ -1,0 +1,234 @@
+"""Models with state: built from sequences, and verified with the state that a device feeds back itself."""
+
+import importlib.util
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tiny_models import parse_model
+from verify_devices import InProcess
+
+import edgekit
+from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden.golden import read_inputs, read_outputs
+from edgekit.bundle.manifest.manifest import Manifest, decode_manifest, encode_json
+from edgekit.data.samples import Samples
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.errors import BundleError, DataError, UsageError
+from edgekit.jobs.build import build
+from edgekit.model.state import State
+from edgekit.model.tensors import Tensors
+from edgekit.package.package import package_bundles
+from edgekit.plain import to_json
+from edgekit.recipe import Data, Recipe
+from edgekit.report.text import list_verify_remarks
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.saved import read_report, write_report
+
+STEPS = 8
+RECURRENT = """<ir_version: 8, opset_import: ["" : 17]>
+  g (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h)
+  <float keep = {0.9}, float[4,4] w = {1, 0.5, 0, 0, 0, 1, 0.5, 0, 0, 0, 1, 0.5, 0.5, 0, 0, 1}> {
+    kept = Mul(h, keep) new_h = Add(kept, x) y = MatMul(new_h, w) }"""
+
+
+def save_data(path: Path, sequences: int = 8, **more: np.ndarray) -> Data:
+    rows = np.random.default_rng(0).normal(size=(sequences * STEPS, 1, 4)).astype(np.float32)
+    np.savez(path, x=rows, **more)  # type: ignore[arg-type]
+    return Data(source=str(path))
+
+
+def make(folder: Path) -> None:
+    model = parse_model(RECURRENT, folder / "recurrent.onnx")
+    recipe = Recipe(targets=("cpu",), precision="fp32", state=State(steps=STEPS))
+    report = build(model, save_data(folder / "d.npz"), folder / "out", recipe, verify=False)
+    assert report.bundles[0].failure is None
+
+
+@pytest.fixture(scope="module")
+def bundle(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Bundle:
+    return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
+
+
+class Decaying(InProcess, frozen=True, kw_only=True):
+    """Makes the state at each step a little larger than it is: no step by itself is bad."""
+
+    factor: float
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        run = super().run_job(job, work)
+        rows = [{**row, "new_h": row["new_h"] * np.float32(self.factor)} for row in run.outputs]
+        return msgspec.structs.replace(run, outputs=Samples(source="rows", count=len(rows), read=lambda: iter(rows)))
+
+
+class Stumbling(InProcess, frozen=True, kw_only=True):
+    """Runs all samples of a verification, and nothing once it is called step by step."""
+
+    lost: bool = False
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        run = super().run_job(job, work)
+        if job.samples.count >= STEPS:
+            return run
+        if self.lost:
+            return msgspec.structs.replace(run, outputs=Samples(source="none", count=0, read=lambda: iter(())))
+        return msgspec.structs.replace(run, failure="it is asleep")
+
+
+def test_golden_samples_are_whole_sequences_with_the_float_models_state(bundle: Bundle) -> None:
+    assert bundle.manifest.state == State(steps=STEPS, feeds={"h": "new_h"})
+    assert bundle.golden.samples % STEPS == 0
+    last: Tensors = {}
+    for index, (given, made) in enumerate(zip(read_inputs(bundle.golden), read_outputs(bundle.golden), strict=True)):
+        wanted = np.zeros((1, 4), np.float32) if index % STEPS == 0 else last["new_h"]
+        np.testing.assert_array_equal(given["h"], wanted)
+        last = made
+    assert "`h` | `new_h`" in (bundle.folder / "README.md").read_text()
+
+
+def test_an_honest_device_keeps_its_state(bundle: Bundle, tmp_path: Path) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    (run,) = report.runs
+    assert report.passed, (run.failures, run.unproven)
+    assert run.state is not None
+    assert (run.state.steps, run.state.sequences, run.samples) == (STEPS, 2, 2 * STEPS)
+    assert [output.name for output in run.state.outputs] == ["y"]  # of the state the app sees nothing
+    assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
+    assert any("2 sequences of 8 steps" in line for line in list_verify_remarks(report))
+    copied = msgspec.structs.replace(bundle, folder=tmp_path)
+    write_report(copied, report)
+    assert to_json(read_report(tmp_path / "verify.json")) == to_json(report)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.01, "output 'y' drifts"), (1.3, "with its own state over 8 steps")])
+def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: str) -> None:
+    (run,) = verify_bundle(bundle, [Decaying(factor=factor)]).runs
+    gates = {gate.name for gate in run.gates if gate.failures}
+    assert "state" in gates
+    assert any(said in line for line in run.failures), run.failures
+    if factor < 1.1:
+        assert gates == {"state"}  # step by step, nothing else is wrong with it
+        assert run.state is not None
+        drift = run.state.drift[0]
+        # The more steps, the more its error adds up.
+        assert drift.fed_back[1] > drift.fed_back[3] > drift.fed_back[7]  # type: ignore[operator]
+        loose = msgspec.structs.replace(run.thresholds, max_drift_db=None)
+        assert msgspec.structs.replace(run, thresholds=loose).passed
+
+
+@pytest.mark.parametrize(("lost", "said"), [(False, "it is asleep"), (True, "0 of 2 samples came back")])
+def test_a_device_that_cannot_step_fails(bundle: Bundle, lost: bool, said: str) -> None:
+    (run,) = verify_bundle(bundle, [Stumbling(lost=lost)]).runs
+    assert any(f"step by step the device failed: {said}" in line for line in run.failures)
+
+
+def test_a_slow_device_runs_one_whole_sequence(bundle: Bundle) -> None:
+    slow = msgspec.structs.replace(bundle.manifest.verification[0], device="emulated", samples=3)
+    few = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(slow,)))
+    (run,) = verify_bundle(few, [InProcess()]).runs
+    assert run.samples == STEPS
+    assert run.find_places(bundle.golden.samples) == tuple(range(STEPS))
+    assert run.state is not None
+    assert run.state.sequences == 1
+
+
+def _spoil(manifest: Manifest, **changes: object) -> bytes:
+    raw = msgspec.to_builtins(manifest)
+    raw["state"] |= changes
+    return encode_json(raw)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0}, {"steps": 4097}, {"steps": 3}, {"steps": "8"}, {"feeds": {"h": "y", "x": "y"}},
+        {"feeds": {"../h": "y"}}, {"feeds": {"h": "gone"}}, {"feeds": {}}, {"feeds": {"h": ["new_h"]}},
+        {"code": "import os"}, {"feeds": {f"h{i}": "new_h" for i in range(5000)}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_cannot_state_what_is_not_there(bundle: Bundle, changes: dict[str, object]) -> None:
+    assert decode_manifest(_spoil(bundle.manifest), "it") == bundle.manifest
+    with pytest.raises(BundleError):
+        decode_manifest(_spoil(bundle.manifest, **changes), "it")
+
+
+def test_a_bundle_without_state_says_nothing_of_it(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
+    report = build(
+        parse_model(text, tmp_path / "m.onnx"), save_data(tmp_path / "d.npz"), tmp_path / "o",
+        Recipe(targets=("cpu",), precision="fp32"), verify=False,
+    )  # fmt: skip
+    assert report.bundles[0].path is not None
+    manifest = (report.bundles[0].path / "manifest.json").read_text()
+    assert '"state"' not in manifest
+    assert not report.data_warnings or "state" not in " ".join(report.data_warnings)
+
+
+def test_single_steps_of_a_model_with_state_are_told(tmp_path: Path) -> None:
+    model, recipe = parse_model(RECURRENT, tmp_path / "m.onnx"), Recipe(targets=("cpu",), precision="fp32")
+    data = save_data(tmp_path / "d.npz", h=np.ones((8 * STEPS, 1, 4), np.float32))
+    report = build(model, data, tmp_path / "o", recipe, verify=False)
+    assert "'new_h' feeds 'h'" in report.data_warnings[0]
+    with pytest.raises(DataError, match="lacks the model input 'h'"):
+        build(model, save_data(tmp_path / "none.npz"), tmp_path / "p", recipe, verify=False)
+
+
+def test_a_sequence_may_begin_with_a_state_of_the_data(tmp_path: Path) -> None:
+    model = parse_model(RECURRENT, tmp_path / "m.onnx")
+    recipe = Recipe(targets=("cpu",), precision="fp32", state=State(steps=STEPS))
+    data = save_data(tmp_path / "d.npz", h=np.ones((8 * STEPS, 1, 4), np.float32))
+    (made,) = build(model, data, tmp_path / "o", recipe, verify=False).bundles
+    assert made.path is not None
+    rows = [row["h"] for row in read_inputs(open_bundle(made.path).golden)]
+    assert rows[0].tolist() == rows[STEPS].tolist() == [[1.0] * 4]
+    assert rows[1].tolist() != [[1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "said"),
+    [
+        (State(steps=7), DataError, "no whole sequences of 7"),
+        (State(steps=2, feeds={"g": "new_h"}), UsageError, "'g', which is no input"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_refused(tmp_path: Path, state: State, error: type[Exception], said: str) -> None:
+    recipe = Recipe(targets=("cpu",), precision="fp32", state=state)
+    with pytest.raises(error, match=said):
+        build(parse_model(RECURRENT, tmp_path / "m.onnx"), save_data(tmp_path / "d.npz"), tmp_path / "o", recipe)
+
+
+def test_a_report_keeps_its_type(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess()])
+    assert msgspec.json.decode(to_json(report).encode(), type=VerifyReport).runs[0].state == report.runs[0].state
+
+
+def test_the_python_loader_of_a_package_steps_as_the_float_model_does(bundle: Bundle, tmp_path: Path) -> None:
+    package_bundles([bundle.folder], "tar", tmp_path / "p.tar")
+    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
+    place = importlib.util.spec_from_file_location("loader", tmp_path / "p" / "python" / "edgekit_loader.py")
+    assert place is not None
+    assert place.loader is not None
+    loader = importlib.util.module_from_spec(place)
+    place.loader.exec_module(loader)
+    (variant,) = loader.read_variants()
+    stepper = loader.Stepper(variant, loader.open_session(variant, loader.find_folder(variant)))
+    pairs = list(zip(read_inputs(bundle.golden), read_outputs(bundle.golden), strict=True))
+    for index, (given, wanted) in enumerate(pairs):
+        if index % STEPS == 0:
+            stepper.reset()
+        got = stepper.run({"x": given["x"]})
+        np.testing.assert_allclose(got["y"], wanted["y"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(1, [2, 3, 9]), (4, [7, 8, 9]), (3, [7, 8, 9])])
+def test_the_python_loader_keeps_a_window(rows: int, wanted: list[int]) -> None:
+    place = Path(edgekit.__file__).parent / "package" / "far" / "python" / "edgekit_loader.py"
+    feed_back = runpy.run_path(str(place))["_feed_back"]
+    output = np.arange(10 - rows, 10)[None]
+    assert feed_back([1, 3], np.array([[1, 2, 3]]), output).tolist() == [wanted]
