@@ -56,6 +56,12 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     positions: tuple[int, ...] = ()
     inside: tuple[Array, ...] = ()
 
+    def cut(self, value: Array) -> Array:
+        """Returns the patches [P, V] of a whole tensor."""
+        for axis, indices in self.gathers:
+            value = np.take(value, indices, axis)
+        return self.patches(value)
+
     def patches(self, values: Array) -> Array:
         """Returns the gathered values as patches [P, V]: im2col at the positions."""
         rank = len(self.kernel)

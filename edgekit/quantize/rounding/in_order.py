@@ -1,7 +1,7 @@
 """Layers rounded one after another, each for what reaches it through the layers that were rounded before."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -62,9 +62,16 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
         return
     samples = list(read_fitted(statistics))
     sizes = block_sizes([layer for layer, _ in places.values()])
+    layers = [layer for layer, _ in places.values()]
+    true = _gather(graph.model, {layer.source: layer.source for layer in layers}, graph, layers, samples, statistics)
     kept: dict[str, Array] = {}
+    seen: dict[str, Array] = {}
     for index, (layer, place) in enumerate(places.values()):
-        inputs = _gather(qdq, graph, layer, place, samples, statistics)
+        # Layers that read one tensor side by side see it alike: the model runs once for all of them.
+        if layer.node not in seen:
+            beside = [each for each, other in places.values() if other.source == place.source]
+            seen = _gather(qdq, {layer.source: place.source}, graph, beside, samples, statistics)
+        inputs = _Inputs(true=true[layer.node], rounded=seen[layer.node]) if layer.node in true else None
         own = _round_layer(graph, layer, place, inputs, sizes[layer.node])
         write_layer(initializers, place, **own)
         kept |= {f"{index}.{name}": value for name, value in own.items()}
@@ -80,33 +87,37 @@ def _digest(qdq: onnx.ModelProto, places: Places) -> str:
 
 
 def _gather(
-    qdq: onnx.ModelProto, graph: Graph, layer: Layer, place: QdqLayer, samples: Sequence[Tensors], work: Path
-) -> _Inputs | None:
-    """Returns patches of a layer's input, None where its size is not known."""
-    where = locate_patches(graph, layer, patches_per_sample(layer, len(samples)))
-    if where is None or not samples:
-        return None
+    proto: onnx.ModelProto,
+    names: Mapping[str, str],
+    graph: Graph,
+    layers: Sequence[Layer],
+    samples: Sequence[Tensors],
+    work: Path,
+) -> dict[str, Array]:
+    """Returns patches [P, groups, inputs] of what each layer reads, by its node; `names` holds their sources there.
 
-    def read(proto: onnx.ModelProto, name: str) -> Iterator[Array]:
-        seen = onnx.ModelProto()
-        seen.CopyFrom(proto)
-        del seen.graph.output[:]
-        seen.graph.output.append(onnx.ValueInfoProto(name=name))
-        session = open_graph(seen, work / "prefix.onnx", keep_float_weights=True)
-
-        def cut(sample: Tensors) -> Array:
-            value = session.run(sample)[name]
-            for axis, indices in where.gathers:
-                value = np.take(value, indices, axis)
-            return where.patches(value)
-
-        yield from (patches for _, patches in map_in_order(cut, samples))
-
-    true, rounded = (
-        np.concatenate(list(read(proto, name))).reshape(-1, layer.groups, layer.inputs).astype(np.float64)
-        for proto, name in ((graph.model, layer.source), (qdq, place.source))
+    Layers whose input has no known size are left out, all where there are no samples.
+    """
+    places = {each.node: locate_patches(graph, each, patches_per_sample(each, len(samples))) for each in layers}
+    where = {each.node: (names[each.source], place) for each in layers if (place := places[each.node]) is not None}
+    if not where or not samples:
+        return {}
+    seen = onnx.ModelProto()
+    seen.CopyFrom(proto)
+    del seen.graph.output[:]
+    seen.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for name in dict.fromkeys(name for name, _ in where.values())
     )
-    return _Inputs(true=true, rounded=rounded)
+    session = open_graph(seen, work / "prefix.onnx", keep_float_weights=True)
+
+    def cut(sample: Tensors) -> dict[str, Array]:
+        values = session.run(sample)
+        return {node: place.cut(values[name]) for node, (name, place) in where.items()}
+
+    rows = [patches for _, patches in map_in_order(cut, samples)]
+    sizes = {each.node: (each.groups, each.inputs) for each in layers}
+    patches = {node: np.concatenate([row[node] for row in rows]) for node in where}
+    return {node: found.astype(np.float64).reshape(-1, *sizes[node]) for node, found in patches.items()}
 
 
 def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | None, size: int) -> dict[str, Array]:
