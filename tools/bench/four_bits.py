@@ -1,11 +1,12 @@
-"""Holds edgekit's weights of 8 and 4 bits against ONNX Runtime's own, on every labelled model of ../shared/zoo.
+"""Holds edgekit's weights of 8 and 4 bits against ONNX Runtime's own: models of ../shared/zoo, and nets trained here.
 
-    python tools/bench/four_bits.py [MODEL]... [--precisions w4a16,w4a8] [--state DIR]
+    python tools/bench/four_bits.py [MODEL]... [--precisions w4a16,w4a8] [--state DIR] [--cache DIR] [--table]
 
 "stock" is ONNX Runtime's quantizer with its settings for QNN (`get_qnn_qdq_config`), MinMax, a scale per channel, and
 the types of the precision. "edgekit" is plain `edgekit quantize --target qnn --precision P`. What scores a model never
 calibrates it; drops are in points (images: 0.3 dB a point) with intervals of 95 %. Both run on the CPU provider.
-`--state` keeps each row by what it depends on, so that a run goes on where one ended.
+`--state` keeps each row by what it depends on, so that a run goes on where one ended; `--cache` keeps the nets that
+`four_bit_nets.py` trains. `--table` prints the rows of each model as one line of Markdown.
 Returns 1 where w4a16 of edgekit loses more than 1 point, or w4a8 more than 2, beyond the interval.
 """
 
@@ -15,14 +16,15 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import onnxruntime
+from four_bit_nets import CACHE, NETS, load_net
 from quantize_zoo import in_memory, score_outputs
-from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
+from zoo_tasks import ZOO, ZooTask, load_task, write_calibration
 
 from edgekit._files import digest_bytes, digest_file, write_file
 from edgekit.data.samples import Samples, load_samples
@@ -44,8 +46,13 @@ _TYPES: dict[Precision, tuple[str, str]] = {
 _ALLOWED: dict[Precision, float] = {"w4a16": 1.0, "w4a8": 2.0}
 _DB_OF_POINT = 0.3
 _SOURCES = Path(__file__).parents[2] / "edgekit" / "quantize"
-# Read once: what runs is what was there when this began.
-_CODE = "".join(digest_file(path) for path in sorted(_SOURCES.rglob("*.py")))
+# Read once: what runs is what was there when this began. Weights alone are another matter.
+_CODE = "".join(digest_file(path) for path in sorted(_SOURCES.rglob("*.py")) if path.parent.name != "weight_only")
+MODELS = (
+    *NETS, "mobilenetv2_1.0_224_fp32", "squeezenet1.1_fp32", "vww_96_float", "kws_dscnn_float", "mnist_cnn_pytorch",
+    "ppocr_cls_mbv3", "silero_vad_micro_transformer", "superres_core_224",
+)  # fmt: skip
+"""Twelve, of which a run is done in minutes; every other model of the zoo can be named."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +76,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.maker == "stock" or most is None or (not self.failure and min(self.drop, self.interval[0]) <= most)
 
 
-def bench_model(name: str, precisions: tuple[Precision, ...], state: Path | None) -> Iterator[Row]:
+def bench_model(name: str, precisions: tuple[Precision, ...], state: Path | None, cache: Path) -> Iterator[Row]:
     """Yields the rows of a model."""
     keys = {(precision, maker): _key(name, precision, maker) for precision in precisions for maker in _MAKERS}
     known = {which: _read(state, key) for which, key in keys.items()}
     if all(row is not None for row in known.values()):
         yield from (row for row in known.values() if row is not None)
         return
-    task = load_task(name)
+    task = load_net(name, cache) if name in NETS else load_task(name)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_calibration(task, work / "calib.npz")
@@ -169,12 +176,29 @@ def describe(row: Row) -> str:
     return f"{line}; {row.size_share:.0%} of float, {row.seconds:.0f} CPU-s {'' if row.keeps else 'NO'}"
 
 
+def write_line(rows: Sequence[Row]) -> str:
+    """Returns the rows of a model as a line of a Markdown table: drop and half its interval, stock and edgekit."""
+    cells = {(row.precision, row.maker): row for row in rows}
+
+    def cell(precision: Precision, maker: str) -> str:
+        row = cells.get((precision, maker))
+        if row is None or row.failure:
+            return "-" if row is None else "fails"
+        return f"{row.drop:.2f} ± {(row.interval[1] - row.interval[0]) / 2:.2f}"
+
+    pairs = [f"{cell(precision, 'stock')} / {cell(precision, 'edgekit')}" for precision in INTEGERS]
+    seconds = sum(row.seconds for row in rows if row.maker == "edgekit")
+    return f"| {rows[0].model} | {rows[0].samples} | {' | '.join(pairs)} | {seconds:.0f} |"
+
+
 def main() -> int:
     """Benches the models named on the command line, all of them by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(TASKS))
+    parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--precisions", default=",".join(INTEGERS))
     parser.add_argument("--state", type=Path, metavar="DIR", help="keep rows, and go on from them")
+    parser.add_argument("--cache", type=Path, metavar="DIR", default=CACHE, help="where trained nets are kept")
+    parser.add_argument("--table", action="store_true", help="print lines of Markdown")
     args = parser.parse_args()
     if not ZOO.is_dir():
         print(f"needs {ZOO}")
@@ -184,9 +208,14 @@ def main() -> int:
         args.state.mkdir(parents=True, exist_ok=True)
     good = True
     for name in args.models:
-        for row in bench_model(name, chosen, args.state):
+        rows: list[Row] = []
+        for row in bench_model(name, chosen, args.state, args.cache):
             good = good and row.keeps
-            print(describe(row), flush=True)
+            rows.append(row)
+            if not args.table:
+                print(describe(row), flush=True)
+        if args.table:
+            print(write_line(rows), flush=True)
     return int(not good)
 
 

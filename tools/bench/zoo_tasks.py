@@ -126,11 +126,18 @@ def _photographs(name: str, *, dims: Mapping[str, int] | None = None) -> ZooTask
     return msgspec.structs.replace(task, scored=scored, labels=(*task.labels, *task.labels))
 
 
-def _digits(name: str, key: str, scale: Callable[[Array], Array]) -> ZooTask:
+@functools.cache
+def read_digits() -> tuple[Array, Array]:
+    """Returns MNIST's test images [10000,1,28,28] with values from 0 to 255, and their digits."""
     folder = ZOO / "data" / "mnist_t10k"
     raw = gzip.decompress((folder / "t10k-images-idx3-ubyte.gz").read_bytes())
     labels = np.frombuffer(gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())[8:], np.uint8)
-    pixels = scale(np.frombuffer(raw[16:], np.uint8).reshape(-1, 1, 28, 28).astype(np.float32)).astype(np.float32)
+    return np.frombuffer(raw[16:], np.uint8).reshape(-1, 1, 28, 28).astype(np.float32), labels
+
+
+def _digits(name: str, key: str, scale: Callable[[Array], Array]) -> ZooTask:
+    images, labels = read_digits()
+    pixels = scale(images).astype(np.float32)
     return ZooTask(
         name=name,
         calibration={key: pixels[:200]},

@@ -195,7 +195,7 @@ def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int
 
 
 def _gather(node: onnx.NodeProto, names: tuple[str, str], _: tuple[int, int], form: BlockForm) -> None:
-    sizes = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
+    sizes: dict[str, Any] = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
     inputs = [names[0], node.input[1], names[1]]
     made = helper.make_node("GatherBlockQuantized", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes)
     node.CopyFrom(made)
