@@ -159,6 +159,60 @@ def test_boxes_that_belong_to_others_are_no_boxes() -> None:
     assert find_head(outputs, (SIDE, SIDE)) is None
 
 
+def draw_centres(seed: int, *, scale: float = 1.0) -> tuple[Tensors, Array]:
+    """Returns maps of 16 x 16 cells as of CenterNet, with sizes in cells times `scale`, and the two boxes shown."""
+    rng, grid = np.random.default_rng(seed), np.mgrid[:16, :16][::-1]
+    maps = {"a": rng.uniform(0.02, 0.06, (1, KINDS, 16, 16)), "b": rng.uniform(0, 1, (1, 2, 16, 16))}
+    maps["c"] = rng.uniform(0.5, 9, (1, 2, 16, 16))
+    middles = np.stack([rng.uniform([2, 2], [6, 14]), rng.uniform([9, 2], [14, 14])])
+    sizes = rng.uniform(2, 8, (2, 2))
+    for middle, size, kind in zip(middles, sizes, rng.integers(KINDS, size=2), strict=True):
+        apart = grid - np.floor(middle)[:, None, None]
+        near = np.abs(apart).max(axis=0) <= 1
+        bump = 0.4 * np.exp(-(apart**2).sum(axis=0) / 4)
+        maps["a"][0, kind] = np.maximum(maps["a"][0, kind], bump)
+        maps["b"][0][:, near] = (middle % 1)[:, None] + rng.normal(0, 0.02, (2, near.sum()))
+        maps["c"][0][:, near] = scale * (size[:, None] + rng.normal(0, 0.1, (2, near.sum())))
+    return {name: value.astype(np.float32) for name, value in maps.items()}, 4 * as_corners(np.hstack([middles, sizes]))
+
+
+@pytest.mark.parametrize(("scale", "code"), [(1.0, "centres"), (4.0, "centres and pixels")])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_maps_of_middles_shifts_and_sizes_are_read_at_their_peaks(
+    scale: float, code: str, *, channels_last: bool
+) -> None:
+    outputs = [draw_centres(seed, scale=scale)[0] for seed in range(16)]
+    if channels_last:
+        outputs = [{name: np.moveaxis(value, 1, -1) for name, value in row.items()} for row in outputs]
+    head = read(find_head(outputs, (SIDE, SIDE)))
+    assert (head.code, head.peaks, head.scores.outputs) == (code, (16, 16), ("a",))
+    boxes, chances = head.decode(outputs[0])
+    found = boxes[chances.max(axis=1) > 0.3]
+    wanted = draw_centres(0)[1]
+    assert len(found) == 2
+    np.testing.assert_allclose(found[np.argsort(found[:, 0])], wanted[np.argsort(wanted[:, 0])], atol=1.5)
+
+
+@pytest.mark.parametrize("broken", ["b", "c"])
+def test_maps_of_other_numbers_are_no_shifts_and_sizes(broken: str) -> None:
+    rng, rows = np.random.default_rng(0), [draw_centres(seed)[0] for seed in range(16)]
+    outputs: list[Tensors] = [{**row, broken: rng.normal(0, 3, (1, 2, 16, 16)).astype(np.float32)} for row in rows]
+    assert find_head(outputs, (SIDE, SIDE)) is None
+
+
+def test_sizes_that_are_off_cost_detections_and_a_lower_map_of_middles_does_not() -> None:
+    rows = [draw_centres(seed)[0] for seed in range(24)]
+    head = read(find_head(rows, (SIDE, SIDE)))
+
+    def drop(**factors: float) -> float:
+        others = [{name: value * np.float32(factors.get(name, 1)) for name, value in row.items()} for row in rows]
+        records = [record_detections(head, one, two) for one, two in zip(rows, others, strict=True)]
+        return estimate_drop(records, centred=True).drop
+
+    assert drop(a=0.9) == 0
+    assert drop(c=1.5) > drop(c=1.1) > 0.005
+
+
 @pytest.mark.parametrize(("shape", "image"), [((1, 3, 8, 9), (8, 9)), ((1, 8, 9, 3), (8, 9)), ((1, 40), None)])
 def test_the_image_is_the_input_with_channels(shape: tuple[int, ...], image: tuple[int, int] | None) -> None:
     assert find_image({"x": np.zeros(shape, np.float32)}) == image

@@ -76,23 +76,33 @@ def test_factors_equalize_channels_and_weights(
 def test_weights_count_where_those_of_several_channels_share_a_scale(
     tmp_path: Path, per_channel: tuple[str, ...], depthwise: bool, factor: float
 ) -> None:
+    # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
+    assert weighted_factors(tmp_path, per_channel, bias=-0.75, depthwise=depthwise) == {"r": (1.0, factor)}
+
+
+def test_a_channel_that_never_fires_grows_once_and_not_with_every_pass(tmp_path: Path) -> None:
+    assert weighted_factors(tmp_path, ("w1", "w2"), bias=-2.0, depthwise=True) == {"r": (1.0, 2.0**13)}
+
+
+def weighted_factors(
+    tmp_path: Path, per_channel: tuple[str, ...], *, bias: float, depthwise: bool
+) -> dict[str, tuple[float, ...]]:
+    """The factors of two channels made with weights of 16 and 1, and a bias of the second."""
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,N,4,4] y) {
       c = Conv(x, w1, b1) r = Relu(c) y = Conv(r, w2) }"""
     text = text.replace("Conv(r", "Conv<group=2>(r") if depthwise else text
     proto = parser.parse_model(text)
     for node in proto.graph.node:
         node.name = node.output[0]
-    # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
     reading = np.array([[1.0], [4.0]]) if depthwise else np.linspace(-1, 1, 40)[:, None] * [1.0, 4.0]
-    values = {"w1": np.diag([16.0, 1.0])[..., None, None], "b1": [0.0, -0.75], "w2": reading[..., None, None]}
+    values = {"w1": np.diag([16.0, 1.0])[..., None, None], "b1": [0.0, bias], "w2": reading[..., None, None]}
     for name, value in values.items():
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
     model = save_proto(proto, tmp_path / "weighted.onnx")
     rows = np.random.default_rng(0).uniform(-1, 1, (8, 1, 2, 4, 4)).astype(np.float32)
     rows[0, ..., 0], rows[1, ..., 0] = 1, -1
     calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
-    factors = choose_measured(read_float_graph(model), calibration, per_channel)
-    assert factors == {"r": (1.0, factor)}
+    return choose_measured(read_float_graph(model), calibration, per_channel)
 
 
 @pytest.fixture

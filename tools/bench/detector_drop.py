@@ -1,6 +1,6 @@
 """Holds the AP that detectors are expected to lose, without labels, against what labels show, over good and bad plans.
 
-    python tools/bench/detector_drop.py [DETECTOR]... [--cache ~/.cache/edgekit/collapse] [--folder DIR]
+    python tools/bench/detector_drop.py [DETECTOR]... [--cache ~/.cache/edgekit/collapse] [--folder DIR] [--state DIR]
 
 Detectors: FastestDet on COCO photographs (../shared/zoo), the YOLOX of ddddocr (PyPI) on letters drawn here, so
 that boxes are known, and small nets that are trained (see run_collapse.py). Each is quantized by the plans of
@@ -10,6 +10,7 @@ the estimate misses by more than half a point on average, or its interval holds 
 """
 
 import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 from held_real import SOURCES, captchas, fetch
 from predict_coverage import bad_plans
+from row_state import add_state_option, resume_rows
 from zoo_tasks import load_task
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -182,6 +184,10 @@ def bench_detector(name: str, detector: Detector, target: str, *, held: bool) ->
             )
 
 
+def _bench(name: str, held: bool, make: Callable[[], Detector], target: str) -> Iterator[Case]:  # noqa: FBT001
+    return bench_detector(name, make(), target, held=held)
+
+
 def _score(detector: Detector, path: Path, samples: Samples) -> float:
     session = CpuSession(path, SessionSettings())
     return detector.score([session.run(sample) for sample in samples])
@@ -217,11 +223,12 @@ def main() -> int:
     parser.add_argument("--target", default="nnapi")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/edgekit/collapse")
     parser.add_argument("--folder", type=Path, default=Path("build") / "held-real")
+    add_state_option(parser)
     args = parser.parse_args()
     detectors, cases = find_detectors(args.cache, args.folder), list[Case]()
     for name in args.detectors or detectors:
-        held, make = detectors[name]
-        for case in bench_detector(name, make(), args.target, held=held):
+        make = functools.partial(_bench, name, *detectors[name], args.target)
+        for case in resume_rows(args.state, f"detector_drop {name} {args.target}", Case, make):
             cases.append(case)
             print(describe(case), flush=True)
         print(summarize([case for case in cases if case.detector == name and case.drop <= _SMALL], f"  {name}"))

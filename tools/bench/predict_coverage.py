@@ -1,6 +1,6 @@
 """Holds the drop that is estimated without labels against the true one, over models, targets and bad plans.
 
-    python tools/bench/predict_coverage.py [MODEL]... [--targets nnapi,qnn] [--json FILE]
+    python tools/bench/predict_coverage.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--state DIR]
 
 Each labelled classifier of ../shared/zoo is quantized by plans that are good, bad and very bad: ranges that are too
 wide (bits lost) or too narrow (values clipped), one scale for all channels. `same` asks whether the interval from some
@@ -9,15 +9,18 @@ the command does, and the drop from samples that it never saw, whose own error c
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from quantize_zoo import int8_targets, read_scored
+from row_state import add_state_option, resume_rows
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
 
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
@@ -144,13 +147,15 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(CLASSIFIERS))
     parser.add_argument("--targets", default=",".join(int8_targets()))
     parser.add_argument("--json", type=Path)
+    add_state_option(parser)
     args = parser.parse_args()
     if not ZOO.is_dir():
         print(f"needs {ZOO}")
         return 2
     cases: list[Case] = []
-    for name in args.models:
-        for case in bench_model(name, tuple(args.targets.split(","))):
+    for name, target in product(args.models, args.targets.split(",")):
+        make = functools.partial(bench_model, name, (target,))
+        for case in resume_rows(args.state, f"predict_coverage {name} {target}", Case, make):
             cases.append(case)
             print(describe(case), flush=True)
     small = [case for case in cases if abs(case.truth.drop_estimate or 0.0) <= 0.05]

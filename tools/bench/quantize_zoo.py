@@ -1,29 +1,33 @@
 """Quantizes every labelled model of ../shared/zoo automatically and holds it against ONNX Runtime's own settings.
 
-    python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--no-ort] [--state DIR]
+    python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,nnapi:api_level=28] [--json FILE] [--no-ort]
+        [--state DIR]
 
 What scores a model never calibrates it. `edgekit` is the automatic mode, `--max-drop 0.5`, without labels; `ORT` the
 best of all of ONNX Runtime's settings, picked by the very score that is printed, which favours it: so the interval of
 95 % of that difference is one that holds for all settings at once. Two verdicts a row: `drop` is "ok" where at most
 half a point is lost (images: 0.15 dB) or the interval of the difference reaches that; `ORT` is "ok" where edgekit is
 not worse than the best setting, or not beyond the sampling error.
-`--state` keeps what ONNX Runtime's settings score, by digests of model and data and its version, so that a run goes on
-and a later one only repeats edgekit's part. Without targets (`--targets ""`) only that is filled. Returns 1 where a
-verdict is no.
+`--state` keeps rows for as long as the code is the same, and what ONNX Runtime's settings score, by digests of model
+and data and its version: a run goes on, and a later one only repeats edgekit's part. Without targets (`--targets ""`)
+only that is filled. Returns 1 where a verdict is no.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist
 
 import msgspec
 import numpy as np
+from row_state import add_state_option, resume_rows
 from stock_ort import quantize_stock
 from stock_state import StockState, open_state
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
@@ -87,6 +91,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def int8_targets() -> tuple[str, ...]:
     """Returns the targets that take 8-bit integers."""
     return tuple(name for name in target_names() if "int8" in load_target(name).precisions)
+
+
+def read_target_name(target: str) -> tuple[str, dict[str, str]]:
+    """Returns a target given as NAME or NAME:KEY=VALUE, and its settings."""
+    name, _, setting = target.partition(":")
+    return name, dict([setting.split("=", 1)]) if setting else {}
 
 
 def score_outputs(task: ZooTask, path: Path, model: Model) -> list[Tensors]:
@@ -154,8 +164,9 @@ def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool, state: P
 def _bench_target(
     task: ZooTask, target: str, work: Path, model: Model, reference: list[Tensors], stock: _Stock | None
 ) -> Row:
-    recipe = Recipe(targets=(target,), dims=task.dims, max_drop=MAX_DROP)
-    out = work / f"{target}.onnx"
+    name, settings = read_target_name(target)
+    recipe = Recipe(targets=(name,), settings=settings, dims=task.dims, max_drop=MAX_DROP)
+    out = work / "edgekit.onnx"
     try:
         report = quantize_for(task.model, Data(source=str(work / "calib.npz")), out, recipe)
     except EdgekitError as error:
@@ -225,14 +236,14 @@ def describe(row: Row) -> str:
     return f"{line}; {row.sqnr_db:.1f} dB{guess}, {row.size_share:.1%} of float, {row.seconds:.0f} s, {row.steps}"
 
 
-def _in_child(name: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Benches a model in a process of its own, so that its memory is its own."""
-    command = [sys.executable, __file__, name, "--child", "--targets", args.targets]
+def _in_child(name: str, target: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Benches a model on a target in a process of its own, so that its memory is its own."""
+    command = [sys.executable, __file__, name, "--child", "--targets", target]
     command += ["--no-ort"] if args.no_ort else []
     command += ["--state", str(args.state)] if args.state else []
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
-        yield _failed(load_task(name), "all", f"the process ended with {done.returncode}")
+        yield _failed(load_task(name), target or "all", f"the process ended with {done.returncode}")
     for line in done.stdout.decode().splitlines():
         yield msgspec.json.decode(line, type=Row)
 
@@ -243,25 +254,28 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(TASKS))
     parser.add_argument("--targets", default=",".join(int8_targets()))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--state", type=Path, metavar="DIR", help="keep what ONNX Runtime's settings score")
+    add_state_option(parser)
     parser.add_argument("--no-ort", action="store_true", help="leave ONNX Runtime's settings out")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not ZOO.is_dir():
         print(f"needs {ZOO}")
         return 2
-    run: Callable[[str], Iterator[Row]] = lambda name: _in_child(name, args)  # noqa: E731
+    targets = tuple(filter(None, args.targets.split(",")))
     if args.child:
-        targets = tuple(filter(None, args.targets.split(",")))
-        run = lambda name: bench_model(name, targets, with_ort=not args.no_ort, state=args.state)  # noqa: E731
+        (model,) = args.models
+        for row in bench_model(model, targets, with_ort=not args.no_ort, state=args.state):
+            print(msgspec.json.encode(row).decode(), flush=True)
+        return 0
     rows: list[Row] = []
-    for name in args.models:
-        for row in run(name):
+    for name, target in product(args.models, targets or ("",)):
+        key = f"quantize_zoo {name} {target} {'alone' if args.no_ort else 'ort'}"
+        for row in resume_rows(args.state, key, Row, functools.partial(_in_child, name, target, args)):
             rows.append(row)
-            print(msgspec.json.encode(row).decode() if args.child else describe(row), flush=True)
+            print(describe(row), flush=True)
     if args.json:
         args.json.write_text(json.dumps([msgspec.to_builtins(row) for row in rows], indent=1))
-    return int(not args.child and not all(row.keeps and row.leads for row in rows))
+    return int(not all(row.keeps and row.leads for row in rows))
 
 
 if __name__ == "__main__":

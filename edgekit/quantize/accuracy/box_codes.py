@@ -51,26 +51,21 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lay_grids(
-    columns: int, rows: int, sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]
+    columns: tuple[int, ...], rows: int, sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]
 ) -> Iterator[tuple[str, Grid | None]]:
-    """Yields the codes that so many columns and rows allow, with grids.
+    """Yields the codes that so many columns, of outputs side by side, and rows allow, with grids.
 
     `sides` are anchors, height and width of each level, where the layout tells them; else grids are guessed by the
     number of rows.
     """
     # Whoever decodes boxes in the graph joins them to a table; numbers of a map, such as heat, may look like boxes.
-    if columns == 4 and not sides:
+    if columns == (4,) and not sides:
         yield from ((code, None) for code in sorted(EXPLICIT))
     grids = [_as_grid(sides, image)] if sides else list(_guess_grids(rows, image))
-    codes = tuple(CODES) if columns == 4 else ("binned distances",)
     for grid in grids:
         has_anchors = len(grid.levels) == len(_ANCHORS) and all(level.anchors == 3 for level in grid.levels)
-        for code in codes:
-            if (
-                code not in EXPLICIT
-                and (has_anchors or code not in _ANCHORED)
-                and (columns == 4) == (code != "binned distances")
-            ):
+        for code in _CODES_BY_COLUMNS.get(columns, _BINNED):
+            if has_anchors or code not in _ANCHORED:
                 yield code, grid
 
 
@@ -176,6 +171,15 @@ def _decode_offsets(values: Array, at: _Places) -> Array:
     return _corners((at.corner + 0.5) * at.cell + values[:, :2], values[:, 2:])
 
 
+def _decode_centres(values: Array, at: _Places) -> Array:
+    """Shifts and sizes in cells, from the corner of the cell (X. Zhou et al., "CenterNet", arXiv:1904.07850)."""
+    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0) * at.cell)
+
+
+def _decode_centre_pixels(values: Array, at: _Places) -> Array:
+    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0))
+
+
 def _decode_bins(values: Array, at: _Places) -> Array:
     """Distances in cells as means over bins (X. Li et al., arXiv:2006.04388)."""
     bins = values.reshape(len(values), 4, values.shape[1] // 4)
@@ -197,6 +201,16 @@ CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
     "pixel distances": _decode_pixel_distances,
     "offsets": _decode_offsets,
     "binned distances": _decode_bins,
+    "centres": _decode_centres,
+    "centres and pixels": _decode_centre_pixels,
 }
 """Codes of raw heads, by what they are called here."""
 _ANCHORED = frozenset({"yolov3", "yolov5"})
+_BINNED = ("binned distances",)
+CENTRED = ("centres", "centres and pixels")
+"""Codes of heads whose scores are a map with a peak at the middle of each object."""
+_CODES_BY_COLUMNS: Mapping[tuple[int, ...], tuple[str, ...]] = {
+    (4,): tuple(code for code in CODES if code not in {*_BINNED, *CENTRED}),
+    (2, 2): CENTRED,
+}
+"""Which codes there are for columns of outputs side by side; others are bins."""

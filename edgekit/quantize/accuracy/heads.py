@@ -6,12 +6,13 @@ counts only if its boxes make sense: places that are sure of a class show the sa
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 import msgspec
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.box_codes import BINS, Grid, decode_boxes, lay_grids
+from edgekit.quantize.accuracy.box_codes import BINS, CENTRED, Grid, decode_boxes, lay_grids
 from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
 
 # Fewer rows are no places where something may be; a small net for images of 64 pixels has 80.
@@ -27,6 +28,9 @@ _MOST_SURE = 0.3
 # that are right come to 0.23 to 0.49, wrong ones to 0.19 at most, on the detectors of tools/bench/detector_drop.py.
 _LEAST_AGREEMENT = 0.2
 _LEAST_SEEN = 8
+# Around a middle boxes are not taught, so its neighbours show the same object less well; but shifts that are right stay
+# within their cell, but for so much. By the CenterNet of tools/bench/collapse/run_unseen.py (0.15) alone.
+_LEAST_CENTRED, _BEYOND_CELL = 0.1, 0.25
 # A softmax with a background has that on top in at least so many places.
 _BACKGROUND = 0.6
 # What is left, once multiplied by the surest class, of a column that says whether there is anything: 0.85 and more. Of
@@ -77,11 +81,13 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Where boxes, scores and, if there is one, the score of there being anything lie, and how they are coded.
 
+    `boxes` are columns side by side. Of scores on a map with the sides `peaks` only what is highest among its
+    neighbours is a detection, and no box suppresses another (X. Zhou et al., "Objects as Points", arXiv:1904.07850).
     `squash` is what makes probabilities of scores: "", "sigmoid" or "softmax", and `there` of the score of there being
     anything. `background` is the column of scores that stands for nothing.
     """
 
-    boxes: Columns
+    boxes: tuple[Columns, ...]
     scores: Columns
     code: str
     grid: Grid | None = None
@@ -89,15 +95,23 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     squash: str = ""
     there: str = ""
     background: int | None = None
+    peaks: tuple[int, int] | None = None
 
     @property
     def outputs(self) -> frozenset[str]:
         """The outputs that are read."""
-        return frozenset((*self.boxes.outputs, *self.scores.outputs))
+        return frozenset(name for each in (*self.boxes, self.scores) for name in each.outputs)
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
-        return decode_boxes(self.code, self.boxes.read(outputs), self.grid), self.read_scores(outputs)
+        scores = self.read_scores(outputs)
+        if self.peaks is not None:
+            scores = _keep_peaks(scores, self.peaks)
+        return decode_boxes(self.code, self.read_boxes(outputs), self.grid), scores
+
+    def read_boxes(self, outputs: Tensors, rows: Array | None = None) -> Array:
+        """Returns the numbers that code boxes, float64 [rows, columns]; of all rows, or of those that are given."""
+        return np.concatenate([each.read(outputs, rows) for each in self.boxes], axis=1)
 
     def read_scores(self, outputs: Tensors, rows: Array | None = None) -> Array:
         """Returns the probability of each class, float64 [rows, classes]; of all rows, or of those that are given."""
@@ -117,6 +131,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         return surest if self.objectness is None else surest * _squash(self.objectness.read(outputs)[:, 0], self.there)
 
 
+_Pair = tuple[tuple[Columns, ...], tuple[Columns, ...]]
+"""Columns of boxes, side by side, and of the objectness, if there is one, and the scores."""
+
+
 class _Sure(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of a sample that are sure of a class, the surest first, and that class."""
 
@@ -131,16 +149,18 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
     """
     best, reached = None, (0, 0.0)
     for boxes, scores in _pair_columns(outputs[0]):
-        sides, rows = _sides(outputs[0], boxes), sum(_count_rows(outputs[0], boxes))
+        sides, rows = _sides(outputs[0], boxes[0]), sum(_count_rows(outputs[0], boxes[0]))
         if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
             continue
         for head in _read_scores(outputs, boxes, scores):
             sure = _find_sure(head, outputs)
-            for code, grid in lay_grids(boxes.count, rows, sides, image) if sure else ():
-                coded = msgspec.structs.replace(head, code=code, grid=grid)
+            columns = tuple(each.count for each in boxes)
+            for code, grid in lay_grids(columns, rows, sides, image) if sure else ():
+                peaks = sides[0][1:] if code in CENTRED else None
+                coded = msgspec.structs.replace(head, code=code, grid=grid, peaks=peaks)
                 near, mixed = _agreement(coded, outputs, sure, image)
                 rank = (_PREFERRED.get(code, 0), round(near, 2))
-                if near - mixed >= _LEAST_AGREEMENT and rank > reached:
+                if near - mixed >= (_LEAST_AGREEMENT if peaks is None else _LEAST_CENTRED) and rank > reached:
                     best, reached = coded, rank
     return best
 
@@ -159,17 +179,31 @@ def find_image(inputs: Tensors) -> tuple[int, int] | None:
     return None
 
 
-def _pair_columns(outputs: Tensors) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
     """Yields where boxes may lie, and the scores with the objectness, if there is one, in front of them."""
     for table in _find_tables(outputs):
-        yield from _split_table(table)
+        for boxes, scores in _split_table(table):
+            yield (boxes,), scores
+    yield from _pair_maps(outputs)
     named = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim >= 2}
     for name, shape in named.items():
         for other, beside in named.items():
             pair = name != other and len(shape) == len(beside) == 3 and shape[:2] == beside[:2]
             if pair and shape[1] >= _LEAST_ROWS and shape[2] >= _BOX and (shape[2] == _BOX or beside[2] == 1):
                 boxes = Columns(outputs=(name,), axis=-1, start=0, stop=_BOX)
-                yield boxes, (Columns(outputs=(other,), axis=-1, start=0, stop=beside[2]),)
+                yield (boxes,), (Columns(outputs=(other,), axis=-1, start=0, stop=beside[2]),)
+
+
+def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
+    """Yields two maps of two channels each, shifts and sizes, beside one of scores with the same sides."""
+    shapes = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim == 4}
+    for axis in (-3, -1):
+        places = {name: tuple(np.delete(shape, axis)) for name, shape in shapes.items()}
+        whole = {name: Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis]) for name, shape in shapes.items()}
+        for names in permutations(shapes, 3):
+            alike = len({places[name] for name in names}) == 1 and math.prod(places[names[0]]) >= _LEAST_ROWS
+            if alike and all(shapes[name][axis] == _BOX // 2 for name in names[:2]):
+                yield (whole[names[0]], whole[names[1]]), (whole[names[2]],)
 
 
 def _find_tables(outputs: Tensors) -> Iterator[Columns]:
@@ -230,7 +264,7 @@ def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ..
     return tuple(found)
 
 
-def _read_scores(outputs: Sequence[Tensors], boxes: Columns, parts: tuple[Columns, ...]) -> Iterator[Head]:
+def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: tuple[Columns, ...]) -> Iterator[Head]:
     """Yields how scores may be read, as their values allow: probabilities, or logits with or without background."""
     scores = [parts[-1].view(row) for row in outputs]
     low, high = min(float(each.min()) for each in scores), max(float(each.max()) for each in scores)
@@ -275,6 +309,13 @@ def _squash(scores: Array, squash: str) -> Array:
     return np.clip(scores, 0, 1)
 
 
+def _keep_peaks(scores: Array, sides: tuple[int, int]) -> Array:
+    """Returns scores of a map [rows, classes], 0 where one of the eight neighbours has a higher one of the class."""
+    maps = np.pad(scores.reshape(*sides, -1), ((1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(maps, (3, 3), axis=(0, 1))
+    return np.where(scores >= windows.max(axis=(-2, -1)).reshape(scores.shape), scores, 0.0)
+
+
 def _find_sure(head: Head, outputs: Sequence[Tensors]) -> tuple[_Sure, ...]:
     """Returns the rows of each sample that are sure of a class, nothing where they are too many, or sure of nothing."""
     best = np.stack([head.read_surest(row) for row in outputs])
@@ -295,11 +336,14 @@ def _agreement(
 
     Places alone make neighbours overlap, so for the comparison each gets the numbers of another one.
     """
-    values = [head.boxes.read(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
-    mixed = np.random.default_rng(0).permutation(np.concatenate(values))
+    values = [head.read_boxes(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
+    every = np.concatenate(values)
+    mixed = np.random.default_rng(0).permutation(every)
     swapped = np.split(mixed, np.cumsum([len(one.rows) for one in sure])[:-1])
     boxes = [decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
-    if not _are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
+    beyond = np.abs(every[:, :2] - 0.5).max(axis=1) - 0.5
+    in_cells = head.peaks is None or np.mean(beyond <= _BEYOND_CELL) >= _MOSTLY
+    if not in_cells or not _are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
         return 0.0, 0.0
     near: list[float] = []
     others: list[float] = []

@@ -285,7 +285,7 @@ def _choose_parts(
 
 def _as_part(head: Head, shapes: Mapping[str, tuple[int, ...]]) -> Part:
     def judge(records: Sequence[Array]) -> Loss:
-        found = estimate_drop(records)
+        found = estimate_drop(records, centred=head.peaks is not None)
         return Loss(estimate=found.drop, interval=found.interval)
 
     return Part(

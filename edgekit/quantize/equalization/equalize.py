@@ -27,8 +27,9 @@ from edgekit.quantize.graph.layers import expand_channel_factors, read_layers
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
 # A layer between two pairs is rescaled by both, so one pass undoes a part of the other. The paper repeats until nothing
-# changes; two passes, chosen by hand, leave factors that rounding to powers of two hides.
-_PASSES = 2
+# changes. After four passes more gain 0.1 dB on MobileNetV2 with one scale for all weights of a layer, where two leave
+# 0.7 dB: chosen by hand.
+_PASSES = 4
 # A channel, or its weights, smaller than this share of the largest counts as so large: else one that is dead would get
 # a factor without bound. Chosen by hand; 2^-13 is below any step of 8 bits.
 _LEAST_SHARE = 1e-4
@@ -92,9 +93,11 @@ def _equalize(
     """Returns the factors of the channels of each pair, which are 1 before the sigmoids that are to stay `unscaled`."""
     constants = _Constants(graph)
     total = {name: np.ones(len(magnitude)) for name, magnitude in magnitudes.items()}
+    # Once for all passes: a channel that never fires would be as small as ever after each, and grow with every one.
+    least = {name: np.maximum(each, _LEAST_SHARE * each.max()) for name, each in magnitudes.items()}
     for _ in range(_PASSES):
         for pair in pairs:
-            magnitude = magnitudes[pair.tensor] * total[pair.tensor]
+            magnitude = least[pair.tensor] * total[pair.tensor]
             made_by = constants.producer_sizes(pair, per_channel)
             factors = balance_channels(magnitude, made_by, constants.consumer_sizes(pair, per_channel), pair.ceiling)
             for start, stop in (*pair.fixed, *(step.part for step in pair.steps if step.sigmoid in unscaled)):

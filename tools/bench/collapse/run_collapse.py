@@ -1,6 +1,7 @@
 """Trains small nets of the five kinds that stock quantization ruins, and shows what edgekit brings back.
 
     python tools/bench/collapse/run_collapse.py [NET]... [--target nnapi]... [--cache ~/.cache/edgekit/collapse]
+        [--state DIR]
 
 Training needs jax, optax and scikit-learn (`pip install -r tools/lock/train.txt`) and takes some minutes; what was
 trained is kept in the cache. "stock" is ONNX Runtime's quantize_static with MinMax, weights per tensor and
@@ -15,14 +16,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 from collapse_families import CALIBRATE, EVALUATE, FAMILIES, Family
 from collapse_later import LATER
 from collapse_score import SCORES, UNITS
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from row_state import add_state_option, resume_rows
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
@@ -80,8 +86,15 @@ def quantize_stock(prepared: Path, inputs: Array, target: str, out: Path) -> Ite
         yield out
 
 
-def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) -> bool:
-    """Prints a table of a net, and returns True if it comes back on every target."""
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown of a net on a target, and whether it came back."""
+
+    text: str
+    is_good: bool = True
+
+
+def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) -> Iterator[Line]:
+    """Yields a line for the net, and one for each target."""
     prepared = prepare_model(load_model(path), work / "prepared.onnx", {"N": 1} if family.batch == "N" else {})
     (calibrate, _), (evaluate, labels) = family.data(CALIBRATE), family.data(EVALUATE)
     samples = as_samples(prepared.inputs[0].name, calibrate)
@@ -91,8 +104,7 @@ def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) ->
         return SCORES[family.task](run_rows(file, evaluate), labels)
 
     reference = score(prepared.path)
-    print(f"{path.stem}: float {reference:.2f} {UNITS[family.task]}, {len(evaluate)} samples", flush=True)
-    good = True
+    yield Line(text=f"{path.stem}: float {reference:.2f} {UNITS[family.task]}, {len(evaluate)} samples")
     for name in targets:
         target = read_target(name)
         stock = [f"{score(file):6.2f}" for file in quantize_stock(prepared.path, calibrate, name, work / "stock.onnx")]
@@ -108,6 +120,7 @@ def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) ->
         ended = time.perf_counter()
         label = "max-drop" if searched.met else "NOT met"
         found_plans = (("auto", plan, middle - began), (label, searched.chosen.plan, ended - middle))
+        good = True
         for label, chosen, seconds in found_plans:
             found = score(quantize_model(prepared, chosen, calibration, work / "edgekit.onnx").model.path)
             back = found >= reference - ALLOWED.get(family.task, 1.0)
@@ -115,8 +128,7 @@ def bench_net(path: Path, family: Family, targets: Sequence[str], work: Path) ->
             how = f"{chosen.method} {chosen.rounding}{' even' if chosen.factors else ''}"
             kept = f"{len(chosen.wide)} wide, {len(chosen.float_nodes)} float"
             cells.append(f"{label} {found:6.2f}{' ' if back else '!'} ({how}, {kept}, {seconds:.0f} s)")
-        print(f"  {name:20} {' | '.join(cells)}", flush=True)
-    return good
+        yield Line(text=f"  {name:20} {' | '.join(cells)}", is_good=good)
 
 
 def as_samples(name: str, rows: Array) -> Samples:
@@ -136,11 +148,16 @@ def main() -> int:
     parser.add_argument("nets", nargs="*", default=list(NETS))
     parser.add_argument("--target", action="append")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/edgekit/collapse")
+    add_state_option(parser)
     args = parser.parse_args()
     good = True
+    targets = args.target or TARGETS
     for name in args.nets:
         with tempfile.TemporaryDirectory() as folder:
-            good &= bench_net(find_net(args.cache, name), NETS[name], args.target or TARGETS, Path(folder))
+            make = partial(bench_net, find_net(args.cache, name), NETS[name], targets, Path(folder))
+            for line in resume_rows(args.state, f"run_collapse {name} {' '.join(targets)}", Line, make):
+                print(line.text, flush=True)
+                good &= line.is_good
     return 0 if good else 1
 
 

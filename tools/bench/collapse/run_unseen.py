@@ -1,6 +1,7 @@
 """Quantizes nets of families that no rule was made from, in plain mode, and holds the estimate against the true drop.
 
     python tools/bench/collapse/run_unseen.py [NET]... [--target nnapi]... [--cache ~/.cache/edgekit/unseen]
+        [--state DIR]
 
 Training needs jax, optax and scikit-learn (`pip install -r tools/lock/train.txt`), up to three minutes of CPU a net;
 what was trained is kept in the cache. 256 samples calibrate and give the estimate, others are scored. Exit code 1: a
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ import onnx
 from run_collapse import as_samples, read_target
 from unseen_nets import UNSEEN, Unseen
 from unseen_score import DECIBELS, SCORES
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from row_state import add_state_option, resume_rows
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
@@ -173,11 +178,14 @@ def main() -> int:
     parser.add_argument("--target", action="append")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/edgekit/unseen")
     parser.add_argument("--json", type=Path)
+    add_state_option(parser)
     args = parser.parse_args()
     rows: list[Row] = []
+    targets = args.target or list(TARGETS)
     for name in args.nets:
         with tempfile.TemporaryDirectory() as folder:
-            for row in bench_net(find_net(args.cache, name), UNSEEN[name], args.target or list(TARGETS), Path(folder)):
+            make = partial(bench_net, find_net(args.cache, name), UNSEEN[name], targets, Path(folder))
+            for row in resume_rows(args.state, f"run_unseen {name} {' '.join(targets)}", Row, make):
                 rows.append(row)
                 print(describe(row), flush=True)
     missed = [abs(row.estimate[0] - row.drop) for row in rows if row.score not in DECIBELS]

@@ -1,0 +1,52 @@
+"""Rows of a bench kept in a folder, so that a run that was cut off goes on: `--state DIR`.
+
+What was kept counts as long as edgekit's code and targets, and the programs of the benches, are the same to the byte.
+"""
+
+import argparse
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from edgekit._files import write_file
+
+_ROOT = Path(__file__).parents[2]
+_CODE = ("edgekit/**/*.py", "targets/**/*.toml", "tools/bench/**/*.py")
+
+Row = TypeVar("Row", bound=msgspec.Struct)
+
+
+def add_state_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--state` to the options of a bench."""
+    parser.add_argument("--state", type=Path, metavar="DIR", help="keep what was measured, and go on from it")
+
+
+def resume_rows(state: Path | None, name: str, kind: type[Row], make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Yields the rows that `make` gives under a name; those that were kept of all that this code gave before."""
+    if state is None:
+        yield from make()
+        return
+    path = state / f"{name.replace('/', '_').replace(':', '_').replace(' ', '_')}-{digest_code()}.json"
+    if path.is_file():
+        yield from msgspec.json.decode(path.read_bytes(), type=list[kind])  # type: ignore[valid-type] # a type as a value
+        return
+    rows: list[Row] = []
+    for row in make():
+        rows.append(row)
+        yield row
+    state.mkdir(parents=True, exist_ok=True)
+    write_file(path, msgspec.json.encode(rows))
+
+
+@functools.cache
+def digest_code() -> str:
+    """Returns a digest of all that figures depend on here."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _CODE for path in _ROOT.glob(pattern)):
+        digest.update(str(path.relative_to(_ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
