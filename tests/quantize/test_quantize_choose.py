@@ -22,7 +22,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     prefer_method,
 )
 from edgekit.quantize.mixed_precision.relief import choose_schedule, relieve_step
-from edgekit.quantize.mixed_precision.score import judge_candidate, judge_grids
+from edgekit.quantize.mixed_precision.score import Closeness, judge_candidate, judge_grids
 from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq.build import build_qdq, find_plan_grids, place_plan
@@ -131,7 +131,7 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
     grids = {name: find_plan_grids(graph, each, "m") for name, each in plans.items()}
     names = free_grids(stripped, grids["minmax"])
     fed = {name: {each: own[each] for each in names} for name, own in grids.items()}
-    found = judge_grids(stripped, compared, statistics, fed)
+    found = {name: each.ratio_db for name, each in judge_grids(stripped, compared, statistics, fed).items()}
     assert found["minmax"] == pytest.approx(alone["minmax"], abs=0.2)
     assert found["mse"] == pytest.approx(alone["mse"], abs=0.2)
     # Clearly worse after a few samples: by how much these say.
@@ -232,11 +232,16 @@ def test_second_moments_are_tried_where_they_may_gain_something(
     assert needs_moments(reached, unrounded, floor) is needed
 
 
+def rated(minmax: float, mse: float) -> dict[str, Closeness]:
+    return {"minmax": Closeness(ratio_db=minmax), "mse": Closeness(ratio_db=mse)}
+
+
 def test_another_range_method_must_gain_more_than_a_little() -> None:
-    assert prefer_method({"minmax": 20.0, "mse": 20.2}, "minmax") == "minmax"
-    assert prefer_method({"minmax": 20.0, "mse": 20.4}, "minmax") == "mse"
-    assert prefer_method({"minmax": 20.0, "mse": 20.4}, "mse") == "mse"
-    assert prefer_method({"minmax": 20.0, "mse": 20.4}, "named by the user") == "named by the user"
+    assert prefer_method(rated(20.0, 20.2), "minmax") == "minmax"
+    assert prefer_method(rated(20.0, 20.4), "minmax") == "mse"
+    assert prefer_method(rated(20.0, 20.4), "mse") == "mse"
+    assert prefer_method(rated(20.0, 20.4), "named by the user") == "named by the user"
+    assert prefer_method(rated(20.0, 20.2)) == "mse"
 
 
 def test_a_judgement_is_shared_only_by_what_leads_to_the_same_compared_tensors(tmp_path: Path) -> None:

@@ -198,7 +198,9 @@ def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
     """Yields two maps of two channels each, shifts and sizes, beside one of scores with the same sides."""
     shapes = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim == 4}
     for axis in (-3, -1):
-        places = {name: tuple(np.delete(shape, axis)) for name, shape in shapes.items()}
+        places = {
+            name: tuple(size for place, size in enumerate(shape) if place != 4 + axis) for name, shape in shapes.items()
+        }
         whole = {name: Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis]) for name, shape in shapes.items()}
         for names in permutations(shapes, 3):
             alike = len({places[name] for name in names}) == 1 and math.prod(places[names[0]]) >= _LEAST_ROWS
@@ -342,7 +344,7 @@ def _agreement(
     swapped = np.split(mixed, np.cumsum([len(one.rows) for one in sure])[:-1])
     boxes = [decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
     beyond = np.abs(every[:, :2] - 0.5).max(axis=1) - 0.5
-    in_cells = head.peaks is None or np.mean(beyond <= _BEYOND_CELL) >= _MOSTLY
+    in_cells = head.peaks is None or float((beyond <= _BEYOND_CELL).mean()) >= _MOSTLY
     if not in_cells or not _are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
         return 0.0, 0.0
     near: list[float] = []

@@ -14,6 +14,8 @@ from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
 # What may lie between logits and the output without another value being first.
 _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
+# What decides between classes, and along which axis by default (ONNX operators, opset 13).
+_DECIDING = {"ArgMax": 0, "LogSoftmax": -1, "Softmax": -1}
 # So many samples tell what an output is: a choice, for the time.
 _LOOKED_AT = 2
 
@@ -35,20 +37,29 @@ def keep_winners(graph: Graph, calibration: Calibration) -> Calibration:
     return calibration.map_ranges(reach)
 
 
-def _find_logits(graph: Graph, calibration: Calibration) -> Iterator[str]:
-    """Yields the tensors with ranges that hold logits of many decisions, of which the first counts."""
+def find_decisions(graph: Graph, calibration: Calibration) -> dict[str, int]:
+    """Returns the tensors that are compared and hold logits of many decisions, and the axis of the classes of each."""
     shown = {each.tensor: each.reader for each in find_compared_tensors(graph, calibration.outputs) if not each.part}
-    readers = {node.name: node.op_type for node in graph.nodes}
+    readers = {node.name: node for node in graph.nodes}
     rows = [{name: row[name] for name in shown.keys() & graph.outputs} for row in _read_few(calibration)]
     readings = read_output_kinds(graph, rows, calibration.outputs) if rows else {}
+    found: dict[str, int] = {}
     for name, reader in shown.items():
         if reader:
-            decides = readers[reader] in {"ArgMax", "LogSoftmax", "Softmax"} and len(graph.dims(name)) > 2
-        else:
-            reading = readings.get(name)
-            decides = reading is not None and reading.kind in {"map", "sequence"} and not reading.squash
-        if decides:
-            yield from _trace_orderly(graph, name)
+            node = readers[reader]
+            if node.op_type in _DECIDING and len(graph.dims(name)) > 2:
+                found[name] = node.integer("axis", _DECIDING[node.op_type])
+            continue
+        reading = readings.get(name)
+        if reading is not None and reading.kind in {"map", "sequence"} and not reading.squash:
+            found[name] = reading.axis
+    return found
+
+
+def _find_logits(graph: Graph, calibration: Calibration) -> Iterator[str]:
+    """Yields the tensors with ranges that hold logits of many decisions, of which the first counts."""
+    for name in find_decisions(graph, calibration):
+        yield from _trace_orderly(graph, name)
 
 
 def _read_few(calibration: Calibration) -> list[Tensors]:

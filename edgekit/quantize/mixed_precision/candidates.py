@@ -12,9 +12,10 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.decided_logits import find_decisions
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision.score import judge_candidate, judge_grids
+from edgekit.quantize.mixed_precision.score import Closeness, judge_candidate, judge_grids
 from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq.build import find_plan_grids, place_plan, round_weights
@@ -30,6 +31,8 @@ FAITHFUL_DB = 40.0
 _WORTH_MOMENTS_DB = 0.5
 # A model so far off needs every tenth, whatever it takes.
 _POOR_DB = 20.0
+# About as few decisions change: a tenth more, or one of 10,000. Both by hand.
+_ABOUT, _HARDLY = 1.1, 1e-4
 # Cutting off tails makes the other steps finer, which 16 bits have no need of.
 _METHODS_16 = ("minmax",)
 _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
@@ -131,17 +134,31 @@ def choose_again(draft: Draft, budget: Budget) -> tuple[QuantPlan, Candidate]:
     Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
     """
     plan, unsigned = draft.plan, draft.use_unsigned()
-    ratios = _judge_ranges(unsigned, (plan.method, *(each for each in AUTO_METHODS if each != plan.method)), budget)
-    best = prefer_method(ratios, plan.method)
+    ranges = _judge_ranges(unsigned, (plan.method, *(each for each in AUTO_METHODS if each != plan.method)), budget)
+    best = prefer_method(ranges, plan.method)
     tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED, budget)
     lead = max(tried, key=lambda candidate: candidate.sqnr_db)
     return choose_ranges(plan, draft.calibration, best, lead.rounding), lead
 
 
-def prefer_method(ratios: Mapping[str, float], present: str) -> str:
-    """Returns the range method with the best ratio, but the present one where that gains little or was not tried."""
-    best = max(ratios, key=lambda method: ratios[method])
-    return best if ratios[best] > ratios.get(present, math.inf) + NOTABLE_DB else present
+def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -> str:
+    """Returns the best range method, but the present one where the best gains little, or that was not tried.
+
+    Where outputs decide places or steps the methods count that change about the fewest decisions, and among these the
+    ratio, where minmax is the present one: the power of logits is that of places that are sure, whatever method.
+    """
+    if present is not None and present not in judged:
+        return present
+    near = _change_fewest(judged)
+    best = max(near, key=lambda method: near[method].ratio_db)
+    kept = "minmax" if present is None and near[best].changed is not None else present
+    return kept if kept in near and near[best].ratio_db <= near[kept].ratio_db + NOTABLE_DB else best
+
+
+def _change_fewest(judged: Mapping[str, Closeness]) -> dict[str, Closeness]:
+    least = min((each.changed for each in judged.values() if each.changed is not None), default=0.0)
+    most = _ABOUT * least + _HARDLY
+    return {method: each for method, each in judged.items() if (each.changed or 0.0) <= most}
 
 
 def digest_draft(draft: Draft, floor_db: float) -> str:
@@ -185,17 +202,17 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
 
 def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candidate]:
     methods = AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
-    ratios = _judge_ranges(draft, methods, budget)
-    best = max(ratios, key=lambda method: ratios[method])
-    # Plain minmax is always among the candidates, so that what is chosen is never worse on these samples.
-    if best != "minmax":
+    ranges = _judge_ranges(draft, methods, budget)
+    best = prefer_method(ranges)
+    # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
+    if best != "minmax" and "minmax" in _change_fewest(ranges):
         yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",), budget)
     chosen = draft.choose(best, "nearest")
     placed = place_draft(chosen)
     has_layers = bool(read_layers(draft.graph))
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
-    if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ratios[best], floor_db):
+    if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db):
         for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
             if budget.allows(f"rounding {rounding}"):
                 yield from _judge_roundings(chosen, (rounding,), budget, placed)
@@ -210,8 +227,8 @@ def needs_moments(reached_db: float, unrounded_db: float, floor_db: float) -> bo
     return floor_db <= reached_db < max(unrounded_db - _WORTH_MOMENTS_DB, _POOR_DB)
 
 
-def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget) -> dict[str, float]:
-    """Returns the ratio of the ranges of the first method, and of the others while there is time."""
+def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget) -> dict[str, Closeness]:
+    """Returns how near the ranges of the first method come, and those of the others while there is time."""
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
@@ -221,7 +238,8 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget) -> dict[
     grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}
     names = free_grids(stripped, grids[methods[0]])
     fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
-    return judge_grids(stripped, draft.compared, draft.statistics, fed)
+    decisions = find_decisions(draft.graph, draft.calibration)
+    return judge_grids(stripped, draft.compared, draft.statistics, fed, decisions)
 
 
 def _judge_roundings(

@@ -1,9 +1,10 @@
 """How near a quantized candidate comes to the float model on samples that were held out from fitting."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 
@@ -18,6 +19,13 @@ from edgekit.quantize.graph.sessions import open_graph
 
 # After so many held-out samples what is behind by so much is not judged any more: choices, for the time.
 _FEW_SAMPLES, _CLEARLY_DB = 4, 1.0
+
+
+class Closeness(msgspec.Struct, frozen=True, kw_only=True):
+    """The signal-to-noise ratio of what is compared, and the share of decisions that changed, None where none are."""
+
+    ratio_db: float
+    changed: float | None = None
 
 
 def judge_candidate(
@@ -47,36 +55,69 @@ def judge_grids(
     compared: tuple[ComparedTensor, ...],
     statistics: Path,
     grids: Mapping[str, Tensors],
-) -> dict[str, float]:
-    """Returns the ratio in dB of each of several grids, which are fed to a graph with float weights.
+    decisions: Mapping[str, int] | None = None,
+) -> dict[str, Closeness]:
+    """Returns how near each of several grids comes, which are fed to a graph with float weights.
 
-    What is clearly worse after a few held-out samples is judged by these alone: by how much it is worse there.
+    `decisions` holds the axis of the classes of those tensors that decide. What is clearly worse after a few held-out
+    samples, and changes no fewer decisions, is judged by these alone: by how much it is worse there.
 
     Raises:
         UsageError: the statistics are gone.
     """
     session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
-    powers = {name: np.zeros((len(compared), 2)) for name in grids}
+    tallies = {name: _Tally(compared, decisions or {}) for name in grids}
     behind = dict[str, float]()
 
     def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
         return session.run({**task[1], **grids[task[0]]})
 
-    def rate() -> dict[str, float]:
-        every = {name: join_ratios([ratio_db(*power) for power in own]) for name, own in powers.items()}
-        return {name: ratio for name, ratio in every.items() if name not in behind}
+    def rate() -> dict[str, Closeness]:
+        return {name: tally.judge() for name, tally in tallies.items() if name not in behind}
 
     held = read_held_out(statistics)
     for part in (islice(held, _FEW_SAMPLES), held):
         tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
         for (name, _, expected), found in map_in_order(run, tasks):
-            powers[name] += _all_powers(names, expected, found)
+            tallies[name].add(names, expected, found)
         if not behind:
-            ratios = rate()
-            best = max(ratios.values())
-            behind = {name: best - ratio for name, ratio in ratios.items() if ratio < best - _CLEARLY_DB}
+            behind = find_behind(rate())
     ratios = rate()
-    return ratios | {name: max(ratios.values()) - lag for name, lag in behind.items()}
+    best = max(ratios.values(), key=lambda each: each.ratio_db)
+    return ratios | {
+        name: Closeness(ratio_db=best.ratio_db - lag, changed=None if best.changed is None else 1.0)
+        for name, lag in behind.items()
+    }
+
+
+def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
+    """Returns by how much those are behind that are clearly worse than the best, and change no fewer decisions."""
+    best = max(judged.values(), key=lambda each: each.ratio_db)
+    return {
+        name: best.ratio_db - each.ratio_db
+        for name, each in judged.items()
+        if each.ratio_db < best.ratio_db - _CLEARLY_DB and (each.changed or 0.0) >= (best.changed or 0.0)
+    }
+
+
+class _Tally:
+    """Adds up powers, and decisions that changed, sample by sample."""
+
+    def __init__(self, compared: Sequence[ComparedTensor], decisions: Mapping[str, int]) -> None:
+        self._decisions = {each: decisions[each.tensor] for each in compared if each.tensor in decisions}
+        self._powers = np.zeros((len(compared), 2))
+        self._changed = self._decided = 0
+
+    def add(self, names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> None:
+        self._powers += _all_powers(names, expected, found)
+        for each, axis in self._decisions.items():
+            one, two = expected[each.tensor].argmax(axis), found[names[each]].argmax(axis)
+            self._decided += one.size
+            self._changed += int((one != two).sum()) if one.shape == two.shape else one.size
+
+    def judge(self) -> Closeness:
+        ratio = join_ratios([ratio_db(*power) for power in self._powers])
+        return Closeness(ratio_db=ratio, changed=self._changed / self._decided if self._decided else None)
 
 
 def _open_compared(
