@@ -25,6 +25,7 @@ from edgekit.devices.register import ListedDevice
 from edgekit.inspect.diff import Delta
 from edgekit.jobs.convert import ConvertReport
 from edgekit.jobs.prepare import PrepareReport
+from edgekit.profile.report import ProfileReport
 from edgekit.quantize.plan import QuantPlan
 from edgekit.recipe import Recipe
 from edgekit.report.summary import BuildReport, QuantizeReport
@@ -64,6 +65,7 @@ REPORTS: Mapping[str, tuple[type, str]] = {
     "edgekit verify": (VerifyReport, "Also `verify.json` of a bundle."),
     "edgekit compare": (ModelComparison, ""),
     "edgekit bench": (BenchReport, ""),
+    "edgekit profile": (ProfileReport, ""),
     "edgekit diff": (Delta, ""),
 }
 """What edgekit writes or prints with `--json`: the value, and where else it stands."""

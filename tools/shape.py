@@ -14,7 +14,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("app",),
         ("jobs",),
         ("report",),
-        ("inspect",),
+        ("inspect", "profile"),
         ("verify",),
         ("bench",),
         ("devices", "package"),
@@ -78,6 +78,14 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("change_interface", "opset", "shapes"),
         ("_ort_transformers", "interface", "lower", "rewrites", "tidy", "weights"),
     ),
+    "profile": (
+        ("profile",),
+        ("causes", "chrome", "pairs"),
+        ("measure",),
+        ("advice", "nodes", "roofline"),
+        ("report", "work"),
+        ("events",),
+    ),
     "quantize": (
         ("check_plan",),
         ("mixed_precision",),
@@ -96,7 +104,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("junit", "markdown", "pages"),
         ("headline",),
         ("text",),
-        ("bench_text", "changes", "checked", "packaged", "quantization_text", "quantized"),
+        ("changes", "checked", "packaged", "quantization_text", "quantized", "timing"),
         ("summary", "tables"),
     ),
     "verify": (

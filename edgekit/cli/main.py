@@ -36,6 +36,7 @@ COMMANDS = {
     "join": "Put bundles of several targets into one, and what they share once.",
     "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
     "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
+    "profile": "Say where the time of a run goes, kernel by kernel, and why one model is slower than another.",
     "prepare": "Fix shapes and clean the graph, as a provider will see it.",
     "quantize": "Make a static INT8 model for a target.",
     "runner": "Build the program that runs a model on a phone or a board.",

@@ -18,9 +18,9 @@ from edgekit.jobs.convert import ConvertReport
 from edgekit.jobs.prepare import PrepareReport
 from edgekit.jobs.release import Doubt
 from edgekit.report import changes, text
-from edgekit.report.bench_text import list_bench_remarks, table_bench
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import format_bytes
+from edgekit.report.timing.bench_text import list_bench_remarks, table_bench
 from edgekit.target import Form, Target
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.outliers import judge_layers

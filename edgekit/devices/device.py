@@ -28,7 +28,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     written where those of the run before lie. `threads` of 0 lets the device choose. `custom_ops` are libraries of this
     machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the digest of
     its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session optimises
-    the graph, as an app's would unless said.
+    the graph, as an app's would unless said. With `trace` ONNX Runtime's profiler watches every run.
     """
 
     model: Path
@@ -46,6 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     level: Level = Level.ALL
     digests_hold: bool = False
+    trace: bool = False
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +76,8 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     before the last sample; what came back is whole. `cpu_features`, and the state before the first and after the last
     sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
     device's program said them, without what could steer a terminal. `waited_ms` is how long the device was waited for
-    where the run was recorded elsewhere, else 0.
+    where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder, as it came
+    back: nobody has read it yet.
     """
 
     device: str
@@ -96,6 +98,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     after: DeviceState | None = None
     log: str = ""
     waited_ms: float = 0.0
+    trace: Path | None = None
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -276,6 +276,17 @@ def _bench(case: Case) -> list[str]:
     return [subject, "--on", "host", "--runs", "2", "--seconds", "1", *case.option(0.2, "--target", "cpu", "nnapi")]
 
 
+def _profile(case: Case) -> list[str]:
+    subject = case.rng.choice((case.model, case.bundle))()
+    more = [*case.file(0.3, "--against", "models/net.onnx"), *case.option(0.2, "--target", "cpu", "nnapi")]
+    more += [*case.option(0.3, "--top", "1", "0", "9"), *case.some(0.5, "--html", "page.html")]
+    case.writes |= {"page.html", "trace.json"}
+    return [
+        subject, "--on", "host", "--runs", "1", "--seconds", "0.2", "--no-roofline",
+        *case.dims(), *case.some(0.5, "--trace", "trace.json"), *more,
+    ]  # fmt: skip
+
+
 def _package(case: Case) -> list[str]:
     kinds = ("aar", "ort-package", "swiftpm", "tar", "zip")
     more = [*case.option(0.1, "--name", "x", "../x", "é"), *case.option(0.1, "--group", "a.b", "..", "x<y")]
@@ -369,6 +380,7 @@ PLANS: tuple[tuple[str, float, Callable[[Case], list[str]]], ...] = (
     ("verify", 8, _verify_recheck),
     ("verify", 2, _verify_device),
     ("bench", 1.5, _bench),
+    ("profile", 0.4, _profile),
     ("package", 9, _package),
     ("sign", 5, _sign),
     ("join", 5, _join),

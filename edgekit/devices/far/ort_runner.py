@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -59,6 +60,9 @@ def main() -> int:
         (folder / "out").mkdir()
 
     _run_or_refuse(lambda: _run_samples(folder, job, run, _folder_samples(folder, job), keep, started), run)
+    trace = run.pop("trace", None)
+    if trace is not None:
+        trace.replace(folder / "trace.json")
     _write_whole(folder / "run.json", _finish_run(run))
     return 0
 
@@ -77,7 +81,12 @@ def _serve_pipe() -> int:
             stdout.flush()
 
         _run_or_refuse(lambda: _run_samples(Path(folder), job, run, _piped_samples(stdin), answer, lambda: None), run)
+        trace = run.pop("trace", None)
+        run["trace_bytes"] = trace.stat().st_size if trace is not None else 0
         stdout.write(_finish_run(run) + b"\n")
+        if trace is not None:
+            with trace.open("rb") as source:
+                shutil.copyfileobj(source, stdout)
     return 0
 
 
@@ -131,6 +140,19 @@ def _run_samples(
     if not job["profile"]:
         run["placement"] = _assigned_nodes(session)
     started()
+    status = _serve_samples(session, job, run, samples, keep)
+    if job.get("trace"):
+        run["trace"] = Path(session.end_profiling())
+    return status
+
+
+def _serve_samples(
+    session: Any,
+    job: Json,
+    run: Json,
+    samples: Iterator[dict[str, Array]],
+    keep: Callable[[int, dict[str, Any]], None],
+) -> str:
     names = [output.name for output in session.get_outputs()]
     begin = time.perf_counter()
     for index in itertools.count():
@@ -210,7 +232,7 @@ def _open_session(folder: Path, job: Json) -> Any:
     options.graph_optimization_level = _LEVELS[job["level"]]
     options.intra_op_num_threads = job["threads"]
     options.log_severity_level = 3
-    options.enable_profiling = job["profile"]
+    options.enable_profiling = job["profile"] or job.get("trace", False)
     options.profile_file_prefix = str(folder / "profile")
     for key, value in job["session_config"].items():
         options.add_session_config_entry(key, value)

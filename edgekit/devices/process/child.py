@@ -10,7 +10,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.process.exchange import FarJob, FarRun, open_outputs, read_run, write_job
+from edgekit.devices.process.exchange import TRACE, FarJob, FarRun, open_outputs, read_run, write_job
 from edgekit.errors import DeviceError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.model.skim import skim_model
@@ -83,8 +83,9 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         budget_s=job.budget_s,
         # A session of a file in ORT format has no record of assignments; the profiler names the provider of each
         # kernel.
-        profile=job.model.suffix == ".ort",
+        profile=job.model.suffix == ".ort" and not job.trace,
         custom_ops=tuple(map(str, job.custom_ops)),
+        trace=job.trace,
     )
 
 
@@ -126,12 +127,24 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
     outputs, malformed = open_outputs(work / "out", job.outputs, runner.device)
     shortage = find_shortage(outputs.count, far, job.samples.count, job.repeat)
     failure = wrong or _failure(far, finished) or malformed or shortage
-    run = judge_run(runner, job, far, outputs, failure, job.repeat)
+    run = judge_run(runner, job, far, outputs, failure, job.repeat, trace=find_trace(work / TRACE, job))
     return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
 
 
+def find_trace(file: Path, job: Job) -> Path | None:
+    """Returns the profiler's file, where the job asked for it and it came back."""
+    return file if job.trace and file.is_file() else None
+
+
 def judge_run(
-    runner: Runner, job: Job, far: FarRun | None, outputs: Samples, failure: str | None, repeat: int = 1
+    runner: Runner,
+    job: Job,
+    far: FarRun | None,
+    outputs: Samples,
+    failure: str | None,
+    repeat: int = 1,
+    *,
+    trace: Path | None = None,
 ) -> DeviceRun:
     """Returns the run of a device from what its far side says, None where that is nothing, and what came back."""
     far = far or _NOTHING
@@ -153,6 +166,7 @@ def judge_run(
         cpu_features=far.cpu_features,
         before=far.before,
         after=far.after,
+        trace=trace,
     )
 
 

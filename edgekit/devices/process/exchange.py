@@ -5,7 +5,8 @@ line of JSON, a list of {name, dtype, shape, size_bytes}, and then the payloads 
 C order; the payload of strings is a JSON array. What comes back is hostile until it has been checked.
 
 The same passes through pipes: into the program one line with the job and then a `.tensors` message a sample, out of it
-a message a sample and, last, one line with the run.
+a message a sample and, last, one line with the run; behind it come the `trace_bytes` of the profiler's file, where a
+job asked for it. In a folder that file is `trace.json`.
 """
 
 import math
@@ -29,6 +30,9 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 1 << 32
 MAX_RANK = 32
 MAX_RESULT_BYTES = 1 << 26
+# The profiler writes about a kilobyte a node and run.
+MAX_TRACE_BYTES = 1 << 28
+TRACE = "trace.json"
 
 _RUN = "run.json"
 _CHUNK_BYTES = 1 << 20
@@ -47,7 +51,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
     program must find. The program runs each sample `repeat` times and gives a time for each of these runs. With a
     `concurrency` above 1 so many threads share them, in one session. With `io_binding` inputs are bound and outputs are
-    written where those of the run before lie. `custom_ops` are libraries of operators.
+    written where those of the run before lie. `custom_ops` are libraries of operators. With `trace` the profiler
+    watches the whole session, and its file is given back.
     """
 
     model: str
@@ -66,6 +71,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 1
     io_binding: bool = False
     custom_ops: tuple[str, ...] = ()
+    trace: bool = False
 
 
 class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +89,7 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
     `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
     one time a sample, or as many as the job said in `repeat`; `elapsed_ms` the time of all of a sample together, where
-    several ran at once.
+    several ran at once. So many `trace_bytes` follow the line with it.
     """
 
     status: Literal["running", "done", "stopped", "refused"]
@@ -99,6 +105,7 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_features: tuple[str, ...] = ()
     before: DeviceState | None = None
     after: DeviceState | None = None
+    trace_bytes: Count = 0
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,6 +210,18 @@ def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) 
         raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
     write_new(path, _take_message(stream, line, left, path))
     check_tensors(path, specs)
+
+
+def receive_trace(stream: IO[bytes], path: Path, size_bytes: int) -> None:
+    """Copies the profiler's file from a pipe into the new file `path`; nothing in it is read.
+
+    Raises:
+        DeviceError: it is too large, or it ends early.
+        OutputError: the folder cannot be written.
+    """
+    if size_bytes > MAX_TRACE_BYTES:
+        raise _malformed(path, f"it is larger than {MAX_TRACE_BYTES} bytes")
+    write_new(path, _take_message(stream, b"", size_bytes, path))
 
 
 def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iterator[bytes]:

@@ -14,15 +14,25 @@ import msgspec
 
 from edgekit._proc import Finished, stream_process
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.process.child import Runner, describe_log, describe_refusal, find_shortage, judge_run, last_words
+from edgekit.devices.process.child import (
+    Runner,
+    describe_log,
+    describe_refusal,
+    find_shortage,
+    find_trace,
+    judge_run,
+    last_words,
+)
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
+    TRACE,
     FarJob,
     FarRun,
     decode_run,
     encode_tensors,
     open_outputs,
     receive_tensors,
+    receive_trace,
     tensors_name,
 )
 from edgekit.devices.process.link import Link
@@ -62,7 +72,7 @@ def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Pa
     outputs, _ = open_outputs(work / "out", job.outputs, runner.device)
     reason = _find_failure(answer, finished, job, far.repeat)
     failure = reason and f"'{link.name}' {_describe_step(answer, job)}: {reason}"
-    run = judge_run(runner, job, answer.run, outputs, failure, far.repeat)
+    run = judge_run(runner, job, answer.run, outputs, failure, far.repeat, trace=find_trace(work / "out" / TRACE, job))
     return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
 
 
@@ -79,6 +89,8 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
             # A message begins with the list of its tensors, the last line with an object: one byte tells them apart.
             if first == b"{":
                 answer.run = decode_run(_read_line(stream))
+                if job.trace and answer.run.trace_bytes:
+                    receive_trace(stream, folder / TRACE, answer.run.trace_bytes)
                 if _peek(stream):
                     answer.wrong = "it wrote more after its last line"
                 return

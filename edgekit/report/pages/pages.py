@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 import jinja2
 
 
-def make_page(name: str, filters: Mapping[str, Callable[..., object]], **values: object) -> str:
+def make_page(
+    name: str, filters: Mapping[str, Callable[..., object]], *, script: str = "page.js", **values: object
+) -> str:
     """Returns the template of this name filled; what the values hold is escaped.
 
-    `digest` is that of the page's one script, which its security policy allows and no other.
+    `script` is the template of the page's one script; `digest` is its digest, which the page's security policy allows
+    and no other.
     """
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
@@ -22,10 +25,10 @@ def make_page(name: str, filters: Mapping[str, Callable[..., object]], **values:
         lstrip_blocks=True,
     )
     templates.filters.update(filters)
-    script = templates.get_template("page.js").render()
+    text = templates.get_template(script).render()
     # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no text
     # in it can run as another.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = templates.get_template(f"{name}.html.j2").render(digest=digest, **values)
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    page = templates.get_template(f"{name}.html.j2").render(digest=digest, script=script, **values)
     # Names of files may hold lone surrogates (PEP 383), which no UTF-8 text can.
     return page.encode(errors="replace").decode()

@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "failure.h"
@@ -32,12 +34,7 @@ int claim_stdout() {
   return descriptor;
 }
 
-std::string run_samples(const Job& job, Reader& reader, int out, Report& report) {
-  const Ort ort(job.runtime);
-  report.ort_version = ort.version();
-  Session session(ort, job);
-  report.load_ms = session.load_ms();
-  if (!job.profile) report.placement = session.placement();
+std::string serve_samples(const Job& job, Session& session, Reader& reader, int out, Report& report) {
   std::vector<Tensor> sample;
   const double begin = now_ms();
   for (std::int64_t index = 0;; ++index) {
@@ -51,6 +48,32 @@ std::string run_samples(const Job& job, Reader& reader, int out, Report& report)
     }
     if (job.profile && index == 0) report.placement = session.placement();
     write_message(out, session.views());
+  }
+}
+
+std::string run_samples(const Job& job, Reader& reader, int out, Report& report) {
+  const Ort ort(job.runtime);
+  report.ort_version = ort.version();
+  Session session(ort, job);
+  report.load_ms = session.load_ms();
+  if (!job.profile) report.placement = session.placement();
+  const std::string status = serve_samples(job, session, reader, out, report);
+  if (job.trace) {
+    report.trace = session.end_trace();
+    struct stat facts;
+    if (report.trace >= 0 && fstat(report.trace, &facts) == 0) report.trace_bytes = facts.st_size;
+  }
+  return status;
+}
+
+// Sends so many bytes of an open file: what its line promised, whatever the file has become.
+void send_file(int out, int descriptor, std::int64_t left) {
+  char chunk[1 << 16];
+  while (left > 0) {
+    const ssize_t count = read(descriptor, chunk, std::min<std::size_t>(sizeof chunk, static_cast<std::size_t>(left)));
+    if (count <= 0) throw Failure("the profile ends early");
+    write_all(out, chunk, static_cast<std::size_t>(count));
+    left -= count;
   }
 }
 
@@ -75,6 +98,7 @@ int serve_pipe() {
   report.after = read_state();
   const std::string text = format_report(report);
   write_all(out, text.data(), text.size());
+  if (report.trace >= 0) send_file(out, report.trace, report.trace_bytes);
   return 0;
 }
 

@@ -85,7 +85,7 @@ void Session::hide_profile() {
 }
 
 std::vector<PlacedNode> Session::placement() {
-  if (!profile_folder_.empty()) return profiled();
+  if (!profile_folder_.empty() && !trace_) return profiled();
   return ort_.api() >= kPlacementSince ? assigned() : std::vector<PlacedNode>();
 }
 
@@ -113,14 +113,19 @@ std::vector<PlacedNode> Session::assigned() const {
   return placed;
 }
 
-std::vector<PlacedNode> Session::profiled() {
+int Session::end_trace() {
   char* name = nullptr;
   ort_.check(ort_.SessionEndProfiling(session_.get(), allocator_, &name));
   ort_.check(ort_.AllocatorFree(allocator_, name));
-  std::vector<PlacedNode> nodes;
-  if (profile_file_ < 0) return nodes;
   const int descriptor = profile_file_;
   profile_file_ = -1;
+  return descriptor;
+}
+
+std::vector<PlacedNode> Session::profiled() {
+  const int descriptor = end_trace();
+  std::vector<PlacedNode> nodes;
+  if (descriptor < 0) return nodes;
   const Json events = parse_json(read_all(descriptor));
   for (const Json& event : events.items) add_event(event, nodes);
   return nodes;

@@ -88,6 +88,8 @@ std::string format_report(const Report& report, bool node_times) {
   append_list(out, "cpu_features", cpu_features(), [&](const std::string& name) { append_text(out, name); });
   append_state(out, "before", report.before);
   append_state(out, "after", report.after);
+  append_key(out, "trace_bytes");
+  out += std::to_string(report.trace_bytes);
   return out + "}\n";
 }
 

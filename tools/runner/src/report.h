@@ -20,6 +20,8 @@ struct Report {
   bool from_profile = false;
   MachineState before;
   MachineState after;
+  int trace = -1;                  // the profiler's file, open, where the job asked for it
+  std::int64_t trace_bytes = 0;
 };
 
 // Returns the report as JSON in one line; `node_times` adds how long each node took.

@@ -97,6 +97,7 @@ Job read_job(const Json& json) {
   if (concurrency < 1 || concurrency > kMaxThreads) throw Failure("'concurrency' is not from 1 to 1024");
   job.concurrency = static_cast<int>(concurrency);
   job.io_binding = json.truth_of("io_binding", false);
+  job.trace = json.truth_of("trace", false);
   return job;
 }
 
@@ -109,6 +110,7 @@ Session::Session(const Ort& ort, const Job& job)
       options_(make<OrtSessionOptions>(
           ort, ort.ReleaseSessionOptions, [&](OrtSessionOptions** out) { return ort.CreateSessionOptions(out); })),
       session_(nullptr, ort.ReleaseSession),
+      trace_(job.trace),
       io_binding_(job.io_binding) {
   ort_.check(ort_.GetAllocatorWithDefaultOptions(&allocator_));
   ort_.check(ort_.SetSessionGraphOptimizationLevel(options_.get(), level_number(job.level)));
@@ -117,9 +119,8 @@ Session::Session(const Ort& ort, const Job& job)
   for (const auto& [key, value] : job.session_config) {
     ort_.check(ort_.AddSessionConfigEntry(options_.get(), key.c_str(), value.c_str()));
   }
-  if (job.profile) {
-    watch_profile();
-  } else if (ort_.api() >= kPlacementSince) {
+  if (job.profile || job.trace) watch_profile();
+  if (!job.profile && ort_.api() >= kPlacementSince) {
     ort_.check(ort_.AddSessionConfigEntry(options_.get(), "session.record_ep_graph_assignment_info", "1"));
   }
   const double start = now_ms();

@@ -32,6 +32,7 @@ struct Job {
   std::int64_t repeat = 1;
   int concurrency = 1;
   bool io_binding = false;
+  bool trace = false;
 };
 
 // Throws Failure: a field is missing or has the wrong type. Fields that are not known are left alone.
@@ -80,6 +81,9 @@ class Session {
   // Returns the nodes and their providers: before any run from the session, or after one run from its profile.
   std::vector<PlacedNode> placement();
 
+  // Ends the profiler that watched every run, and returns its file, which the caller closes.
+  int end_trace();
+
  private:
   using Values = std::vector<Owned<OrtValue>>;
 
@@ -101,6 +105,7 @@ class Session {
   Owned<OrtSessionOptions> options_;
   Owned<OrtSession> session_;
   OrtAllocator* allocator_ = nullptr;
+  bool trace_ = false;
   std::string profile_folder_;
   int profile_file_ = -1;
   double load_ms_ = 0;

@@ -1,0 +1,120 @@
+"""`edgekit profile`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from edgekit._files import require_apart, require_place, write_file
+from edgekit.bench.subject import Opening
+from edgekit.cli import options
+from edgekit.cli.limits import limit
+from edgekit.cli.main import NO, YES
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.devices.register import DeviceChoice
+from edgekit.errors import UsageError
+from edgekit.profile.chrome import encode_chrome
+from edgekit.profile.measure import Watching
+from edgekit.profile.profile import profile_on
+from edgekit.profile.report import ProfileReport
+from edgekit.report.pages.profile_page import render_profile
+from edgekit.report.timing import profile_text as text
+
+
+@click.command(
+    short_help="Say where the time of a run goes, kernel by kernel, and why one model is slower than another."
+)
+@click.argument("subject", type=click.Path(path_type=Path))
+@options.ON
+@options.ON_FILE
+@options.DEVICE_SET
+@click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Say why OTHER is slower or faster.")
+@click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+@click.option("--runs", type=click.IntRange(1, 1000), metavar="N", help="Watch N runs in each of three rounds.")
+@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most about X seconds a subject (10).")
+@click.option(
+    "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
+)
+@options.DIM
+@click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
+@click.option("--top", type=click.IntRange(1, 10_000), default=15, metavar="N", help="Show N rows of each table (15).")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write the runs for Perfetto (.json).")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
+@click.option("--no-roofline", is_flag=True, help="Do not measure what the machine reaches.")
+@click.option("--probe-again", is_flag=True, help="Measure again what the machine reaches.")
+@options.JSON
+@options.verbosity
+def command(
+    subject: Path,
+    names: tuple[str, ...],
+    on_file: Path | None,
+    settings: tuple[str, ...],
+    against: Path | None,
+    target: str | None,
+    runs: int | None,
+    seconds: float | None,
+    threads: int,
+    dims: tuple[str, ...],
+    data: str | None,
+    top: int,
+    trace: Path | None,
+    html: Path | None,
+    no_roofline: bool,
+    probe_again: bool,
+    as_json: bool,
+    volume: int,
+) -> int:
+    """Say where the time of a run of SUBJECT, a bundle or a model, goes: by operator and kernel, and what each reaches.
+
+    ONNX Runtime's profiler watches rounds of runs, between rounds without it, so that its own cost is known. With
+    --against, or on two devices, layers are held against each other, and the reasons are named.
+
+    \b
+    Example:
+      edgekit profile model.onnx --html profile.html --trace trace.json
+      edgekit profile int8.onnx --against float.onnx --on adb:R5CT1234
+
+    Exit code 0: everything was profiled. 1: not so. 2: the usage or an input is wrong.
+    """
+    _require_places((trace, html), (subject, against))
+    if no_roofline and probe_again:
+        raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
+    choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
+    watching = Watching(
+        runs=runs, seconds=seconds or 10.0, threads=threads, roofline=not no_roofline, probe_again=probe_again
+    )
+    opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
+    with showing_progress(volume) as progress:
+        found = profile_on(subject, choice, watching, opening, against=against, progress=progress)
+    if trace is not None:
+        write_file(trace, encode_chrome(found.profiled))
+    if html is not None:
+        write_file(html, render_profile(found).encode())
+    show_json(found.report) if as_json else show_profile(found.report, top)
+    return YES if found.report.succeeded else NO
+
+
+def _require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
+    written = [path for path in outputs if path is not None]
+    require_apart(written, [path for path in inputs if path is not None])
+    for path in written:
+        require_place(path)
+
+
+def show_profile(report: ProfileReport, top: int) -> None:
+    """Prints profiles, one after another, and then what sets them apart."""
+    for profile in report.profiles:
+        show_line(text.headline_profile(profile))
+        if profile.failure is None:
+            print_table(text.table_operators(profile, top))
+            print_table(text.table_nodes(profile, top))
+            for remark in text.list_profile_remarks(profile):
+                show_line(f"- {remark}")
+    if report.comparison is not None:
+        show_line(text.describe_comparison(report.comparison))
+        for cause in report.comparison.causes:
+            show_line(f"- {text.describe_cause(cause)}")
+        if report.comparison.pairs:
+            print_table(text.table_pairs(report.comparison, top))
+    for remark in text.list_report_remarks(report):
+        show_line(f"- {remark}")

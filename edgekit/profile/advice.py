@@ -1,0 +1,66 @@
+"""What `prepare --fix` and `check` would do about the nodes that cost the most."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.check.check import check_model
+from edgekit.model.model import Model
+from edgekit.model.skim import skim_model
+from edgekit.prepare.fix import FIXES, apply_rewrites
+from edgekit.prepare.tidy import merge_domains, name_nodes
+from edgekit.profile.report import Cause, NodeTime
+from edgekit.target import Target
+
+_WORTH = 0.01
+
+
+def give_advice(model: Model, target: Target, nodes: Sequence[NodeTime]) -> tuple[Cause, ...]:
+    """Returns the changes to a model that touch nodes worth a hundredth of the time or more, the largest part first.
+
+    Those are the rewrites that serve every provider, and what `check` advises for a target with a provider of its own.
+
+    Raises:
+        EdgekitError: the model cannot be read, or the target's rules.
+    """
+    found = [*_list_fixes(model, nodes), *_list_checks(model, target, nodes)]
+    whole = sum(node.self_ms for node in nodes)
+    worth = [cause for cause in found if cause.milliseconds >= _WORTH * whole]
+    return tuple(sorted(worth, key=lambda cause: -cause.milliseconds))
+
+
+def _list_fixes(model: Model, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
+    proto = skim_model(model.path)
+    merge_domains(proto)
+    name_nodes(proto.graph)
+    for fix in apply_rewrites(proto, tuple(FIXES)):
+        touched = _touched(nodes, fix.nodes)
+        yield Cause(
+            id=fix.id,
+            message=f"'{fix.id}' of prepare changes {len(fix.nodes)} nodes that take {_sum(touched):.3g} ms",
+            milliseconds=_sum(touched),
+            advice=f"edgekit prepare {model.path.name} --fix --out FILE",
+            nodes=tuple(node.name for node in touched),
+        )
+
+
+def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
+    if target.provider == CPU_PROVIDER:
+        return
+    for advice in check_model(model, target).advice:
+        touched = _touched(nodes, advice.nodes)
+        yield Cause(
+            id=advice.id,
+            message=f"{advice.message} ({advice.subject}): {_sum(touched):.3g} ms run elsewhere",
+            milliseconds=_sum(touched),
+            advice=f"edgekit check {model.path.name} --target {target.name}",
+            nodes=tuple(node.name for node in touched),
+        )
+
+
+def _touched(nodes: Sequence[NodeTime], names: Iterable[str]) -> list[NodeTime]:
+    wanted = frozenset(names)
+    return [node for node in nodes if node.source in wanted]
+
+
+def _sum(nodes: Iterable[NodeTime]) -> float:
+    return sum(node.self_ms for node in nodes)

@@ -1,0 +1,187 @@
+"""Why one session is slower than another that computes the same: each reason with its milliseconds and a way out."""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from edgekit.graph.graph import Graph
+from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, Kind, LayerPair, NodeTime
+
+# Below that share of a run a reason is not worth a line, and multiplications of integers that are not so much faster
+# than those of floats do not pay for rounding. Chosen by hand.
+_WORTH = 0.02
+_FASTER = 1.5
+_NAMED = 5
+_DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
+
+_WAYS: dict[Kind, str] = {
+    "quantize and dequantize": "quantize whole stretches: edgekit check MODEL --target NAME says what stays float",
+    "casts": "keep one type from end to end: edgekit prepare MODEL --fix --out FILE drops casts that change nothing",
+    "reorders": "ONNX Runtime reorders to blocks of channels around each Conv: fewer other operators between them",
+    "transposes": "export in one layout, or change that of the input: edgekit prepare MODEL --layout INPUT=nhwc",
+    "copies between providers": "fewer pieces: edgekit check MODEL --target NAME names the nodes that split the graph",
+}
+
+
+class Contest(msgspec.Struct, frozen=True, kw_only=True):
+    """The slower and the faster session, with their profiles, and the layers of both: times (slow, fast)."""
+
+    slow: DeviceProfile
+    fast: DeviceProfile
+    graph: Graph | None
+    layers: tuple[tuple[LayerPair, float, float], ...] = ()
+
+
+def make_contest(
+    slow: DeviceProfile, fast: DeviceProfile, graph: Graph | None, pairs: Iterable[LayerPair], *, slow_is_a: bool
+) -> Contest:
+    """Returns the two sides of a comparison as the slower, whose graph it is, and the faster."""
+    layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
+    return Contest(slow=slow, fast=fast, graph=graph, layers=layers)
+
+
+def find_causes(contest: Contest) -> tuple[Cause, ...]:
+    """Returns why the slower session is slower, the largest part first; reasons may overlap.
+
+    A reason whose part is below 2 % of a run is left out.
+    """
+    least = _WORTH * contest.slow.run_ms
+    finders = (_extra_work, _float_islands, _slow_integers, _one_thread, _between, _layers)
+    found = [cause for finder in finders for cause in finder(contest) if cause.milliseconds >= least]
+    return tuple(sorted(found, key=lambda cause: -cause.milliseconds))
+
+
+def _extra_work(contest: Contest) -> Iterator[Cause]:
+    """Yields what the slower one does more of that no formula asks for."""
+    other = {one.kind: one.self_ms for one in contest.fast.unasked}
+    for one in contest.slow.unasked:
+        before = other.get(one.kind, 0.0)
+        inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
+        yield Cause(
+            id=one.kind.replace(" ", "-"),
+            message=f"{one.kind} take {one.self_ms:.3g} ms in {one.nodes} kernels{inserted}, against {before:.3g} ms",
+            milliseconds=one.self_ms - before,
+            advice=_WAYS.get(one.kind, ""),
+            nodes=_name(node for node in contest.slow.nodes if node.kind == one.kind),
+        )
+
+
+def _float_islands(contest: Contest) -> Iterator[Cause]:
+    """Yields the kernels of a quantized graph that compute in float between DQ and Q nodes."""
+    graph = contest.graph
+    if graph is None:
+        return
+    islands = find_islands(contest.slow.nodes, graph)
+    whole = sum(node.self_ms for node in islands)
+    if not islands:
+        return
+    ops = ", ".join(f"{sum(node.op == op for node in islands)} {op}" for op in dict.fromkeys(n.op for n in islands))
+    yield Cause(
+        id="float-islands",
+        message=f"{ops} compute in float between DequantizeLinear and QuantizeLinear: {whole:.3g} ms",
+        milliseconds=whole,
+        advice="quantize the float model for this provider: edgekit quantize FLOAT --target cpu places Q and DQ for it",
+        nodes=_name(islands),
+    )
+
+
+def find_islands(nodes: Iterable[NodeTime], graph: Graph) -> tuple[NodeTime, ...]:
+    """Returns the kernels that compute in float although the model rounds what they read and what they give."""
+    by_name = {node.name: node for node in graph.nodes}
+    found: list[NodeTime] = []
+    for node in nodes:
+        own = by_name.get(node.source)
+        if own is None or node.kind or node.integers or not _is_float(node):
+            continue
+        reads = any((maker := graph.producers.get(name)) and maker.op_type == _DEQUANTIZE for name in own.input[:1])
+        gives = [reader.op_type for name in own.output for reader in graph.consumers.get(name, ())]
+        if reads and gives and all(op == _QUANTIZE for op in gives):
+            found.append(node)
+    return tuple(found)
+
+
+def _is_float(node: NodeTime) -> bool:
+    return bool(node.inputs) and node.inputs[0].startswith("float[")
+
+
+def _slow_integers(contest: Contest) -> Iterator[Cause]:
+    """Yields the machine's own lack of fast integers, and the layers that are slower in them."""
+    integers = [node for node in contest.slow.nodes if node.integers and node.macs]
+    if not integers or any(node.integers and node.macs for node in contest.fast.nodes):
+        return
+    roof = contest.slow.roof
+    if roof is not None and roof.integer_gmacs < _FASTER * roof.float_gmacs:
+        yield Cause(
+            id="no-fast-integers",
+            message=(
+                f"this machine multiplies integers {roof.integer_gmacs / roof.float_gmacs:.2g} times as fast as floats:"
+                " it has no instruction for products of 8 bits (VNNI, dot product)"
+            ),
+            milliseconds=sum(node.self_ms for node in integers),
+            advice="INT8 saves memory here, not time: keep float where time counts, or measure on the device itself",
+            nodes=_name(integers),
+        )
+    ops = {node.op for node in integers}
+    worse = [
+        (pair, slow, fast)
+        for pair, slow, fast in contest.layers
+        if fast > 0 and slow > fast and ops & {*pair.a_ops, *pair.b_ops}
+    ]
+    if worse:
+        pair, slow, fast = max(worse, key=lambda one: one[1] - one[2])
+        yield Cause(
+            id="slow-integer-layers",
+            message=(
+                f"{len(worse)} layers take longer in integers and what rounds around them, most of all '{pair.tensor}':"
+                f" {slow:.3g} ms, against {fast:.3g} ms"
+            ),
+            milliseconds=sum(slow - fast for _, slow, fast in worse),
+            advice="small layers gain little: leave them in float with a plan (edgekit quantize --plan-only, --plan)",
+            nodes=tuple(pair.tensor for pair, *_ in sorted(worse, key=lambda one: one[2] - one[1])[:_NAMED]),
+        )
+
+
+def _one_thread(contest: Contest) -> Iterator[Cause]:
+    """Yields the kernels that keep to one thread, where the others have several."""
+    if contest.slow.threads == 1 or not any(node.spread for node in contest.slow.nodes):
+        return
+    alone = [node for node in contest.slow.nodes if not node.spread]
+    before = sum(node.self_ms for node in contest.fast.nodes if not node.spread)
+    whole = sum(node.self_ms for node in alone)
+    yield Cause(
+        id="one-thread",
+        message=f"{len(alone)} kernels keep to one thread: {whole:.3g} ms, against {before:.3g} ms",
+        milliseconds=whole - before,
+        nodes=_name(alone),
+    )
+
+
+def _between(contest: Contest) -> Iterator[Cause]:
+    """Yields the time that passes between kernels, where it is not the profiler's own: it grows with their number."""
+    slow, fast = contest.slow, contest.fast
+    if any(one.overhead is None or one.overhead.value > DISTURBED for one in (slow, fast)):
+        return
+    gap = (slow.run_ms - slow.nodes_ms) - (fast.run_ms - fast.nodes_ms)
+    yield Cause(
+        id="between-kernels",
+        message=f"between {len(slow.nodes)} kernels, against {len(fast.nodes)}, pass {gap:.3g} ms more",
+        milliseconds=gap,
+        advice="fewer, larger nodes: edgekit prepare MODEL --fix --out FILE",
+    )
+
+
+def _layers(contest: Contest) -> Iterator[Cause]:
+    """Yields the layer that is slowest beside the other side's, where nothing above explains it."""
+    worse = sorted(contest.layers, key=lambda one: one[2] - one[1])
+    for pair, slow, fast in worse[:3]:
+        ops = " and ".join(" ".join(side) or "nothing" for side in (pair.a_ops, pair.b_ops))
+        yield Cause(
+            id="layer",
+            message=f"'{pair.tensor}' takes {slow:.3g} ms, against {fast:.3g} ms ({ops})",
+            milliseconds=slow - fast,
+            nodes=(pair.tensor,),
+        )
+
+
+def _name(nodes: Iterable[NodeTime]) -> tuple[str, ...]:
+    return tuple(node.name for node in sorted(nodes, key=lambda node: -node.self_ms)[:_NAMED])

@@ -1,0 +1,198 @@
+"""One subject on one device: rounds of runs with and without the profiler, and what they say."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from edgekit._files import work_folder
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bench.blocks import FIRST_RUNS, count_fitting
+from edgekit.bench.latency import compare_rounds, find_steady
+from edgekit.bench.subject import Subject
+from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.errors import DeviceError, EdgekitError
+from edgekit.evidence import Evidence
+from edgekit.graph.graph import Graph, read_graph
+from edgekit.model.model import load_model
+from edgekit.profile.advice import give_advice
+from edgekit.profile.events import Execution, Trace, read_trace
+from edgekit.profile.nodes import choose_runs, hold_against, list_nodes, list_operators, list_sources, list_unasked
+from edgekit.profile.report import DISTURBED, DeviceProfile, Roof
+from edgekit.profile.roofline import find_roof
+from edgekit.progress import Progress
+
+# Two degrees of freedom: enough to say that the profiler costs little, in half a dozen sessions.
+ROUNDS = 3
+# ONNX Runtime's profiler stops at a million events (profiler.h), and writes about a kilobyte for each; a device may
+# send a quarter of a gigabyte.
+_MOST_EVENTS = 60_000
+# The sum of the kernels lies that near the run, or the report says so.
+_COVERED = 0.95
+
+
+class Watching(msgspec.Struct, frozen=True, kw_only=True):
+    """How much to run: `runs` in each round, else as many as fit into `seconds`; `threads` of 0 lets ORT choose.
+
+    Without `roofline` no probe is run; with `probe_again` also where the machine was measured before.
+    """
+
+    runs: int | None = None
+    seconds: float = 20.0
+    threads: int = 0
+    roofline: bool = True
+    probe_again: bool = False
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """What rounds on a device gave: the median times of both kinds of round, the traces, and the last run."""
+
+    rounds: tuple[tuple[float, float], ...]
+    traces: tuple[Trace, ...]
+    last: DeviceRun
+
+
+class Profiled(msgspec.Struct, frozen=True, kw_only=True):
+    """A profile, the runs that it was made of, for time lines and trace files, and the model's graph, if it has one."""
+
+    profile: DeviceProfile
+    executions: tuple[Execution, ...] = ()
+    graph: Graph | None = None
+
+
+def profile_subject(subject: Subject, device: Device, watching: Watching, progress: Progress) -> Profiled:
+    """Returns where the time of a subject goes on a device; a device that fails is a finding."""
+    progress(f"profile {subject.name} on {device.name}")
+    empty = DeviceProfile(
+        subject=subject.name,
+        device=device.name,
+        evidence=device.evidence,
+        provider=CPU_PROVIDER,
+        threads=watching.threads,
+    )
+    try:
+        job = msgspec.structs.replace(subject.job_for(device), threads=watching.threads)
+        taken = _take_rounds(device, job, watching)
+        roof = _find_roof(device, watching, progress) if watching.roofline else None
+        return _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, taken, roof)
+    except EdgekitError as error:
+        return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
+    except ValueError as error:
+        failure = f"the device gave times that cannot be: {error}"
+        return Profiled(profile=msgspec.structs.replace(empty, failure=failure))
+
+
+def read_source(path: Path) -> Graph | None:
+    """Returns the graph of a model file, None for a file in ORT format, whose graph is ONNX Runtime's own."""
+    return read_graph(load_model(path)) if path.suffix == ".onnx" else None
+
+
+def _take_rounds(device: Device, job: Job, watching: Watching) -> Taken:
+    pilot = _run(device, job, 3)
+    guess_ms = max(1e-3, median(pilot.latency_ms[1:]))
+    fitting = count_fitting(watching.seconds / (2 * ROUNDS), guess_ms)
+    events = max(1, _MOST_EVENTS // max(1, len(pilot.placement)))
+    runs = watching.runs or max(2, min(FIRST_RUNS, fitting, events))
+    times: list[dict[bool, float]] = []
+    traces: list[Trace] = []
+    last = pilot
+    for number in range(ROUNDS):
+        times.append({})
+        # The one that is first in a round is second in the next, so that neither always finds the device rested.
+        for traced in (False, True) if number % 2 == 0 else (True, False):
+            with work_folder() as work:
+                last = _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, work)
+                if traced:
+                    traces.append(_read(device, last))
+            steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
+            times[-1][traced] = median(steady)
+    rounds = tuple((both[False], both[True]) for both in times)
+    return Taken(rounds=rounds, traces=tuple(traces), last=last)
+
+
+def _run(device: Device, job: Job, runs: int, work: Path | None = None) -> DeviceRun:
+    if work is None:
+        with work_folder() as folder:
+            return _run(device, job, runs, folder)
+    run = device.run_job(msgspec.structs.replace(job, repeat=runs), work)
+    if run.failure is not None:
+        raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
+    return run
+
+
+def _read(device: Device, run: DeviceRun) -> Trace:
+    if run.trace is None:
+        raise DeviceError(
+            f"'{device.name}' gave no profile: its runner is older than this edgekit, or cannot profile",
+            hint="edgekit runner build, or --on host",
+        )
+    trace = read_trace(run.trace)
+    if not any(execution.steps for execution in trace.executions):
+        raise DeviceError(f"the profile of '{device.name}' holds no kernel", hint="was its ONNX Runtime built without?")
+    return trace
+
+
+def _find_roof(device: Device, watching: Watching, progress: Progress) -> Roof:
+    def run(job: Job, work: Path) -> DeviceRun:
+        progress(f"measure what {device.name} reaches")
+        work.mkdir(parents=True, exist_ok=True)
+        return device.run_job(job, work)
+
+    with work_folder() as work:
+        return find_roof(device.name, watching.threads, run, work, afresh=watching.probe_again)
+
+
+def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -> Profiled:
+    kept = tuple(run for trace in taken.traces for run in choose_runs(trace.executions))
+    graph = read_source(job.model)
+    nodes = list_nodes(kept, {} if graph is None else list_sources(graph))
+    if roof is not None:
+        nodes = hold_against(nodes, roof)
+    found = msgspec.structs.replace(
+        empty,
+        versions=dict(sorted(taken.last.versions.items())),
+        runs=len(kept),
+        run_ms=float(np.mean([run.duration_us for run in kept])) / 1e3,
+        nodes_ms=sum(node.self_ms for node in nodes),
+        plain_ms=median(plain for plain, _ in taken.rounds),
+        overhead=compare_rounds(taken.rounds),
+        load_ms=taken.last.load_ms,
+        make_ms=taken.traces[-1].make_ms,
+        operators=list_operators(nodes),
+        nodes=nodes,
+        unasked=list_unasked(nodes),
+        roof=roof,
+    )
+    advice = () if graph is None else give_advice(load_model(job.model), job.target, nodes)
+    done = msgspec.structs.replace(found, warnings=tuple(_warn(found, taken)), advice=advice)
+    return Profiled(profile=done, executions=kept, graph=graph)
+
+
+def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
+    """Yields what makes the figures worth less than they look, worst first."""
+    if found.evidence is not Evidence.DEVICE:
+        yield f"this is not the device's time ({found.evidence.value}: {found.evidence.meaning})"
+    if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):
+        yield f"silent fallback: {found.provider} took no node"
+    if found.overhead is not None and found.overhead.value > DISTURBED:
+        yield (
+            f"the profiler makes these runs {found.overhead.value:.2g} times as long, most of it between the kernels:"
+            " shares tell more than milliseconds here"
+        )
+    elif found.covered < _COVERED:
+        yield (
+            f"kernels make {found.covered:.1%} of a run: the rest lies between them, where ONNX Runtime hands over from"
+            " one to the next"
+        )
+    if found.roof is not None and (fast := _beyond(found)):
+        yield (
+            f"{fast} kernels are faster than the probe: the machine was busy when that ran, or a cache holds their"
+            " data; --probe-again measures it anew"
+        )
+    yield from taken.last.notes
+
+
+def _beyond(found: DeviceProfile) -> int:
+    return sum(node.bound == "compute" and (node.roof_share or 0.0) > 1.1 for node in found.nodes)

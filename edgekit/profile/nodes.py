@@ -1,0 +1,175 @@
+"""From runs to nodes: what each kernel of a session takes, and what that is beside what the machine reaches."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.bench.latency import find_steady
+from edgekit.check.macs import count_macs
+from edgekit.graph.graph import Graph
+from edgekit.profile.events import Execution, Step
+from edgekit.profile.report import Bound, Kind, NodeTime, OperatorTime, Roof, Unasked
+from edgekit.profile.work import computes_integers, count_work, multiplies
+
+_KINDS: Mapping[str, Kind] = {
+    "QuantizeLinear": "quantize and dequantize",
+    "DequantizeLinear": "quantize and dequantize",
+    "DynamicQuantizeLinear": "quantize and dequantize",
+    "Cast": "casts",
+    "ReorderInput": "reorders",
+    "ReorderOutput": "reorders",
+    "Transpose": "transposes",
+    "MemcpyFromHost": "copies between providers",
+    "MemcpyToHost": "copies between providers",
+}
+# What ONNX Runtime adds to the name of a node that it writes anew (nchwc_transformer.cc, nhwc_transformer.cc,
+# selectors_actions/helpers.cc).
+_SUFFIX = re.compile(r"(_nchwc|_nhwc|_token_\d+|/duplicated)$")
+# Kernels below that many microseconds are mostly the call itself: chosen by hand, from an Add of one element.
+_SHORT_MS = 0.01
+_FEW_RUNS = 8
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the model that kernels come from, and its multiply-accumulates by the shapes of the graph."""
+
+    node: str = ""
+    macs: int = 0
+
+
+def choose_runs(executions: Sequence[Execution]) -> tuple[Execution, ...]:
+    """Returns the runs that count: the steady ones, and of many the middle half by their time.
+
+    Means over the same runs add up, so that the nodes can be held against the run; the middle half leaves out the runs
+    that the system disturbed.
+    """
+    times = [run.duration_us / 1e3 for run in executions]
+    steady = executions[find_steady(times, len(times) // 2) if len(times) > 1 else 0 :]
+    if len(steady) < _FEW_RUNS:
+        return tuple(steady)
+    low, high = np.percentile([run.duration_us for run in steady], [25, 75])
+    return tuple(run for run in steady if low <= run.duration_us <= high)
+
+
+def list_nodes(executions: Sequence[Execution], sources: Mapping[str, Source]) -> tuple[NodeTime, ...]:
+    """Returns the kernels of some runs in the order in which they first ran, with `sources` as `list_sources` gives."""
+    steps: dict[tuple[str, str, int], list[Step]] = defaultdict(list)
+    for run in executions:
+        for step in run.steps:
+            steps[step.name, step.op, step.depth].append(step)
+    whole = sum(step.self_us for calls in steps.values() for step in calls)
+    return tuple(_make_node(calls, len(executions), whole, sources) for calls in steps.values())
+
+
+def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping[str, Source]) -> NodeTime:
+    first = calls[0]
+    self_us = sum(step.self_us for step in calls)
+    source = find_source(first.name, sources)
+    macs, size = sum(map(count_work, calls)), sum(step.bytes for step in calls)
+    if macs == 0 and multiplies(first):
+        # Prepacked weights are gone when the kernel runs, and their shape with them: the graph still has it.
+        macs = source.macs * len(calls)
+    seconds = self_us / 1e6
+    return NodeTime(
+        name=first.name,
+        op=first.op,
+        provider=first.provider,
+        source=source.node,
+        calls=len(calls) / runs,
+        total_ms=sum(step.duration_us for step in calls) / runs / 1e3,
+        self_ms=self_us / runs / 1e3,
+        share=self_us / whole_us if whole_us else 0.0,
+        inputs=tuple(map(str, first.inputs)),
+        outputs=tuple(map(str, first.outputs)),
+        macs=macs // runs,
+        bytes=size // runs,
+        gmacs_per_s=macs / seconds / 1e9 if seconds else 0.0,
+        gbytes_per_s=size / seconds / 1e9 if seconds else 0.0,
+        integers=computes_integers(first),
+        spread=any(step.spread for step in calls),
+        kind=_KINDS.get(first.op, ""),
+    )
+
+
+def list_sources(graph: Graph) -> dict[str, Source]:
+    """Returns what names of kernels may be made of, each with the node of the model that it stands for.
+
+    A kernel that fusion made has the name of a node or of what the last of the fused ones gives.
+    """
+    made = {node.name: Source(node=node.name, macs=count_macs(graph, node)) for node in graph.nodes}
+    given = {name: made[node.name] for node in graph.nodes for name in node.output if name}
+    # A name of a node counts before that of a tensor.
+    return given | made
+
+
+def find_source(name: str, sources: Mapping[str, Source]) -> Source:
+    """Returns the node of the model that a kernel stands for, an empty one for what ONNX Runtime put in."""
+    while name not in sources:
+        shorter = _SUFFIX.sub("", name)
+        if shorter == name:
+            return Source()
+        name = shorter
+    return sources[name]
+
+
+def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
+    """Returns the operators, the most expensive first; each provider has its own."""
+    groups: dict[tuple[str, str], list[NodeTime]] = defaultdict(list)
+    for node in nodes:
+        groups[node.op, node.provider].append(node)
+    made = [
+        OperatorTime(
+            op=op,
+            provider=provider,
+            nodes=len(members),
+            calls=sum(node.calls for node in members),
+            self_ms=sum(node.self_ms for node in members),
+            share=sum(node.share for node in members),
+            macs=sum(node.macs for node in members),
+            bytes=sum(node.bytes for node in members),
+        )
+        for (op, provider), members in groups.items()
+    ]
+    return tuple(sorted(made, key=lambda one: -one.self_ms))
+
+
+def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
+    """Returns what was done that no formula asks for, the most expensive first."""
+    return tuple(sorted(_sum_kinds(nodes), key=lambda one: -one.self_ms))
+
+
+def _sum_kinds(nodes: Sequence[NodeTime]) -> Iterator[Unasked]:
+    kinds: dict[Kind, None] = dict.fromkeys(node.kind for node in nodes if node.kind)
+    for kind in kinds:
+        members = [node for node in nodes if node.kind == kind]
+        yield Unasked(
+            kind=kind,
+            nodes=len(members),
+            inserted=sum(not node.source for node in members),
+            self_ms=sum(node.self_ms for node in members),
+            share=sum(node.share for node in members),
+        )
+
+
+def hold_against(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ...]:
+    """Returns nodes with what they reach of the roof: of its multiplications or of its memory, the larger share.
+
+    S. Williams, A. Waterman, D. Patterson: Roofline, Communications of the ACM 52 (2009).
+    """
+    return tuple(msgspec.structs.replace(node, **_place(node, roof)) for node in nodes)
+
+
+def _place(node: NodeTime, roof: Roof) -> dict[str, float | Bound]:
+    peak = roof.integer_gmacs if node.integers else roof.float_gmacs
+    compute = node.gmacs_per_s / peak if peak > 0 else 0.0
+    memory = node.gbytes_per_s / roof.gbytes if roof.gbytes > 0 else 0.0
+    share = max(compute, memory)
+    if node.self_ms < _SHORT_MS * node.calls and share < 1.0:
+        return {"roof_share": share, "bound": "calls"}
+    # What the kernel could wait for at best is told by its intensity, not by what it reached.
+    needs_compute = node.macs / (peak * 1e6) if peak > 0 else 0.0
+    needs_memory = node.bytes / (roof.gbytes * 1e6) if roof.gbytes > 0 else 0.0
+    return {"roof_share": share, "bound": "compute" if needs_compute > needs_memory else "memory"}

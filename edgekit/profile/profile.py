@@ -1,0 +1,106 @@
+"""Profiling a subject on devices, and holding two profiles against each other."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import work_folder
+from edgekit.bench.blocks import Effort
+from edgekit.bench.interleaved import compare_on
+from edgekit.bench.latency import Ratio
+from edgekit.bench.subject import Opening, Subject, open_subject
+from edgekit.devices.device import Device
+from edgekit.devices.parallel import run_each
+from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.profile.causes import find_causes, make_contest
+from edgekit.profile.measure import Profiled, Watching, profile_subject
+from edgekit.profile.pairs import Side, pair_layers
+from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
+from edgekit.progress import Progress, say_nothing
+
+
+class ProfileRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A report, and what it was made of."""
+
+    report: ProfileReport
+    profiled: tuple[Profiled, ...]
+
+
+def profile_on(
+    path: Path,
+    choice: DeviceChoice,
+    watching: Watching,
+    opening: Opening,
+    *,
+    against: Path | None = None,
+    progress: Progress | None = None,
+) -> ProfileRun:
+    """Returns where the time of a bundle or a model goes on devices.
+
+    With `against` the other is profiled on the first of them too, and the two are held against each other; so are two
+    devices. A device that fails is a finding.
+
+    Raises:
+        EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
+    """
+    tell = progress or say_nothing
+    with work_folder() as work:
+        subject = open_subject(path, work / "a", opening)
+        other = None if against is None else open_subject(against, work / "b", opening)
+        devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
+        lacks = [(device, device.find_missing()) for device in devices]
+        present = [device for device, lack in lacks if lack is None]
+        skipped = tuple(
+            f"{device.name} skipped: {lack.reason}" + (f"; to run it: {lack.command}" if lack.command else "")
+            for device, lack in lacks
+            if lack is not None
+        )
+        found = run_each(present, lambda device: profile_subject(subject, device, watching, tell), timed=True)
+        ratio = None
+        if other is not None and present:
+            found = (found[0], profile_subject(other, present[0], watching, tell))
+            ratio = _compare_times(subject, other, present[0], watching, tell)
+    report = ProfileReport(
+        profiles=tuple(one.profile for one in found),
+        comparison=_compare(found, ratio) if len(found) == 2 else None,
+        skipped=skipped,
+        notes=subject.notes,
+    )
+    return ProfileRun(report=report, profiled=found)
+
+
+def _compare_times(a: Subject, b: Subject, device: Device, watching: Watching, progress: Progress) -> Ratio | None:
+    effort = Effort(runs=watching.runs, seconds=watching.seconds, threads=watching.threads)
+    return compare_on(a, b, device, effort, progress).ratio
+
+
+def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileComparison | None:
+    """Returns how two profiles compare, None where one failed."""
+    a, b = found
+    first, second = a.profile, b.profile
+    if first.failure is not None or second.failure is not None:
+        return None
+    pairs: tuple[LayerPair, ...] = ()
+    if a.graph is not None and b.graph is not None:
+        pairs = pair_layers(Side(nodes=first.nodes, graph=a.graph), Side(nodes=second.nodes, graph=b.graph))
+    # On one device the rounds without the profiler decide; two devices have only what the profiler saw.
+    is_a_slower = ratio.value < 1 if ratio is not None else first.plain_ms > second.plain_ms
+    is_known = ratio is None or ratio.verdict != "no difference can be told"
+    whole = [any(node.integers and node.macs for node in one.profile.nodes) for one in (a, b)]
+    if not is_known and whole[0] != whole[1]:
+        # Integers that bring no gain want an answer too.
+        is_a_slower = whole[0]
+    slow, fast = (a, b) if is_a_slower else (b, a)
+    contest = make_contest(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
+    one_device = first.device == second.device
+    return ProfileComparison(
+        a=first.subject if one_device else f"{first.subject} on {first.device}",
+        b=second.subject if one_device else f"{second.subject} on {second.device}",
+        a_ms=first.plain_ms,
+        b_ms=second.plain_ms,
+        ratio=ratio,
+        slower=("a" if is_a_slower else "b") if is_known else "",
+        pairs=pairs,
+        causes=find_causes(contest) if is_known or whole[0] != whole[1] else (),
+    )

@@ -1,0 +1,171 @@
+"""What a profile says, as plain data."""
+
+from typing import Literal
+
+import msgspec
+
+from edgekit.bench.latency import Ratio
+from edgekit.evidence import Evidence
+
+Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
+"""What a kernel does that no formula of the model asks for; "" for all others."""
+Bound = Literal["", "compute", "memory", "calls"]
+"""What a kernel waits for: multiplications, memory, or nothing of the two, as it is over too soon."""
+
+DISTURBED = 1.2
+"""Where the profiler makes runs that many times as long, what lies between kernels is its own work."""
+
+
+class Roof(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine reaches with some threads, measured by a probe of three kernels.
+
+    `float_gmacs` and `integer_gmacs` are giga multiply-accumulates a second of a product of matrices in float32, and of
+    uint8 with int8; `gbytes` are gigabytes a second read and written by an Add that no cache holds.
+    """
+
+    float_gmacs: float
+    integer_gmacs: float
+    gbytes: float
+
+
+class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel of the session: milliseconds a run, and what it did in them.
+
+    `source` names the node of the model that it comes from, "" where ONNX Runtime put it in. `calls` are those of one
+    run, `self_ms` leaves out the kernels that ran inside it, and `share` is that of the sum over all nodes. `macs` and
+    `bytes` are those of one run. `roof_share` says how close it comes to what the machine reaches: in multiplications
+    or in memory, whichever is closer; None where there is no probe. `spread` says that it gave work to other threads.
+    """
+
+    name: str
+    op: str
+    provider: str
+    source: str
+    calls: float
+    total_ms: float
+    self_ms: float
+    share: float
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    macs: int
+    bytes: int
+    gmacs_per_s: float
+    gbytes_per_s: float
+    integers: bool = False
+    spread: bool = False
+    kind: Kind = ""
+    roof_share: float | None = None
+    bound: Bound = ""
+
+
+class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
+    """All kernels of one operator: how many nodes and calls, and their time a run."""
+
+    op: str
+    provider: str
+    nodes: int
+    calls: float
+    self_ms: float
+    share: float
+    macs: int
+    bytes: int
+
+
+class Unasked(msgspec.Struct, frozen=True, kw_only=True):
+    """What kernels cost that no formula asks for; `inserted` of them are not in the model: ONNX Runtime put them in."""
+
+    kind: Kind
+    nodes: int
+    inserted: int
+    self_ms: float
+    share: float
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """A reason for time that is spent: milliseconds a run, and what can be done, "" where nothing is known.
+
+    `nodes` are those that it is about, the most expensive first.
+    """
+
+    id: str
+    message: str
+    milliseconds: float
+    advice: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a run goes on one device.
+
+    `run_ms` is the mean of the runs that count, as the profiler saw them, `nodes_ms` the sum of all kernels in them.
+    `plain_ms` is the median of runs without the profiler, and `overhead` how much longer runs with it take, from
+    interleaved rounds. `load_ms` is how long the session took to make, with the profiler, `make_ms` the part of it
+    after the model was read. `advice` names changes to the model that touch expensive nodes. Times are 0 where
+    `failure` says why there are none.
+    """
+
+    subject: str
+    device: str
+    evidence: Evidence
+    provider: str
+    threads: int = 0
+    versions: dict[str, str] = {}
+    runs: int = 0
+    run_ms: float = 0.0
+    nodes_ms: float = 0.0
+    plain_ms: float = 0.0
+    overhead: Ratio | None = None
+    load_ms: float = 0.0
+    make_ms: float = 0.0
+    operators: tuple[OperatorTime, ...] = ()
+    nodes: tuple[NodeTime, ...] = ()
+    unasked: tuple[Unasked, ...] = ()
+    roof: Roof | None = None
+    advice: tuple[Cause, ...] = ()
+    warnings: tuple[str, ...] = ()
+    failure: str | None = None
+
+    @property
+    def covered(self) -> float:
+        """The share of a run that its kernels take; the rest lies between them."""
+        return self.nodes_ms / self.run_ms if self.run_ms > 0 else 0.0
+
+
+class LayerPair(msgspec.Struct, frozen=True, kw_only=True):
+    """The kernels of both sides that compute one value, and their time a run in milliseconds."""
+
+    tensor: str
+    a_ms: float
+    b_ms: float
+    a_ops: tuple[str, ...]
+    b_ops: tuple[str, ...]
+
+
+class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Two profiles held against each other: A is the first, and the causes say why the slower one is slower.
+
+    `ratio` is B's time over A's, without the profiler, from interleaved rounds; None where they ran on two devices.
+    """
+
+    a: str
+    b: str
+    a_ms: float
+    b_ms: float
+    ratio: Ratio | None
+    slower: Literal["a", "b", ""]
+    pairs: tuple[LayerPair, ...] = ()
+    causes: tuple[Cause, ...] = ()
+
+
+class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The profiles of one subject on devices, or of two, with what sets them apart where there are two."""
+
+    profiles: tuple[DeviceProfile, ...] = ()
+    comparison: ProfileComparison | None = None
+    skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def succeeded(self) -> bool:
+        """True if something was profiled and nothing failed."""
+        return bool(self.profiles) and all(profile.failure is None for profile in self.profiles)

@@ -1,0 +1,148 @@
+"""What a machine reaches: a probe of three kernels, run once per machine and kept in the user's cache."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit._files import digest_bytes, write_file
+from edgekit._ort import VERSION, Level
+from edgekit.check.report import CheckReport
+from edgekit.data.samples import Samples
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.plain import cpu_target
+from edgekit.devices.process.cache import cache_folder
+from edgekit.errors import DeviceError, OutputError
+from edgekit.machine import describe_machine
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.profile.events import Step, read_trace
+from edgekit.profile.report import Roof
+from edgekit.profile.work import count_work
+
+# A product of 512 x 512 is large enough for MLAS's best kernels and blocks, and takes 3 ms at 40 GMAC/s. 8 Mi floats
+# read and as many written are 64 MiB: more than the last cache of phones, boards and most PCs.
+_SIDE, _FLOATS = 512, 8 << 20
+_RUNS = 8
+_COPY, _FLOAT, _INTEGER = "edgekit_memory", "edgekit_float", "edgekit_integer"
+
+Runs = Callable[[Job, Path], DeviceRun]
+
+
+def find_roof(device: str, threads: int, run: Runs, work: Path, *, afresh: bool = False) -> Roof:
+    """Returns what a device reaches with so many threads: as it was measured before, or from a probe that is run now.
+
+    `run` runs a job there. The best of each kernel counts, as whatever disturbs a run makes it slower.
+
+    Raises:
+        DeviceError: the device failed, or its profile lacks a kernel.
+    """
+    key = msgspec.json.encode([device, threads, VERSION, sorted(describe_machine().items())])
+    kept = cache_folder() / "roofline" / f"{digest_bytes(key)[:24]}.json"
+    if not afresh and (known := _read(kept)) is not None:
+        return known
+    roof = _measure(device, threads, run, work)
+    try:
+        write_file(kept, msgspec.json.encode(roof))
+    except OutputError:
+        # A cache that cannot be written only costs the next profile its probe.
+        return roof
+    return roof
+
+
+def _read(kept: Path) -> Roof | None:
+    try:
+        roof = msgspec.json.decode(kept.read_bytes(), type=Roof)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return roof if min(roof.float_gmacs, roof.integer_gmacs, roof.gbytes) > 0 else None
+
+
+def _measure(device: str, threads: int, run: Runs, work: Path) -> Roof:
+    model = work / "probe.onnx"
+    write_file(model, make_probe().SerializeToString())
+    done = run(_make_job(model, threads), work / "run")
+    if done.failure is not None or done.trace is None:
+        reason = done.failure or "it gave no profile"
+        raise DeviceError(f"'{device}' cannot run the probe: {reason}", hint="leave it out: --no-roofline")
+    best: dict[str, Step] = {}
+    for execution in read_trace(done.trace).executions[1:]:
+        for step in execution.steps:
+            if step.name not in best or step.duration_us < best[step.name].duration_us:
+                best[step.name] = step
+    if not best.keys() >= {_COPY, _FLOAT, _INTEGER}:
+        raise DeviceError(f"the profile of '{device}' lacks kernels of the probe", hint="leave it out: --no-roofline")
+    return Roof(
+        float_gmacs=_rate(best, _FLOAT, count_work),
+        integer_gmacs=_rate(best, _INTEGER, count_work),
+        gbytes=_rate(best, _COPY, lambda _: 2 * 4 * _FLOATS),
+    )
+
+
+def _rate(best: Mapping[str, Step], name: str, count: Callable[[Step], int]) -> float:
+    return count(best[name]) / max(1, best[name].duration_us) / 1e3
+
+
+def make_probe() -> onnx.ModelProto:
+    """Returns a model with a product of matrices in float32, one of uint8 with int8, and an Add on large data.
+
+    Its inputs are two numbers, spread out inside, so that nothing can be computed before it runs.
+    """
+    rng = np.random.default_rng(0)
+    shape = (_SIDE, _SIDE)
+    weights: dict[str, Array] = {
+        "float_weight": rng.normal(size=shape).astype(np.float32),
+        "integer_weight": rng.integers(-127, 128, shape).astype(np.int8),
+        "square": np.array(shape, np.int64),
+        "long": np.array([_FLOATS], np.int64),
+    }
+    nodes = [
+        helper.make_node("Expand", ["x", "square"], ["a"]),
+        helper.make_node("MatMul", ["a", "float_weight"], ["b"], name=_FLOAT),
+        helper.make_node("ReduceMax", ["b"], ["float_out"], keepdims=0),
+        helper.make_node("Expand", ["u", "square"], ["c"]),
+        helper.make_node("MatMulInteger", ["c", "integer_weight"], ["d"], name=_INTEGER),
+        helper.make_node("ReduceMax", ["d"], ["integer_out"], keepdims=0),
+        helper.make_node("Expand", ["x", "long"], ["e"]),
+        helper.make_node("Add", ["e", "x"], ["f"], name=_COPY),
+        helper.make_node("ReduceMax", ["f"], ["memory_out"], keepdims=0),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [1]),
+        helper.make_tensor_value_info("u", TensorProto.UINT8, [1]),
+    ]
+    outputs = [
+        helper.make_tensor_value_info("float_out", TensorProto.FLOAT, []),
+        helper.make_tensor_value_info("integer_out", TensorProto.INT32, []),
+        helper.make_tensor_value_info("memory_out", TensorProto.FLOAT, []),
+    ]
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "probe", inputs, outputs, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def _make_job(model: Path, threads: int) -> Job:
+    target = cpu_target()
+    sample: Tensors = {"x": np.array([0.5], np.float32), "u": np.array([3], np.uint8)}
+    outputs = (
+        TensorSpec(name="float_out", dtype="float32", shape=()),
+        TensorSpec(name="integer_out", dtype="int32", shape=()),
+        TensorSpec(name="memory_out", dtype="float32", shape=()),
+    )
+    check = CheckReport(
+        target=target.name, model="probe", sha256="", evidence="predicted", settings={}, node_list=(), advice=()
+    )
+    return Job(
+        model=model,
+        target=target,
+        precision=target.precision,
+        outputs=outputs,
+        check=check,
+        samples=Samples(source="probe", count=1, read=lambda: iter((sample,))),
+        repeat=_RUNS,
+        threads=threads,
+        level=Level.BASIC,
+        trace=True,
+    )

@@ -1,0 +1,1 @@
+"""Times for people: benchmarks and profiles as tables."""

@@ -1,0 +1,206 @@
+"""Profiles of real sessions: what runs is found, added up, compared, drawn; what cannot be is one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from devices_models import float_conv, qdq_conv
+from far_root.keeper import require
+from tiny_models import parse_model
+
+from edgekit.bench.latency import Ratio
+from edgekit.cli.main import run_command
+from edgekit.devices.local.runner import build_runner, host_abi
+from edgekit.evidence import Evidence
+from edgekit.graph.graph import read_graph
+from edgekit.model.model import load_model
+from edgekit.profile.causes import find_causes, find_islands, make_contest
+from edgekit.profile.nodes import find_source, hold_against, list_sources
+from edgekit.profile.pairs import Side, pair_layers
+from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
+from edgekit.report.pages.profile_charts import split_area
+
+pytestmark = pytest.mark.slow
+
+NATIVE = ["--on", "host:native", "--runs", "4", "--threads", "1", "-q"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runner() -> None:
+    require("cmake", "cmake")
+    build_runner(host_abi(), lambda _: None)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with the runner of the user's, and no roofline."""
+    kept = build_runner(host_abi(), lambda _: None).program.parents[1]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "runner").symlink_to(kept)
+    monkeypatch.setenv("EDGEKIT_CACHE", str(cache))
+    return cache
+
+
+def profile(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command(["profile", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_profile_names_every_kernel_and_adds_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    model = qdq_conv(tmp_path / "q.onnx", activation=np.int8)
+    html, trace = tmp_path / "p.html", tmp_path / "t.json"
+    report = profile([str(model), *NATIVE, "--html", str(html), "--trace", str(trace)], capsys)
+    (found,) = report["profiles"]
+    nodes = {node["source"]: node for node in found["nodes"]}
+    assert nodes["conv"]["macs"] == 4 * 8 * 8 * 4 * 9
+    assert nodes["conv"]["op"] == "QLinearConv"
+    assert nodes["conv"]["integers"]
+    assert found["nodes_ms"] == pytest.approx(sum(node["self_ms"] for node in found["nodes"]))
+    assert sum(one["share"] for one in found["operators"]) == pytest.approx(1)
+    assert {one["kind"] for one in found["unasked"]} >= {"quantize and dequantize"}
+    assert found["plain_ms"] > 0
+    assert found["overhead"]["rounds"] == 3
+    assert min(found["roof"].values()) > 0
+    assert len(list((own_cache / "roofline").iterdir())) == 1
+    spans = [event for event in json.loads(trace.read_bytes())["traceEvents"] if event["ph"] == "X"]
+    assert {event["name"] for event in spans} >= {"QLinearConv", "QuantizeLinear"}
+    runs = [event for event in spans if event["cat"] == "run"]
+    assert len(runs) == found["runs"]
+    assert all(any(run["ts"] <= e["ts"] <= run["ts"] + run["dur"] for run in runs) for e in spans)
+    page = html.read_text()
+    assert "default-src 'none'" in page
+    assert page.count("<script>") == 1
+
+
+def test_two_models_are_held_against_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    a, b = qdq_conv(tmp_path / "q.onnx", activation=np.int8), float_conv(tmp_path / "f.onnx")
+    report = profile([str(a), "--against", str(b), *NATIVE, "--no-roofline", "--seconds", "0.5"], capsys)
+    assert [found["subject"] for found in report["profiles"]] == ["q.onnx", "f.onnx"]
+    assert report["comparison"]["ratio"]["rounds"] == 8
+    assert [pair["b_ops"] for pair in report["comparison"]["pairs"]] != []
+    assert not (own_cache / "roofline").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--trace", "M"], "would be written over one that is read"),
+        (["--trace", "x.json", "--html", "x.json"], "another one that is written"),
+        (["--probe-again", "--no-roofline"], "--no-roofline leaves out"),
+        (["--html", "."], "it is a folder"),
+        (["--against", "none.onnx"], "no file 'none.onnx'"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    arguments: list[str], says: str, relu_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(relu_model) if word == "M" else word for word in arguments]
+    assert run_command(["profile", str(relu_model), *NATIVE, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_model_that_cannot_run_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 8, opset_import: ["": 17, "own": 1]> g (float[1] x) => (float[1] y) { y = own.Mystery(x) }'
+    report = profile([str(parse_model(text, tmp_path / "m.onnx")), *NATIVE], capsys, code=1)
+    assert "Mystery" in report["profiles"][0]["failure"]
+
+
+def test_kernels_are_traced_to_the_nodes_that_they_come_from(tmp_path: Path) -> None:
+    sources = list_sources(read_graph(load_model(float_conv(tmp_path / "f.onnx"))))
+    assert find_source("conv_nchwc", sources).node == "conv"
+    assert find_source("y_nchwc", sources).node == "relu"
+    assert find_source("conv_token_12", sources).macs == 4 * 8 * 8 * 4 * 9
+    assert find_source("Transpose_token_3", sources).node == ""
+
+
+def kernel(op: str, ms: float, source: str = "", **facts: Any) -> NodeTime:
+    given: dict[str, Any] = {
+        "name": source or op, "op": op, "provider": "", "source": source, "calls": 1, "total_ms": ms, "self_ms": ms,
+        "share": 0.1, "inputs": ("float[4]",), "outputs": ("float[4]",), "macs": 0, "bytes": 1000,
+        "gmacs_per_s": 0.0, "gbytes_per_s": 0.0,
+    }  # fmt: skip
+    return NodeTime(**{**given, **facts})
+
+
+def device(*nodes: NodeTime, run_ms: float = 10.0, overhead: float = 1.01, **facts: Any) -> DeviceProfile:
+    return DeviceProfile(
+        subject="m", device="host", evidence=Evidence.EMULATED, provider="CPU", run_ms=run_ms, nodes=nodes,
+        nodes_ms=sum(node.self_ms for node in nodes), overhead=Ratio(value=overhead, interval=(1, 2), rounds=3),
+        **facts,
+    )  # fmt: skip
+
+
+def causes(slow: DeviceProfile, fast: DeviceProfile) -> list[str]:
+    return [cause.id for cause in find_causes(make_contest(slow, fast, None, (), slow_is_a=True))]
+
+
+def test_fast_kernels_are_held_against_the_roof() -> None:
+    roof = Roof(float_gmacs=50, integer_gmacs=200, gbytes=10)
+    busy = kernel("Conv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001)
+    whole = kernel("QLinearConv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001, integers=True)
+    moving = kernel("Add", 1.0, bytes=5_000_000, gbytes_per_s=5.0)
+    short = kernel("Add", 0.002, gbytes_per_s=0.1)
+    found = hold_against([busy, whole, moving, short], roof)
+    assert [(node.roof_share, node.bound) for node in found] == [
+        (0.8, "compute"), (0.2, "compute"), (0.5, "memory"), (0.01, "calls"),
+    ]  # fmt: skip
+
+
+def test_what_no_one_asked_for_is_a_reason_where_it_costs_more_than_before() -> None:
+    def with_casts(ms: float) -> DeviceProfile:
+        one = Unasked(kind="casts", nodes=1, inserted=1, self_ms=ms, share=0.1)
+        return device(kernel("Cast", ms, kind="casts"), unasked=(one,))
+
+    assert "casts" in causes(with_casts(3.0), with_casts(1.0))
+    assert "casts" not in causes(with_casts(3.0), with_casts(2.9))
+
+
+def test_what_lies_between_kernels_counts_where_it_is_not_the_profiler_s() -> None:
+    fast = device(kernel("Conv", 9.5))
+    assert "between-kernels" in causes(device(kernel("Conv", 6.0)), fast)
+    assert "between-kernels" not in causes(device(kernel("Conv", 6.0), overhead=2.0), fast)
+
+
+def test_a_machine_without_fast_integers_is_named() -> None:
+    slow = kernel("QLinearConv", 9.0, integers=True, macs=100)
+    fast = device(kernel("Conv", 5.0, macs=100))
+    plain, vnni = Roof(float_gmacs=50, integer_gmacs=60, gbytes=9), Roof(float_gmacs=50, integer_gmacs=200, gbytes=9)
+    assert "no-fast-integers" in causes(device(slow, roof=plain), fast)
+    assert "no-fast-integers" not in causes(device(slow, roof=vnni), fast)
+    assert "no-fast-integers" not in causes(device(slow, roof=plain), device(slow, roof=plain))
+
+
+def test_float_between_rounded_values_is_an_island(tmp_path: Path) -> None:
+    graph = read_graph(load_model(qdq_conv(tmp_path / "q.onnx", activation=np.int8)))
+    conv, done = kernel("Conv", 3.0, "conv"), kernel("QLinearConv", 3.0, "conv", integers=True, inputs=("int8[4]",))
+    assert find_islands([conv, kernel("DequantizeLinear", 1.0, "x_dq")], graph) == (conv,)
+    assert find_islands([done], graph) == ()
+    contest = make_contest(device(conv), device(conv, run_ms=5), graph, (), slow_is_a=True)
+    (island,) = [cause for cause in find_causes(contest) if cause.id == "float-islands"]
+    assert island.milliseconds == 3.0
+    assert island.message.startswith("1 Conv compute in float")
+
+
+def test_layers_pair_up_through_fusion_and_rounding(tmp_path: Path) -> None:
+    a = read_graph(load_model(float_conv(tmp_path / "f.onnx")))
+    b = read_graph(load_model(qdq_conv(tmp_path / "q.onnx", activation=np.int8)))
+    fused = (kernel("Conv", 2.0, "relu"),)
+    rounded = (kernel("QuantizeLinear", 0.5, "x_q", kind="quantize and dequantize"),
+               kernel("QLinearConv", 1.0, "conv"), kernel("DequantizeLinear", 0.25, "y_dq"))  # fmt: skip
+    pairs = pair_layers(Side(nodes=fused, graph=a), Side(nodes=rounded, graph=b))
+    assert [(pair.a_ms, pair.b_ms) for pair in pairs] == [(2.0, 1.75)]
+
+
+def test_areas_are_as_large_as_their_weights() -> None:
+    parts = split_area([5.0, 3.0, 1.0, 1.0], (0.0, 0.0, 100.0, 50.0))
+    assert [round(width * height) for _, _, width, height in parts] == [2500, 1500, 500, 500]
+    assert split_area([], (0.0, 0.0, 1.0, 1.0)) == []
