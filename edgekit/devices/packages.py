@@ -1,5 +1,6 @@
 """What ONNX Runtime's Core ML provider writes for a model: packages for Xcode, and a cache for an app to ship."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,9 +10,10 @@ import msgspec
 
 from edgekit._files import digest_file, work_folder, write_new
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.mil.program import read_package
+from edgekit.devices.ios.mil.program import Operation, read_package
 from edgekit.devices.observe import observe_placement
 from edgekit.errors import DeviceError
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.target import Target
 
@@ -77,6 +79,39 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
         named = zip(first, _name_packages(first, model.path.stem), strict=True) if packages else ()
         found = tuple(_write_package(partition, out / name) for partition, name in named)
     return CoreMlFiles(packages=found, cache=kept)
+
+
+def match_operations(model: Model, target: Target) -> dict[str, tuple[Operation, ...]]:
+    """Returns the operations of ML Programs that the Core ML provider makes of each node of a model, by its name.
+
+    The provider writes node by node and keeps the names of tensors, but for letters that MIL does not know. A node that
+    ONNX Runtime joined with another, or that the provider left to the CPU, has none.
+
+    Raises:
+        DeviceError: `ios-sim` is not installed, or the provider refuses the model or takes nothing of it.
+        ValueError: what it wrote is no ML Program.
+    """
+    with work_folder() as work:
+        programs = [read_package(partition) for partition in _ask_provider(model, target, work / "models")]
+    makers = {_name_in_mil(name): node.name for node in read_graph(model).nodes for name in node.output if name}
+    found: dict[str, tuple[Operation, ...]] = {}
+    for program in programs:
+        waiting: list[Operation] = []
+        for operation in program.operations:
+            if operation.kind == "const":
+                continue
+            waiting.append(operation)
+            maker = next((makers[result.name] for result in operation.results if result.name in makers), None)
+            if maker is not None:
+                found[maker] = (*found.get(maker, ()), *waiting)
+                waiting = []
+    return found
+
+
+def _name_in_mil(name: str) -> str:
+    """Returns the name of a tensor as the provider writes it (ORT's ModelBuilder::GetSafeName)."""
+    safe = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    return f"_{safe}" if name[0].isdigit() else safe
 
 
 def _ask_provider(model: Model, target: Target, folder: Path) -> tuple[Path, ...]:

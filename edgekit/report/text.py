@@ -252,6 +252,8 @@ def list_located(found: Located) -> Iterator[str]:
     """Yields the first layer that a device computes otherwise, how it was found, and what was done otherwise."""
     how = f"{found.cuts} cuts" if found.found_by == "cuts" else f"{len(found.layers)} layers"
     yield f"first bad layer: {found.layer or 'none'} ({found.runs} runs, {how})"
+    if operations := found.operations.get(found.layer or "", ()):
+        yield f"'{found.layer}' in Core ML's program: {', '.join(operations)}"
     yield from found.notes
 
 

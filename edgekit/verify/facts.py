@@ -17,7 +17,8 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
 
     `found_by` tells whether the device gave the tensors inside, which `layers` then measures, or the model was cut at
-    one of `cuts` places. `notes` say what was done otherwise, and why.
+    one of `cuts` places. `notes` say what was done otherwise, and why. `operations` names for each layer what it is in
+    the ML Program that Core ML's provider wrote, "conv 'stem__0' (half)", where that provider runs.
     """
 
     layer: str | None
@@ -26,6 +27,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     found_by: Literal["tensors", "cuts"] = "cuts"
     layers: tuple[LayerReport, ...] = ()
     notes: tuple[str, ...] = ()
+    operations: dict[str, tuple[str, ...]] = {}
 
 
 class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):

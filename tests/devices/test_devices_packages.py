@@ -6,18 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from devices_models import text_model
+from devices_models import make_job, text_model
 from onnx import helper, load, save
 
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.ios.mil.program import read_package
 from edgekit.devices.observe import observe_placement
-from edgekit.devices.packages import CACHE, write_coreml
+from edgekit.devices.packages import CACHE, match_operations, write_coreml
 from edgekit.errors import DeviceError
 from edgekit.jobs.convert import ConvertOptions, CoreMlOptions, convert_for
 from edgekit.model.model import Model, load_model
 from edgekit.recipe import Recipe
+from edgekit.report.text import list_located
 from edgekit.target import load_target
+from edgekit.verify.devices.device_layers import look_at_layers
 
 KEY = "0123456789abcdef0123456789abcdef"
 TWO_PARTITIONS = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
@@ -87,6 +89,41 @@ def test_a_model_of_which_the_provider_takes_nothing_has_no_package(tmp_path: Pa
     model = load_model(text_model(tmp_path / "m.onnx", "(float[4] x) => (float[4] y) { y = Acos(x) }"))
     with pytest.raises(DeviceError, match="takes nothing of 'm'"):
         write_coreml(model, load_target("coreml"), tmp_path / "out", packages=True, cache=False)
+
+
+def test_operations_are_matched_to_the_nodes_that_they_are_made_of(tmp_path: Path) -> None:
+    """One node may become several operations; names that MIL does not know are written otherwise."""
+    body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) <float one = {1.0}>"
+    body += (
+        " { a = HardSigmoid<alpha=0.2>(x) b = Max(a, one) c = Softplus(b) z = Acos(c) s = Sqrt(z) y = Max(s, x, one) }"
+    )
+    proto = load(str(text_model(tmp_path / "m.onnx", body)))
+    for node in proto.graph.node:
+        node.output[0] = {"a": "1/a:0", "b": "b.b"}.get(node.output[0], node.output[0])
+        node.input[0] = {"a": "1/a:0", "b": "b.b"}.get(node.input[0], node.input[0])
+    save(proto, str(tmp_path / "m.onnx"))
+    found = match_operations(load_model(tmp_path / "m.onnx"), load_target("coreml"))
+    kinds = {name: [operation.kind for operation in operations] for name, operations in found.items()}
+    assert kinds == {
+        "n0": ["sigmoid_hard"],
+        "n1": ["maximum"],
+        "n2": ["softplus"],
+        "n4": ["sqrt"],
+        "n5": ["maximum", "maximum"],
+    }
+
+
+def test_the_layer_that_the_provider_writes_otherwise_is_named_as_in_the_program(tmp_path: Path) -> None:
+    """It writes Reciprocal as 1 / (x + 0.0001), which is far off where x is small."""
+    body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) <float small = {0.001}>"
+    model = text_model(
+        tmp_path / "m.onnx", body + " { a = Sigmoid(x) b = Mul(a, small) c = Reciprocal(b) y = Sqrt(c) }"
+    )
+    job = make_job(model, "coreml", precision="fp32")
+    located = look_at_layers(IosSimulator(), job, tmp_path / "work", may_cut=False)
+    assert (located.layer, located.found_by) == ("n2", "tensors")
+    assert located.operations["n2"] == ("inverse 'n2' (float)",)
+    assert "'n2' in Core ML's program: inverse 'n2' (float)" in list(list_located(located))
 
 
 def test_a_conversion_writes_them_beside_the_files_of_the_target(tmp_path: Path) -> None:

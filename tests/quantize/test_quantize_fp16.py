@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 from demo_paths import MODEL
 from tiny_models import parse_model
 
@@ -23,6 +24,19 @@ def test_the_demo_halves_and_stays_close(tmp_path: Path) -> None:
     want = CpuSession(model.path, SessionSettings()).run(SAMPLE)["logits"]
     got = CpuSession(converted.model.path, SessionSettings()).run(SAMPLE)["logits"]
     np.testing.assert_allclose(got, want, atol=0.02)
+
+
+def test_nodes_stand_after_those_that_they_read_in_bodies_too(tmp_path: Path) -> None:
+    """ONNX asks for it, and edgekit refuses a model where it is not so."""
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (bool c, float[2,2] x) => (float[2,2] y) {'
+        " a = Relu(x) r = If(c) <then_branch = t () => (float[2,2] u) { u = Add(a, x) },"
+        " else_branch = e () => (float[2,2] v) { v = Abs(a) }> y = Neg(r) }"
+    )
+    for path in (MODEL, parse_model(text, tmp_path / "m.onnx")):
+        model = prepare_model(load_model(path), tmp_path / f"p-{path.stem}.onnx", {})
+        converted = convert_to_fp16(model, (), tmp_path / f"h-{path.stem}.onnx")
+        onnx.checker.check_model(read_proto(converted.model))
 
 
 def test_kept_nodes_stay_float32(tmp_path: Path) -> None:

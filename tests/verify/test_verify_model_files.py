@@ -83,6 +83,20 @@ def test_a_file_that_an_app_cannot_use_fails_the_run(built: dict[str, Bundle], r
     assert not report.passed
 
 
+def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build: Path) -> None:
+    device = find_device("ios-sim", load_target("coreml"))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{device.name}: {missing.reason}: {missing.command}")
+    bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
+    (run,) = verify_bundle(bundle, [device]).runs
+    assert run.passed, run.failures
+    assert run.provider_nodes.keys() == {"CoreMLExecutionProvider"}
+    assert {file.file: set(file.provider_nodes) for file in run.files} == {
+        "model.runtime.ort": {"CoreMLExecutionProvider"}
+    }
+
+
 def test_android_s_own_binary_opens_the_files_of_a_bundle(built: dict[str, Bundle]) -> None:
     device = find_device("android:x86_64", load_target("cpu"))
     missing = device.find_missing()

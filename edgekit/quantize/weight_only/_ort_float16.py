@@ -1,13 +1,14 @@
 """The adapter to onnxruntime's float16 converter, the only module that imports it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import onnx
 from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
+from edgekit.graph.graph import list_bodies
 from edgekit.graph.rewrite import set_nodes
 
 _LOGGER = logging.getLogger(float16.__name__)
@@ -49,4 +50,31 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
             continue
         seen.update(node.output)
         nodes.append(node)
-    set_nodes(graph, nodes)
+    set_nodes(graph, list(_in_order(nodes)))
+
+
+def _in_order(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yields nodes each after those that it reads, as ONNX asks; the converter puts its casts at the end."""
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    done: set[int] = set()
+    for start in range(len(nodes)):
+        stack = [start]
+        while stack:
+            index = stack[-1]
+            wanted = sorted({makers[name] for name in _list_read(nodes[index]) if name in makers} - done - {index})
+            if wanted:
+                stack.extend(reversed(wanted))
+                continue
+            stack.pop()
+            if index not in done:
+                done.add(index)
+                yield nodes[index]
+
+
+def _list_read(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields the names that a node and its bodies read."""
+    yield from node.input
+    for body in list_bodies(node):
+        yield from (output.name for output in body.output)
+        for inner in body.node:
+            yield from _list_read(inner)

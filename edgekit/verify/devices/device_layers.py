@@ -16,6 +16,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.verify.devices.bisect import is_right, locate_on_device, run_here
 from edgekit.verify.devices.probes import Probe, find_sources, open_layers, plan_probes, save_probed
+from edgekit.verify.devices.programs import name_operations
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.matching.grids import StepErrors, add_steps, measure_steps
@@ -108,7 +109,7 @@ def find_device_layer(
 def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Located:
     """Returns what `find_device_layer` finds; where it cannot look, a note says why."""
     try:
-        return find_device_layer(device, job, work, may_cut=may_cut)
+        return name_operations(device, job, find_device_layer(device, job, work, may_cut=may_cut))
     except EdgekitError as error:
         return Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
 
