@@ -190,6 +190,53 @@ def export_llama(path: Path, style: str, layers: int = 1) -> Model:
     return net.save(path, [ids], "logits", (1, TOKENS, WORDS))
 
 
+def export_genai(path: Path, layers: int = 2, past: int = 4) -> Model:
+    """Writes what ORT GenAI's builder writes for the CPU in int4: contrib operators, a cache, one new token."""
+    net, size = Exported("torchscript17"), WIDTH // HEADS
+    contrib: dict[str, Any] = {"domain": "com.microsoft"}
+
+    def project(x: str, inputs: int, outputs: int) -> str:
+        packed = net.constant(net.rng.integers(0, 256, (outputs, inputs // 32, 16)), "uint8")
+        scales = net.constant(net.rng.uniform(0.01, 0.05, (outputs, inputs // 32)))
+        sizes: dict[str, Any] = {"K": inputs, "N": outputs, "bits": 4, "block_size": 32, "accuracy_level": 4}
+        return net.add("MatMulNBits", [x, packed, scales], **sizes, **contrib)
+
+    def skip(x: str, branch: str) -> tuple[str, str]:
+        made = net.add("SkipSimplifiedLayerNormalization", [x, branch, net.gain(WIDTH)], epsilon=1e-5, **contrib)
+        net.nodes[-1].output.extend(["", "", f"{made}_sum"])
+        return made, f"{made}_sum"
+
+    counted = net.add("ReduceSum", ["attention_mask", net.constant([1], "int64")])
+    lengths = net.add("Cast", [net.add("Sub", [counted, net.constant([1], "int64")])], to=onnx.TensorProto.INT32)
+    total = net.add("Gather", [net.add("Shape", ["attention_mask"]), net.constant(1, "int64")])
+    total = net.add("Cast", [total], to=onnx.TensorProto.INT32)
+    turns = [net.constant(net.rng.uniform(-1, 1, (64, size // 2))) for _ in range(2)]
+    x = net.embed("input_ids")
+    normal, shape = (
+        net.add("SimplifiedLayerNormalization", [x, net.gain(WIDTH)], axis=-1, epsilon=1e-5),
+        [1, 1, past, size],
+    )
+    inputs = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [1, length])
+        for name, length in (("input_ids", 1), ("attention_mask", past + 1))
+    ]
+    for layer in range(layers):
+        names = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
+        inputs += [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in names]
+        parts = [project(normal, WIDTH, width) for width in (WIDTH, size, size)]
+        mixed = net.add(
+            "GroupQueryAttention", [*parts, *names, lengths, total, *turns], num_heads=HEADS, kv_num_heads=1,
+            scale=size**-0.5, do_rotary=1, **contrib,
+        )  # fmt: skip
+        net.nodes[-1].output.extend([f"present.{layer}.key", f"present.{layer}.value"])
+        normal, x = skip(x, project(mixed, WIDTH, WIDTH))
+        gate, up = project(normal, WIDTH, 2 * WIDTH), project(normal, WIDTH, 2 * WIDTH)
+        gate = net.add("Mul", [gate, net.add("Sigmoid", [gate])])
+        normal, x = skip(x, project(net.add("Mul", [gate, up]), 2 * WIDTH, WIDTH))
+    net.nodes.append(helper.make_node("Identity", [project(normal, WIDTH, WORDS)], ["logits"], name="node_logits"))
+    return net.save(path, inputs, "logits", (1, 1, WORDS))
+
+
 EXPORTED: Mapping[str, Callable[[Path, str], Model]] = {
     "bert": export_bert,
     "bert_tanh": lambda path, style: export_bert(path, style, gelu="tanh"),

@@ -47,6 +47,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("manifest",),
     ),
     "check": (
+        ("integers",),
         ("check",),
         ("advice", "origin", "ort_opinion", "recommend"),
         ("placement", "report"),

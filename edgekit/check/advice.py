@@ -213,6 +213,7 @@ _REWRITTEN: Mapping[str, str] = {
     "split-hard-swish": "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
     "join-rms-norm": "write the parts of an RMS normalisation as one node, {count}",
     "join-gelu": "write the parts of GELU as one node, {count}",
+    "split-skip-norm": "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
     "split-layer-norm": "write {count} of LayerNormalization as means, differences and a root",
     "flat-expand": "give {count} of Expand fewer axes, between Reshapes, which is the same",
     "exact-gelu": "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart",

@@ -96,6 +96,22 @@ def _attention(graph: Graph, node: Node) -> int:
     return 2 * prod(query) * (key[-2] if len(key) >= 2 else 1)
 
 
+def _grouped_attention(graph: Graph, node: Node) -> int:
+    # What comes out is [B, S, heads * D]; keys and values are those of the cache and the new ones
+    # (com.microsoft.GroupQueryAttention).
+    past, new = _dims(graph, node, 3), _dims(graph, node, 0)
+    return 2 * _made(graph, node) * ((past[2] if len(past) == 4 else 0) + (new[1] if len(new) == 3 else 1))
+
+
+def _packed_attention(graph: Graph, node: Node) -> int:
+    if not node.domain:
+        return _attention(graph, node)
+    # Queries, keys and values are made by one product with [width, 3 * size] (com.microsoft.Attention).
+    rows, made = prod(_dims(graph, node, 0)), _made(graph, node)
+    length = (_dims(graph, node, 0) or (1, 1))[-2]
+    return rows * (_dims(graph, node, 1) or (1,))[-1] + 2 * made * length
+
+
 # How each operator that multiplies is counted.
 _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "Conv": _conv(1),
@@ -114,6 +130,9 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "GRU": _recurrent,
     "RNN": _recurrent,
     "Einsum": _einsum,
-    "Attention": _attention,
+    "Attention": _packed_attention,
+    "GroupQueryAttention": _grouped_attention,
+    "DynamicQuantizeMatMul": _matmul,
+    "MatMulIntegerToFloat": _matmul,
     "MultiHeadAttention": _attention,
 }

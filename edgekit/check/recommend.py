@@ -1,6 +1,7 @@
 """Which of the checked targets to use, in which file form and precision, and why."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -24,12 +25,16 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recommend_target(
-    reports: Mapping[str, CheckReport], targets: Mapping[str, Target], refused: Collection[str] = ()
+    reports: Mapping[str, CheckReport],
+    targets: Mapping[str, Target],
+    refused: Collection[str] = (),
+    floats: Mapping[str, str] = MappingProxyType({}),
 ) -> Recommendation:
     """Returns what to use: the best verdict, most work, fewest crossings, best evidence, in this order.
 
     ONNX Runtime's CPU provider takes every model, so a target of it is named only where no accelerator is of use.
     `refused` names targets whose vendor's own code made no session; these are not recommended, whatever the rules say.
+    `floats` says of targets why integers gain nothing there.
     """
     fit = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
     # The CPU takes everything in one piece, and would win every comparison of shares.
@@ -48,6 +53,8 @@ def recommend_target(
     is_quantized = any(node.is_quantizer for node in best.node_list)
     precision: Precision = "int8" if is_quantized else target.precision
     why = "the model is quantized already" if is_quantized else target.precision_reason
+    if name in floats and "fp32" in target.precisions:
+        precision, why = "fp32", floats[name]
     style = target.conversion.forms[0]
     reasons += [f"{precision}: {why}", f"{style}: {target.conversion.reason}"]
     return Recommendation(target=name, style=style, precision=precision, reasons=tuple(reasons), rest=rest)

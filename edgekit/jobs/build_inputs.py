@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +12,7 @@ from edgekit.bundle.golden.recorded import Recorded, adopt_reference
 from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.opening import open_recorded
 from edgekit.check.check import check_model
+from edgekit.check.integers import explain_no_gain
 from edgekit.data.images import Preprocess
 from edgekit.data.labels import LabelKind
 from edgekit.data.split import SampleSets, read_sample_sets
@@ -55,16 +56,18 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
         budget = Budget(end=now + (self.end - now) / targets, progress=self.progress)
         return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
 
-    def wants_integers(self) -> bool:
-        """Returns True if any of the targets is to be quantized."""
-        return any(choose_precision(target, self.recipe.precision) in INTEGERS for target in self.targets)
+    def wants_integers(self, floats: Container[str]) -> bool:
+        """Returns True if any of the targets is to be quantized, `floats` left out."""
+        wanted = [target for target in self.targets if target.name not in floats]
+        return any(choose_precision(target, self.recipe.precision) in INTEGERS for target in wanted)
 
 
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The model made ready, its samples split, and what the float model makes of the golden ones.
 
     `calibration` is None where nothing is to be quantized, and an error where no node can be quantized. By the
-    `reference` plans are judged.
+    `reference` plans are judged. `floats` says for each target that takes more of the model in float why it is not
+    quantized.
     """
 
     source: Model
@@ -79,6 +82,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     reference: FloatReference
     preprocess: Preprocess | None
     recorded: Mapping[str, Recorded]
+    floats: Mapping[str, str]
 
 
 def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
@@ -94,6 +98,8 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     prepared = fixed.model
     outputs = check_outputs(job.recipe.outputs, prepared)
     sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, job.work)
+    is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
+    floats = {} if is_quantized else _find_floats(prepared, job)
     job.progress("read the samples")
     samples = read_sample_sets(
         prepared.inputs,
@@ -109,11 +115,8 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
     check_class_labels(golden)
-    targets = [target.name for target in job.targets]
-    recorded = {} if data.golden is None else open_recorded(data.golden, source.name, targets)
-    for bundle in recorded.values():
-        adopt_reference(golden, bundle)
-    is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
+    recorded = _open_recorded(data, golden, source, job)
+    wanted = not is_quantized and job.wants_integers(floats)
     return BuildInputs(
         source=source,
         prepared=prepared,
@@ -124,15 +127,38 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         samples=samples,
         golden=golden,
         # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
-        calibration=None if is_quantized else _calibrate(prepared, samples, outputs, job, "calibration"),
+        calibration=_calibrate(prepared, samples, outputs, job, "calibration") if wanted else None,
         reference=FloatReference(prepared, samples.calibration, outputs),
         preprocess=data.preprocess,
         recorded=recorded,
+        floats=floats,
     )
+
+
+def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> dict[str, Recorded]:
+    """Returns what is known of bundles built before, and takes their reference over."""
+    if data.golden is None:
+        return {}
+    recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
+    for bundle in recorded.values():
+        adopt_reference(golden, bundle)
+    return recorded
 
 
 def _kind_of(metric: TaskLimit | None) -> LabelKind:
     return "class" if metric is None else find_metric(metric).labels
+
+
+def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:
+    """Returns why targets gain nothing from integers, and says so: before the work, not after it."""
+    found: dict[str, str] = {}
+    for target in job.targets:
+        reason = explain_no_gain(prepared, target, choose_precision(target, job.recipe.precision))
+        if reason is not None and "fp32" in target.precisions:
+            job.progress(reason)
+            # A precision that the user asked for is never exchanged for another.
+            found |= {target.name: reason} if job.recipe.precision == "auto" else {}
+    return found
 
 
 def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
@@ -149,9 +175,7 @@ def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
 
 def _calibrate(
     prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob, name: str
-) -> Calibration | ModelError | None:
-    if not job.wants_integers():
-        return None
+) -> Calibration | ModelError:
     work, cache = job.work / name, None
     if job.cache is not None:
         cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
@@ -185,7 +209,7 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
     notes.append(f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now")
     calibration = inputs.calibration
-    if choose_precision(target, job.recipe.precision) in INTEGERS:
+    if target.name not in inputs.floats and choose_precision(target, job.recipe.precision) in INTEGERS:
         name = f"{target.name}-calibration"
         calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, name)
     reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs)

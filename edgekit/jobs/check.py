@@ -7,6 +7,7 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit.check.check import check_model
+from edgekit.check.integers import explain_no_gain
 from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.ort_opinion import ask_ort_checker
 from edgekit.check.recommend import recommend_target
@@ -62,6 +63,7 @@ def check_targets(
     targets, source = load_targets(recipe), load_model(model)
     reports: dict[str, CheckReport] = {}
     observed: dict[str, Observed | NotObserved] = {}
+    floats: dict[str, str] = {}
     with work_folder() as work:
         progress("prepare the model")
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
@@ -76,12 +78,14 @@ def check_targets(
                 if isinstance(seen, Observed):
                     report = msgspec.structs.replace(report, evidence=seen.evidence.value)
             reports[target.name] = report
+            if reason := explain_no_gain(prepared, target, target.precision):
+                floats[target.name] = reason
     refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
     return CheckSummary(
         model=source.name,
         sha256=source.sha256,
         targets=reports,
-        recommended=recommend_target(reports, {target.name: target for target in targets}, refused),
+        recommended=recommend_target(reports, {target.name: target for target in targets}, refused, floats),
         observed=observed,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,

@@ -10,6 +10,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
 from edgekit.bundle.golden.sequences import plan_sequences
+from edgekit.check.integers import explain_no_gain
 from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
 from edgekit.data.samples import Samples, limit_samples
@@ -155,6 +156,8 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     refuse_huge(model.name, measure_files(model))
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
+    if reason := explain_no_gain(fixed.model, target, precision):
+        budget.progress(reason)
     outputs = check_outputs(recipe.outputs, fixed.model)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
     every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess)

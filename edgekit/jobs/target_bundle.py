@@ -121,6 +121,9 @@ def _quantize_inputs(inputs: BuildInputs, target: Target, job: BuildJob, work: P
         precision = "int8"
         notes.append("the model is quantized already: taken as it is")
         model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
+    elif target.name in inputs.floats:
+        precision = "fp32"
+        notes.append(f"built as fp32: {inputs.floats[target.name]}")
     elif precision in INTEGERS:
         try:
             quantized = _quantize(inputs, target, precision, job, notes)

@@ -28,6 +28,7 @@ from edgekit.prepare.rewrites import (
     resize_inputs,
     split_gelu,
     split_layer_norm,
+    split_skip_norm,
     sum_to_add,
     trailing_inputs,
     unsigned_weights,
@@ -59,6 +60,7 @@ SPELLINGS: Mapping[str, Rewrite] = {
     hard_swish.JOIN_ID: hard_swish.join_hard_swishes,
     hard_swish.SPLIT_ID: hard_swish.split_hard_swishes,
     flat_expand.FIX_ID: flat_expand.flatten_expands,
+    split_skip_norm.FIX_ID: split_skip_norm.split_skip_norms,
     split_layer_norm.FIX_ID: split_layer_norm.split_layer_norms,
     split_layer_norm.RMS_ID: split_layer_norm.split_rms_norms,
     # Before the formula is: who takes an exact Gelu needs no parts.

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from exported_models import EXPORTED, STYLES, draw_inputs
+from exported_models import EXPORTED, STYLES, draw_inputs, export_genai
 from prepare_models import make_model, op_names, run_model
 
 from edgekit.check.check import check_model
+from edgekit.check.integers import explain_no_gain
+from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import fix_for_target
 from edgekit.prepare.fix import fix_model, ready_model
 from edgekit.target import load_target
@@ -55,6 +57,36 @@ def test_qnn_takes_every_node(tmp_path: Path, name: str, style: str) -> None:
     fixed, _ = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
     report = check_model(fixed.model, load_target("qnn"))
     assert [node.name for node in report.node_list if not node.taken] == []
+
+
+def test_xnnpack_is_known_to_gain_nothing_from_integers(tmp_path: Path) -> None:
+    model = ready_model(EXPORTED["bert"](tmp_path / "m.onnx", "dynamo"), tmp_path, {}).model
+    reason = explain_no_gain(model, load_target("xnnpack"), "int8")
+    assert reason is not None
+    assert reason.startswith("xnnpack takes at most 0% of this model's work in int8, and 9")
+    assert explain_no_gain(model, load_target("xnnpack"), "fp32") is None
+    assert explain_no_gain(model, load_target("qnn"), "int8") is None
+
+
+def test_a_conv_net_gains_from_integers(tmp_path: Path) -> None:
+    text = "g (float[1,3,8,8] x, float[4,3,3,3] w) => (float[1,4,6,6] y) { y = Conv(x, w) }"
+    model = make_model(text, tmp_path / "m.onnx")
+    assert explain_no_gain(model, load_target("xnnpack"), "int8") is None
+
+
+def test_a_generated_int4_model_is_judged_as_qnn_places_it(tmp_path: Path) -> None:
+    # 26 of 32 nodes in the simulator (onnxruntime-qnn 2.7.0, SoC 69), the same six left.
+    ready = ready_model(export_genai(tmp_path / "m.onnx"), tmp_path, {}).model
+    report = check_model(ready, load_target("qnn"))
+    left = Counter(node.op for node in report.node_list if not node.taken)
+    assert left == {"GroupQueryAttention": 2, "SkipSimplifiedLayerNormalization": 4}
+    assert len(report.node_list) == 32
+    graph = read_graph(ready)
+    unknown = {name for node in graph.nodes for name in node.output if name and graph.static_shape(name) is None}
+    assert unknown == {f"present.{layer}.{part}" for layer in range(2) for part in ("key", "value")}
+    fixed, gain = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    assert [fix.id for fix in fixed.fixes] == ["split-skip-norm"]
+    assert gain.after.nodes - gain.after.taken == 2
 
 
 @pytest.mark.parametrize(

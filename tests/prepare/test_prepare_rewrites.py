@@ -43,6 +43,11 @@ WITH = {
         "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}> "
         "{ y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001, stash_type=1>(x, w) }"
     ),
+    "split-skip-norm": (
+        "g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,3] t) "
+        "<float[3] w = {1, -2, 3}, float[3] b = {1, 2, 3}, float[3] c = {3, 1, 2}> "
+        "{ y, , , t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(x, z, w, b, c) }"
+    ),
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "exact-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
@@ -91,6 +96,10 @@ WITHOUT = {
         "g (float[N,3] x) => (float[N,3] y) <float[3] w = {1, -2, 3}> "
         "{ y = SimplifiedLayerNormalization<axis=-1, epsilon=0.001>(x, w) }"
     ),
+    "split-skip-norm": (
+        "g (float[2,4,3] x, float[2,4,3] z) => (float[2,4,3] y, float[2,4,1] m) <float[3] w = {1, -2, 3}> "
+        "{ y, m = com.microsoft.SkipLayerNormalization(x, z, w) }"
+    ),
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
     "split-tanh-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
     "exact-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
@@ -118,6 +127,7 @@ TOLERANCE = {
     "split-rms-norm": 1e-5,
     "split-gelu": 1e-6,
     "split-tanh-gelu": 1e-5,
+    "split-skip-norm": 1e-5,
     "exact-gelu": 4e-4,
     "join-gelu": 1e-6,
     "join-rms-norm": 1e-5,
@@ -137,8 +147,10 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
         onnx.checker.check_model(onnx.load(str(fixed.model.path)))
     for seed in range(4):
         inputs = make_inputs(model, seed)
-        (expected,), (got,) = (list(run_model(path, inputs).values()) for path in (model.path, fixed.model.path))
-        assert np.max(np.abs(expected - got)) <= TOLERANCE.get(id_, 0) * np.max(np.abs(expected))
+        for expected, got in zip(
+            *(run_model(path, inputs).values() for path in (model.path, fixed.model.path)), strict=True
+        ):
+            assert np.max(np.abs(expected - got)) <= TOLERANCE.get(id_, 0) * np.max(np.abs(expected))
 
 
 def _with_empty_input(model: Model) -> Model:
