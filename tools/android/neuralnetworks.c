@@ -4,6 +4,7 @@
  * ($EDGEKIT_NNAPI_PIPES is a folder with the pipes `ask` and `answer`), sends each there, and then the inputs of each
  * run. One question is a line of JSON and then bytes; so is its answer. Without pipes, a network can be built but not
  * run. Numbers are those of Android's NeuralNetworksTypes.h. */
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -254,18 +255,22 @@ static void write_model(const struct model *model) {
   }
 }
 
-static FILE *open_pipe(const char *folder, const char *name, const char *mode) {
+/* Whoever started this process holds both ends of both pipes while the other side lives. Without waiting for that side,
+ * a pipe that nobody holds any more fails to open, or ends. */
+static FILE *open_pipe(const char *folder, const char *name, int access, const char *mode) {
   char path[PATH_MAX];
   snprintf(path, sizeof path, "%s/%s", folder, name);
-  return fopen(path, mode);
+  const int file = open(path, access | O_NONBLOCK | O_CLOEXEC);
+  if (file >= 0) fcntl(file, F_SETFL, access);
+  return file < 0 ? NULL : fdopen(file, mode);
 }
 
 /* Returns false where nobody computes. */
 static bool open_pipes(void) {
   const char *folder = getenv("EDGEKIT_NNAPI_PIPES");
   if (folder != NULL && ask == NULL) {
-    ask = open_pipe(folder, "ask", "wbe");
-    answer = open_pipe(folder, "answer", "rbe");
+    ask = open_pipe(folder, "ask", O_WRONLY, "wb");
+    answer = open_pipe(folder, "answer", O_RDONLY, "rb");
   }
   return ask != NULL && answer != NULL;
 }

@@ -1,0 +1,120 @@
+"""Opens sessions of ONNX Runtime's library for the iOS simulator on generated models, and counts how they end.
+
+    python tools/bench/ios_sessions.py [--sessions N] [--first SEED] [--computed EVERY] [--set NAME=VALUE]
+
+Each session is a process of its own. Of every EVERY-th model one sample is computed too, and held against this
+machine's CPU provider. Printed are how many sessions were made, computed, refused (with the words), ended by a signal
+or out of time; the largest memory of a session; and by how much this process grew. It returns 1 if one hung or ended by
+a signal, if memory grew by more than a GB, or if what was computed lies below 40 dB.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import onnx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from placement_generated import generate_models
+from placement_models import prepare_proto
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.check.check import check_model
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.observe import draw_samples
+from edgekit.machine import peak_bytes
+from edgekit.model.model import Model, load_model
+from edgekit.target import Target, load_target
+from edgekit.verify.metrics.compare import compare_outputs
+
+_TIMEOUT_S = 60.0
+_LEAST_DB = 40.0
+_MOST_GROWTH = 1 << 30
+
+
+def main() -> int:
+    """Prints the counts; returns 1 if one of the promises above is broken."""
+    options = _parse_options()
+    target = load_target("coreml", dict(pair.split("=", 1) for pair in options.set))
+    ends: Counter[str] = Counter()
+    far: list[str] = []
+    largest, begun, grown = 0, time.monotonic(), 0
+    seeds = range(options.first, options.first + options.sessions)
+    for index, (name, proto) in enumerate(itertools.islice(generate_models(seeds), options.sessions)):
+        with tempfile.TemporaryDirectory() as folder:
+            model = _write_model(proto, Path(folder) / f"{name}.onnx")
+            job = _make_job(model, target, computed=index % options.computed == 0)
+            (work := Path(folder) / "work").mkdir()
+            run = IosSimulator().run_job(job, work)
+            largest = max(largest, run.peak_rss_bytes)
+            ends[_describe_end(run)] += 1
+            far += [f"{name}: {line}" for line in _compare(model, job, run)]
+        # The first sessions load modules; only what comes after them is growth.
+        grown = peak_bytes() if index == 20 else grown
+    return _report(ends, far, largest, peak_bytes() - grown, time.monotonic() - begun)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=1000, help="the first seed; the rules were corrected with 0 to 59")
+    parser.add_argument("--computed", type=int, default=4, metavar="EVERY")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    return parser.parse_args()
+
+
+def _write_model(proto: onnx.ModelProto, path: Path) -> Model:
+    prepare_proto(proto, path)
+    return load_model(path)
+
+
+def _make_job(model: Model, target: Target, *, computed: bool) -> Job:
+    return Job(
+        model=model.path,
+        target=target,
+        precision="fp32",
+        outputs=model.outputs,
+        check=check_model(model, target),
+        samples=draw_samples(model, int(computed)),
+        timeout_s=_TIMEOUT_S,
+    )
+
+
+def _describe_end(run: DeviceRun) -> str:
+    if run.failure is None:
+        return "computed" if run.outputs.count else "made"
+    words = run.failure
+    if "SIG" in words:
+        return f"SIGNAL: {words[:120]}"
+    return f"HUNG: {words[:120]}" if "time" in words and "ran out" in words else f"refused: {words[:120]}"
+
+
+def _compare(model: Model, job: Job, run: DeviceRun) -> list[str]:
+    if run.failure is not None or not run.outputs.count:
+        return []
+    session = CpuSession(model.path, SessionSettings())
+    wanted = [session.run(sample) for sample in job.samples]
+    reports = compare_outputs(msgspec.structs.replace(job.samples, read=lambda: iter(wanted)), run.outputs)
+    below = [output for output in reports if output.sqnr_db is not None and output.sqnr_db < _LEAST_DB]
+    return [f"output '{output.name}' lies at {output.sqnr_db:.1f} dB" for output in below]
+
+
+def _report(ends: Counter[str], far: list[str], largest: int, grown: int, elapsed_s: float) -> int:
+    for end, count in ends.most_common():
+        print(f"{count:5d} {end}")
+    for line in far:
+        print(line)
+    print(f"{ends.total()} sessions in {elapsed_s:.0f} s; the largest took {largest / 1e6:.0f} MB;", end=" ")
+    print(f"this process grew by {grown / 1e6:.0f} MB; {len(far)} outputs below {_LEAST_DB:g} dB")
+    broken = any(end.startswith(("SIGNAL", "HUNG")) for end in ends)
+    return int(broken or grown > _MOST_GROWTH or bool(far))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
