@@ -116,6 +116,16 @@ def copy_into(source: Path | bytes, target: IO[bytes]) -> None:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)
 
 
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    with _made(path.parent), writing(path), path.open("wb") as file:
+        copy_into(source, file)
+
+
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Generator[Path]:
     """Yields a temporary path beside `path`, which becomes `path` if the block ends well and is gone if not.

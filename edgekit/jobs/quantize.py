@@ -23,12 +23,18 @@ from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import MOST_SAMPLES, FloatReference, Prediction
-from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.goal_search import Search, Searched, plan_sparingly, search_quantization
+from edgekit.quantize.mixed_precision.goal_search import (
+    Search,
+    Searched,
+    plan_sparingly,
+    search_quantization,
+    write_chosen,
+)
 from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.qdq.build import plan_calibration
@@ -102,10 +108,10 @@ def quantize_for(
     with work_folder() as work:
         job = _open_job(model, data, recipe, given, work, how.budget(start, progress or say_nothing))
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
-        state, calibration = _open_state(job, how.state, data.labels, recipe.metric), _calibrate(job, how, given)
-        plan, searched = _choose_plan(job, calibration, how.method, given, state)
-        quantized, predicted = _write_model(job, plan, calibration, searched, out)
-        layers = _measure_layers(job, calibration, plan) if how.layers else ()
+        state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how, given)
+        plan, searched = _choose_plan(job, search, how.method, given, state)
+        quantized, predicted = _write_model(job, search, plan, searched, out)
+        layers = _measure_layers(job, search.calibration, plan) if how.layers else ()
     return QuantizeReport(
         model=job.source.name,
         out=out,
@@ -113,7 +119,7 @@ def quantize_for(
         precision=plan.precision,
         samples=job.samples.count,
         data_warnings=warn_if_few(job.facts),
-        calibration=describe_calibration(calibration),
+        calibration=describe_calibration(search.calibration),
         fixes={fix.id: len(fix.nodes) for fix in job.fixes},
         size_before=job.source.size_bytes,
         size_after=quantized.size_after,
@@ -145,7 +151,8 @@ def plan_for(
     budget = how.budget(time.monotonic(), progress or say_nothing)
     with work_folder() as work:
         job = _open_job(model, data, recipe, None, work, budget)
-        plan, _ = _choose_plan(job, _calibrate(job, how, None), how.method, None, None)
+        search = _open_search(job, how, None)
+        plan, _ = _choose_plan(job, search, how.method, None, None)
     return plan
 
 
@@ -252,15 +259,26 @@ def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calib
 
 
 def _choose_plan(
-    job: _Job, calibration: Calibration, method: str, given: QuantPlan | None, state: State | None
+    job: _Job, search: Search, method: str, given: QuantPlan | None, state: State | None
 ) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan that was given, was searched for or is that of a method, and what was tried in a search."""
     if given is not None:
-        require_plan(given, job.prepared, calibration, job.target)
+        require_plan(given, job.prepared, search.calibration, job.target)
         return given, None
-    search = Search(
+    if job.max_drop is not None:
+        searched = search_quantization(search, job.max_drop / 100, state)
+        return searched.chosen.plan, searched
+    if method == "auto":
+        return plan_sparingly(search)
+    return plan_quantization(
+        job.prepared, search.calibration, job.target, job.precision, method=method, memo=search.memo
+    ), None
+
+
+def _open_search(job: _Job, how: QuantizeOptions, given: QuantPlan | None) -> Search:
+    return Search(
         model=job.prepared,
-        calibration=calibration,
+        calibration=_calibrate(job, how, given),
         target=job.target,
         precision=job.precision,
         measure=job.measure,
@@ -268,23 +286,15 @@ def _choose_plan(
         memo=Memo(budget=job.budget),
         progress=job.budget.progress,
     )
-    if job.max_drop is not None:
-        searched = search_quantization(search, job.max_drop / 100, state)
-        return searched.chosen.plan, searched
-    if method == "auto":
-        return plan_sparingly(search)
-    return plan_quantization(
-        job.prepared, calibration, job.target, job.precision, method=method, memo=search.memo
-    ), None
 
 
 def _write_model(
-    job: _Job, plan: QuantPlan, calibration: Calibration, searched: Searched | None, out: Path
+    job: _Job, search: Search, plan: QuantPlan, searched: Searched | None, out: Path
 ) -> tuple[QuantizedModel, Prediction]:
     """Returns the model, written to `out` as soon as it is whole, and what it is expected to cost."""
     with replacing_file(out) as temporary:
         job.budget.progress("quantize")
-        quantized = quantize_model(job.prepared, plan, calibration, temporary)
+        quantized = write_chosen(search, plan, searched, temporary)
         if searched is None:
             job.budget.progress("measure")
         predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction

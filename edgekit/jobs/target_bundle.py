@@ -20,8 +20,8 @@ from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
-from edgekit.quantize import Calibration, QuantizedModel, quantize_model
-from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization
+from edgekit.quantize import Calibration, QuantizedModel
+from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization, write_chosen
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import choose_precision
 from edgekit.target import INTEGERS, Precision, Target
@@ -212,7 +212,7 @@ def _quantize(
         progress=job.progress,
     )
     if max_drop is None:
-        plan, _ = plan_sparingly(search)
+        plan, searched = plan_sparingly(search)
     else:
         searched = search_quantization(search, max_drop / 100)
         plan = searched.chosen.plan
@@ -220,7 +220,7 @@ def _quantize(
             notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
     if job.memo.budget.left_out:
         notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
-    return quantize_model(inputs.prepared, plan, inputs.calibration, work / "quantized.onnx")
+    return write_chosen(search, plan, searched, work / "quantized.onnx")
 
 
 def _halve(prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from quantize_models import make_model, random_samples
 
-from edgekit.model.model import Model
-from edgekit.quantize import Calibration, calibrate_model, plan_quantization
+from edgekit.model.model import Model, load_model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import Reading
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.goal_search import Search, has_collapsed, plan_sparingly
+from edgekit.quantize.mixed_precision.goal_search import Search, has_collapsed, plan_sparingly, write_chosen
 from edgekit.target import load_target
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
@@ -55,6 +56,29 @@ def test_a_collapsed_model_stays_in_8_bits_where_little_is_lost_all_the_same(
     plan, searched = plan_sparingly(search)
     assert plan.wide == (plain if spared else relieved).wide
     assert (searched is not None and searched.met) or drop is None
+
+
+def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
+    collapsing: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model, calibration = collapsing
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=told(0.002, 15.0), work=tmp_path,
+    )  # fmt: skip
+    plan, searched = plan_sparingly(search)
+    assert searched is not None
+    anew = quantize_model(model, plan, calibration, tmp_path / "out.onnx")
+    written = write_chosen(search, plan, searched, tmp_path / "out.onnx")
+    assert written == anew
+    tried = search.tried[searched.chosen.step][1].model.path
+    assert (tmp_path / "out.onnx").read_bytes() == tried.read_bytes()
+    tried.write_bytes(b"as it was tried")
+    write_chosen(search, plan, searched, tmp_path / "tried.onnx")
+    assert (tmp_path / "tried.onnx").read_bytes() == b"as it was tried"
+    other = msgspec.structs.replace(plan, rounding="nearest" if plan.rounding != "nearest" else "bias")
+    assert write_chosen(search, other, searched, tmp_path / "other.onnx").model.sha256 != anew.model.sha256
+    assert load_model(tmp_path / "other.onnx").node_count == anew.model.node_count
 
 
 def test_vectors_of_length_one_count_by_half() -> None:

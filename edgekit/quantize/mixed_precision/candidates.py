@@ -202,13 +202,16 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
 
 def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candidate]:
     methods = AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
-    ranges = _judge_ranges(draft, methods, budget)
+    plain = draft.choose("minmax", "nearest")
+    placed = place_draft(plain)
+    ranges = _judge_ranges(draft, methods, budget, placed)
     best = prefer_method(ranges)
-    # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
-    if best != "minmax" and "minmax" in _change_fewest(ranges):
-        yield from _judge_roundings(draft.choose("minmax", "nearest"), ("nearest",), budget)
     chosen = draft.choose(best, "nearest")
-    placed = place_draft(chosen)
+    # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
+    if best != "minmax":
+        if "minmax" in _change_fewest(ranges):
+            yield from _judge_roundings(plain, ("nearest",), budget, placed)
+        placed = place_draft(chosen)
     has_layers = bool(read_layers(draft.graph))
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
@@ -227,12 +230,17 @@ def needs_moments(reached_db: float, unrounded_db: float, floor_db: float) -> bo
     return floor_db <= reached_db < max(unrounded_db - _WORTH_MOMENTS_DB, _POOR_DB)
 
 
-def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget) -> dict[str, Closeness]:
-    """Returns how near the ranges of the first method come, and those of the others while there is time."""
+def _judge_ranges(
+    draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto | None = None
+) -> dict[str, Closeness]:
+    """Returns how near the ranges of the first method come, and those of the others while there is time.
+
+    `placed` holds the draft with Q and DQ nodes by the first method, if they were placed before.
+    """
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    placed = place_plan(draft.graph, plans[methods[0]], "the candidate")
+    placed = placed or place_plan(draft.graph, plans[methods[0]], "the candidate")
     # Methods differ in scales and zero points alone: one session takes those of each.
     stripped = strip_weights(placed, draft.graph)
     grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}

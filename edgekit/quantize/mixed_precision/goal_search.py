@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import replacing_file
+from edgekit._files import copy_file
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.predict import Prediction
-from edgekit.quantize.apply import quantize_model
+from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -43,7 +43,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which says what a quantized model of it loses.
 
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
-    may take.
+    may take. `tried` holds what was written there, by the step that it was tried in.
     """
 
     model: Model
@@ -54,6 +54,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
+    tried: dict[str, tuple[QuantPlan, QuantizedModel]] = {}
 
     @property
     def relievable(self) -> bool:
@@ -132,6 +133,21 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
         enough = max(PLAIN_DROP, _drop(least) + _WORTH)
         chosen = next(trial for trial in trials if _drop(trial) <= enough)
     return chosen.plan, Searched(trials=tuple(trials), chosen=chosen, met=True)
+
+
+def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:
+    """Writes the model of a plan to `out`: the file that the search tried it with, else it is quantized.
+
+    Raises:
+        EdgekitError: as for `quantize_model`.
+    """
+    known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
+    # A file beside a model stands in it by the name that it had when it was written.
+    if quantized is None or known != plan or quantized.model.external_files:
+        return quantize_model(search.model, plan, search.calibration, out)
+    copy_file(quantized.model.path, out)
+    model = msgspec.structs.replace(quantized.model, path=out, name=out.name.removesuffix(".onnx"))
+    return msgspec.structs.replace(quantized, model=model)
 
 
 def has_collapsed(plan: QuantPlan) -> bool:
@@ -248,10 +264,9 @@ def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan
 
 
 def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
-    with replacing_file(search.work / "trial.onnx") as temporary:
-        quantized = quantize_model(search.model, plan, search.calibration, temporary)
-        prediction = search.measure(quantized.model)
-        check = check_model(load_model(temporary), search.target)
+    quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx")
+    search.tried[step] = plan, quantized
+    prediction, check = search.measure(quantized.model), check_model(quantized.model, search.target)
     kept = {node.name for node in quantized.float_nodes}
     return Trial(
         step=step,
