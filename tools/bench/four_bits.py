@@ -50,7 +50,7 @@ _SOURCES = Path(__file__).parents[2] / "edgekit" / "quantize"
 _CODE = "".join(digest_file(path) for path in sorted(_SOURCES.rglob("*.py")) if path.parent.name != "weight_only")
 MODELS = (
     *NETS, "mobilenetv2_1.0_224_fp32", "squeezenet1.1_fp32", "vww_96_float", "kws_dscnn_float", "mnist_cnn_pytorch",
-    "ppocr_cls_mbv3", "silero_vad_micro_transformer", "superres_core_224",
+    "mnist8_cntk", "ppocr_cls_mbv3", "silero_vad_micro_transformer",
 )  # fmt: skip
 """Twelve, of which a run is done in minutes; every other model of the zoo can be named."""
 

@@ -176,7 +176,8 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
     plan = plain.draft.plan
-    if not is_relievable(plan) or reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB):
+    # 16 bits hold unequal channels, but the weights that read them are unequal too, whatever activations have.
+    if reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB) or (through_silu and not is_relievable(plan)):
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None
