@@ -31,7 +31,7 @@ from edgekit.quantize.equalization.silu import RESTORED, clip_silu_tails
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.ranges.methods import TensorRange
 from edgekit.recipe import Data, Recipe
-from edgekit.target import Target, load_target
+from edgekit.target import Precision, Target, load_target
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,17 @@ def test_the_command_reports_scaled_layers_and_applies_their_plan(
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan_for(model.path, data, recipe)))
     quantize_for(model.path, data, tmp_path / "b.onnx", recipe, QuantizeOptions(plan=tmp_path / "plan.json"))
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("precision", ["int16", "w4a16"])
+def test_weights_gain_by_equal_channels_whatever_activations_have(
+    unequal: tuple[Model, Calibration], precision: Precision
+) -> None:
+    plan = plan_quantization(*unequal, load_target("qnn"), precision)
+    best = {each.equalized: each.sqnr_db for each in reversed(plan.judged)}
+    assert plan.factors
+    assert not scales_silu(read_float_graph(unequal[0]), plan.factors)
+    assert best[True] > best[False] + 3
 
 
 def test_factors_of_a_plan_are_checked(unequal: tuple[Model, Calibration]) -> None:
