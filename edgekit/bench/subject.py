@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.batch import cut_rows, find_unset, size_inputs, stack_samples
+from edgekit.bench.batch import cut_rows, stack_samples
 from edgekit.bundle.folder import open_bundle, read_target
 from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.snapshot import snapshot_bundle
@@ -24,6 +24,7 @@ from edgekit.devices.process.child import REPLAY_SAVED
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec
+from edgekit.prepare.shapes.unset import find_unset, size_inputs
 from edgekit.target import Target, load_target
 
 

@@ -14,10 +14,11 @@ from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts
 from edgekit.data.random_samples import draw_samples
 from edgekit.data.samples import Samples, limit_samples
-from edgekit.errors import RuntimeRefusal
+from edgekit.errors import RuntimeRefusal, UsageError
 from edgekit.model.model import Model, iterate_graphs, read_proto
 from edgekit.model.skim import skim_model
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, TensorSpec
+from edgekit.prepare.shapes.unset import size_inputs
 
 FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
@@ -99,8 +100,16 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
 
 def _choose_samples(source: Model, samples: Samples | None) -> Samples | None:
     """Returns the first samples, drawn at random where there are none; None where inputs or outputs are no tensors."""
-    chosen = draw_samples(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
+    chosen = draw_samples(_close_dims(source.inputs)) if samples is None else limit_samples(samples, MAX_SAMPLES)
     return chosen if all(spec.is_tensor for spec in source.outputs) else None
+
+
+def _close_dims(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    try:
+        return size_inputs(inputs, {})
+    except UsageError:
+        # A formula has no size where all names in it are 1: ONNX Runtime then says what it lacks.
+        return inputs
 
 
 def _compare(

@@ -1,12 +1,13 @@
 """One conversion, from a model as the user has it: it is prepared, changed where that is wanted, and converted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import staged_entries, work_folder
-from edgekit._ort import Level
+from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedFiles, ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality, compare_onnx
@@ -110,9 +111,12 @@ def convert_for(
     source = load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:
         progress("prepare the model")
-        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims)
+        prepare = partial(_prepare, recipe=recipe, targets=targets)
+        prepared = prepare(source, work / "prepared.onnx")
         samples = _load_samples(options.data, prepared)
-        floating, fusion = _fuse(source, prepared, options, samples, recipe, work)
+        floating, fusion = _fuse(
+            source, prepared, options, samples, partial(_prepare, recipe=recipe, targets=targets), work
+        )
         small = _lighten(floating, options, samples, work)
         current = floating if small is None else small.model
         if options.qoperator:
@@ -147,14 +151,25 @@ def _write_coreml(
     return write_coreml(model, targets[0], converted.folder, packages=options.packages, cache=options.cache)
 
 
+def _prepare(source: Model, out: Path, recipe: Recipe, targets: Sequence[Target]) -> Model:
+    # ONNX Runtime's own provider takes any size, and a file without a target is for it.
+    is_free = all(target.provider == CPU_PROVIDER for target in targets)
+    return prepare_model(source, out, recipe.dims, may_stay_open=is_free)
+
+
 def _fuse(
-    source: Model, prepared: Model, options: ConvertOptions, samples: Samples | None, recipe: Recipe, work: Path
+    source: Model,
+    prepared: Model,
+    options: ConvertOptions,
+    samples: Samples | None,
+    prepare: Callable[[Model, Path], Model],
+    work: Path,
 ) -> tuple[Model, Fusion | None]:
     """Returns the prepared model with its transformer patterns fused, where that is wanted, and what that came to."""
     if options.fuse is None:
         return prepared, None
     fused = fuse_transformer(source, options.fuse, work / "fused.onnx")
-    changed = prepare_model(fused.model, work / "fused-prepared.onnx", recipe.dims)
+    changed = prepare(fused.model, work / "fused-prepared.onnx")
     equality = compare_onnx(prepared, changed, samples)
     # Fusions go by pattern: whether the model still computes the same is measured.
     if not equality.passed:

@@ -34,13 +34,14 @@ def prepare_model(
     opset: int | None = None,
     outputs: Collection[str] = (),
     constants: Mapping[str, float] | None = None,
+    may_stay_open: bool = False,
 ) -> Model:
     """Writes a model with static inputs and a clean graph to `out`, and returns it.
 
     Inputs and outputs keep their names and order, nodes get unique names, constants are folded and no-ops are gone
     (ONNX Runtime's basic level, the graph that it shows to a provider), initializers are no inputs any more. An opset
-    below 13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". Constants are folded
-    before dimensions are fixed: a branch that is not taken need not fit these.
+    below 13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". A branch that is not
+    taken need not fit the dimensions; a dimension without a number stays open where it `may_stay_open`.
 
     Args:
         model: any ONNX model.
@@ -49,6 +50,7 @@ def prepare_model(
         opset: the opset to have, up or down.
         outputs: the outputs to keep, all if none is named.
         constants: inputs that become constants, by name, with the number that fills them.
+        may_stay_open: if False, each dynamic dimension needs a number.
 
     Raises:
         UsageError: a dimension, output or input that does not exist, or a dynamic dimension that got no number.
@@ -56,21 +58,19 @@ def prepare_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = _read_graph(model)
+    proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants or {})
     if not (folds_first := bool(constants) or _has_branches(proto)):
-        fix_dims(proto.graph, dims)
-    origin, given = _copy_texts(proto), list_names(proto.graph)
-    chosen = choose_opset(proto, opset)
+        fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
+    origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
-        folder = model.path.parent
         # Once in the old opset, too: folding removes operators that the converter has no way down for.
         if folds_first or chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
         if folds_first:
-            fix_dims(proto.graph, dims)
+            fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
         rename_made(proto.graph, given)
         _tidy(proto, origin)

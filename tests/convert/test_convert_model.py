@@ -7,13 +7,16 @@ import numpy as np
 import onnx
 import pytest
 from convert_models import all_forms, make_float, make_qdq, run_ort
+from tiny_models import parse_model
 
 from edgekit._files import digest_file
-from edgekit._ort import Level
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.convert.convert import convert_model, convert_styles
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
-from edgekit.errors import ModelError, OutputError, RuntimeRefusal
+from edgekit.errors import ModelError, OutputError, RuntimeRefusal, UsageError
+from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.model.model import load_model
+from edgekit.recipe import Recipe
 from edgekit.target import load_target
 
 
@@ -119,3 +122,21 @@ def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
     (tmp_path / "out/keep.txt").write_text("mine")
     convert_model(make_float(tmp_path / "m.onnx"), load_target("nnapi"), tmp_path / "out")
     assert (tmp_path / "out/keep.txt").read_text() == "mine"
+
+
+def test_dimensions_stay_open_where_the_target_takes_any(tmp_path: Path) -> None:
+    parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x, float[M,4] past) => (float[?,4] y)
+      <float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7}>
+      { a = MatMul(x, w) b = Concat<axis = 0>(a, past) y = Relu(b) }""",
+        tmp_path / "m.onnx",
+    )
+    for name, recipe in (("free", Recipe(targets=())), ("cpu", Recipe(targets=("cpu",), dims={"M": 2}))):
+        report = convert_for(tmp_path / "m.onnx", tmp_path / name, recipe, ConvertOptions())
+        assert all(equality.bit_equal or equality.error < 1e-5 for equality in report.equality.values())
+        session = CpuSession(tmp_path / name / "model.ort", SessionSettings())
+        for rows in (1, 5):
+            sample = {"x": np.ones((rows, 4), np.float32), "past": np.ones((2, 4), np.float32)}
+            assert session.run(sample)["y"].shape == (rows + 2, 4)
+    with pytest.raises(UsageError, match=r"'N'.*'M'"):
+        convert_for(tmp_path / "m.onnx", tmp_path / "no", Recipe(targets=("nnapi",)), ConvertOptions())

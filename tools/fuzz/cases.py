@@ -102,6 +102,7 @@ class Case:
         shapes = (
             "bundles/net-cpu",
             "bundles/net-nnapi",
+            "stateful/recurrent-cpu",
             "joined",
             "made/joined.zip",
             "made/joined.tar",
@@ -112,7 +113,7 @@ class Case:
     def data(self, model: str) -> list[str]:
         """Takes samples that fit a model, or others."""
         stem = Path(model).stem
-        name = f"data/{stem if stem in {'net', 'lstm', 'loop', 'attention'} else 'net'}.npz"
+        name = f"data/{stem if stem in {'net', 'lstm', 'loop', 'attention', 'recurrent'} else 'net'}.npz"
         kind = self.rng.random()
         if kind < 0.1:
             return ["--data", self.take("images"), *self.file(0.9, "--preprocess", "texts/preprocess.toml")]
@@ -194,8 +195,10 @@ def _convert(case: Case) -> list[str]:
 
 
 def _build(case: Case) -> list[str]:
-    model = case.model("net", "net", "net", "attention", "lstm")
-    more = case.file(0.5, "--recipe", "texts/recipe.toml")
+    model = case.model("net", "net", "net", "attention", "lstm", "recurrent")
+    has_state = Path(model).stem == "recurrent"
+    more = case.file(0.5, "--recipe", "texts/state.toml" if has_state else "texts/recipe.toml")
+    more += case.option(0.5 if has_state else 0.05, "--steps", "1", "2", "3", "4096", "0", "8")
     more += case.option(0.3, "--precision", "int8", "fp32", "fp16", "int16", "w4a16")
     if case.rng.random() < 0.2:
         more += ["--golden", case.take("bundles")]

@@ -38,6 +38,8 @@ _MODELS: Mapping[str, str] = {
         y = LayerNormalization<axis=-1>(r, g, b) }""",
     "lstm": """lstm (float[5,1,4] x) => (float[5,1,1,3] y) <float[1,12,4] w, float[1,12,3] r> {
         y, h = LSTM<hidden_size=3>(x, w, r) }""",
+    "recurrent": """recurrent (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h) <float[4,4] w> {
+        m = MatMul(x, w) a = Add(m, h) new_h = Tanh(a) y = Relu(new_h) }""",
     "shapes": """shapes (float[1,4,2] x, int64[2] sizes) => (float[A,B] y, int64[3] s) <int64[1] one = {1}> {
         s = Shape(x) f = Reshape(x, sizes) g = Unsqueeze(f, one) y = Squeeze(g, one) }""",
 }
@@ -101,6 +103,7 @@ def _save_data(rng: np.random.Generator, folder: Path) -> None:
     rows = rng.normal(size=(12, 1, 3, 8, 8)).astype(np.float32)
     np.savez(data / "net.npz", x=rows)
     np.savez(data / "lstm.npz", x=rng.normal(size=(8, 5, 1, 4)).astype(np.float32))
+    np.savez(data / "recurrent.npz", x=rng.normal(size=(8, 1, 4)).astype(np.float32))
     np.savez(data / "loop.npz", x=rng.normal(size=(8, 1, 4)).astype(np.float32))
     np.savez(
         data / "attention.npz", x=rng.normal(size=(8, 1, 6, 8)).astype(np.float32), mask=np.ones((8, 1, 6), np.int64)
@@ -124,6 +127,7 @@ def _save_texts(folder: Path) -> None:
         '[licence]\nmodel = "MIT"\n[tensors.x]\nlayout = "NCHW"\npreprocessing = "none"\n[outputs]\ny = "logits"\n'
         "[thresholds.cpu]\nmin_cosine = 0.9\nmin_sqnr_db = 10.0\n"
     )
+    (texts / "state.toml").write_text('[state]\nsteps = 2\n[state.feeds]\nh = "new_h"\n')
     (texts / "metric.toml").write_text('name = "top1"\nmax_drop = 1.0\n')
     (texts / "edgekit.toml").write_text(
         'version = 1\n[models.net]\npath = "net.onnx"\n[models.net.data]\nsource = "net.npz"\nsamples = 8\n'
@@ -149,6 +153,10 @@ def _run_commands(folder: Path) -> None:
     _edgekit("build", net, "--data", data, "--target", "cpu", "--target", "nnapi", "--no-verify", "--out", str(bundles))
     for name in ("report.html", "report.json"):
         (bundles / name).unlink()
+    recurrent = (str(folder / "models/recurrent.onnx"), "--data", str(folder / "data/recurrent.npz"), "--steps", "2")
+    _edgekit(
+        "build", *recurrent, "--target", "cpu", "--precision", "fp32", "--no-verify", "--out", str(folder / "stateful")
+    )
     history = f"{made}/history.sqlite"
     for _ in range(2):
         _edgekit("verify", f"{bundles}/net-cpu", "--on", "host", "--history", history)

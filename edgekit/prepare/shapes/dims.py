@@ -32,12 +32,13 @@ def find_dynamic_dims(graph: onnx.GraphProto) -> tuple[DynamicDim, ...]:
     )
 
 
-def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
+def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: bool = False) -> None:
     """Gives each dynamic dimension its number, wherever its name stands, in place.
 
     A key is the name of a dimension or `INPUT:AXIS`. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so
     on. A dimension that is called by a formula, such as `2*batch`, follows from the names in it, and the last name from
-    the formula. Shapes that follow from the inputs' are dropped, so that they are inferred again.
+    the formula. Shapes that follow from the inputs' are dropped, so that they are inferred again. What gets no number
+    stays open where it may.
 
     Raises:
         UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
@@ -47,10 +48,11 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int]) -> None:
         if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
     for value in _real_inputs(graph):
-        _give_rank(value, dims)
+        _give_rank(value, dims, may_stay_open=may_stay_open)
     sizes = _resolve_keys(graph, dims)
     sizes |= _derive_formulas(graph, sizes)
-    _refuse_missing(graph, sizes)
+    if not may_stay_open:
+        _refuse_missing(graph, sizes)
     for value in (*graph.input, *graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             _set_dim(dim, sizes.get(dim.dim_param or f"{value.name}:{axis}"))
@@ -66,11 +68,13 @@ def _is_known(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return dim.HasField("dim_value") and dim.dim_value >= 0
 
 
-def _give_rank(value: onnx.ValueInfoProto, dims: Mapping[str, int]) -> None:
+def _give_rank(value: onnx.ValueInfoProto, dims: Mapping[str, int], *, may_stay_open: bool) -> None:
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or tensor.HasField("shape"):
         return
     rank = next(axis for axis in range(len(dims) + 1) if f"{value.name}:{axis}" not in dims)
+    if rank == 0 and may_stay_open:
+        return
     if rank == 0:
         raise UsageError(
             f"input '{value.name}' has no rank, so its whole shape is needed",
@@ -122,7 +126,12 @@ def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[s
 
 
 def _refuse_missing(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
-    missing = {dim.name: dim for dim in find_dynamic_dims(graph) if dim.name not in sizes}
+    missing: dict[str, DynamicDim] = {}
+    for dim in find_dynamic_dims(graph):
+        # A formula follows from the names in it: it is asked for only where these have numbers, and it comes to none.
+        for name in sorted(formula_names(dim.name) - sizes.keys()) or [dim.name]:
+            if dim.name not in sizes:
+                missing.setdefault(name, dim)
     if not missing:
         return
     places = ", ".join(f"'{name}' (axis {dim.axis} of input '{dim.input}')" for name, dim in missing.items())
