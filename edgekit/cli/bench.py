@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from edgekit._files import require_place, write_file
 from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
 from edgekit.bench.subject import Opening
@@ -14,6 +15,7 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.terminal import show_bench, show_json, showing_progress
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
+from edgekit.report.markdown import render_bench_markdown
 
 _MOST = 65536
 
@@ -46,6 +48,9 @@ def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str
 @click.option("--io-binding", is_flag=True, help="Bind inputs, and write outputs where those of the run before lie.")
 @options.DIM
 @click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
+@click.option(
+    "--markdown", type=click.Path(path_type=Path), metavar="FILE", help="Write Markdown too, for a pull request."
+)
 @options.JSON
 @options.verbosity
 def command(
@@ -63,6 +68,7 @@ def command(
     io_binding: bool,
     dims: tuple[str, ...],
     data: str | None,
+    markdown: Path | None,
     as_json: bool,
     volume: int,
 ) -> int:
@@ -87,7 +93,11 @@ def command(
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in batches] or [opening]
     if against is not None and max(len(openings), len(efforts)) > 1:
         raise UsageError("--against compares in one way", hint="give --batch and --concurrency one number each")
+    if markdown is not None:
+        require_place(markdown)
     with showing_progress(volume) as progress:
         report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
+    if markdown is not None:
+        write_file(markdown, render_bench_markdown(report).encode())
     show_json(report) if as_json else show_bench(report)
     return YES if report.succeeded else NO

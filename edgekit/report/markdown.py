@@ -1,9 +1,11 @@
-"""A verification as Markdown, for the summary of a pull request."""
+"""Verifications and benchmarks as Markdown, for the summary of a pull request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.evidence import Verdict
 from edgekit.report.text import list_verify_remarks
+from edgekit.report.timing.bench_text import list_bench_remarks
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -17,6 +19,37 @@ _SIGNS: Mapping[Verdict, str] = {"pass": "✅", "fail": "❌", "not proven": "�
 def render_markdown(reports: Sequence[VerifyReport]) -> str:
     """Returns verifications as GitHub's Markdown: a line a verdict, a table of outputs, and what failed and why."""
     return "\n".join(line for report in reports for line in _describe(report)) + "\n"
+
+
+def render_bench_markdown(report: BenchReport) -> str:
+    """Returns times as GitHub's Markdown: a table of devices and ways to run, and then comparisons and warnings."""
+    return "\n".join(_describe_bench(report)) + "\n"
+
+
+def _describe_bench(report: BenchReport) -> Iterator[str]:
+    against = "" if report.against is None else f" against {_clean(report.against)}"
+    yield f"### {_SIGNS['pass' if report.succeeded else 'fail']} {_clean(report.subject)}{against}"
+    yield ""
+    if report.runs:
+        yield "| device | evidence | batch | at once | p50 ms | 95 % | p95 | p99 | per second | load ms | memory |"
+        yield "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|"
+        yield from (_describe_times(run) for run in report.runs)
+        yield ""
+    remarks = list(list_bench_remarks(report))
+    yield from (f"- {_clean(remark)}" for remark in remarks[:_MOST_REMARKS])
+    if len(remarks) > _MOST_REMARKS:
+        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    yield ""
+
+
+def _describe_times(run: BenchRun) -> str:
+    way = (_clean(run.device), run.evidence.value, str(run.batch), str(run.concurrency))
+    if run.failure is not None:
+        return f"| {' | '.join((*way, '**failed**', *('-' for _ in range(6))))} |"
+    low, high = run.interval_ms
+    times = (f"{run.median_ms:.3g}", f"{low:.3g} to {high:.3g}", f"{run.p95_ms:.3g}", f"{run.p99_ms:.3g}")
+    rest = (f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB")
+    return f"| {' | '.join((*way, *times, *rest))} |"
 
 
 def _describe(report: VerifyReport) -> Iterator[str]:

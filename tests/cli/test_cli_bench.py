@@ -33,9 +33,14 @@ def test_bench_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert (run["iterations"], run["threads"]) == (10, 1)
 
 
-def test_bench_compares_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "4"]) == 0
+def test_bench_compares_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.md"
+    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "4", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out
+    title, *_, last = file.read_text().splitlines()
+    assert title == f"### ✅ {MODEL.name} against {MODEL.name}".replace("_", "\\_")
+    assert "B (" in file.read_text().replace("\\", "")
+    assert last == ""
 
 
 def test_a_device_that_is_not_here_is_no(capsys: pytest.CaptureFixture[str]) -> None:

@@ -276,7 +276,9 @@ def _verify_device(case: Case) -> list[str]:
 
 def _bench(case: Case) -> list[str]:
     subject = case.rng.choice((case.model, case.bundle))()
-    return [subject, "--on", "host", "--runs", "2", "--seconds", "1", *case.option(0.2, "--target", "cpu", "nnapi")]
+    more = [*case.option(0.2, "--target", "cpu", "nnapi"), *case.some(0.3, "--markdown", "bench.md")]
+    case.writes.add("bench.md")
+    return [subject, "--on", "host", "--runs", "2", "--seconds", "1", *more]
 
 
 def _profile(case: Case) -> list[str]:
