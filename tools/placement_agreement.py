@@ -4,6 +4,7 @@
     python tools/placement_agreement.py --target nnapi --source node --known --work DIR --set api_level=31
 
     python tools/placement_agreement.py --target coreml --source node --work DIR --set model_format=NeuralNetwork
+    python tools/placement_agreement.py --target coreml --source generated --work DIR --option MLComputeUnits=CPUOnly
 
 QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
 Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike; Core ML
@@ -82,6 +83,7 @@ def main() -> int:
         print(json.dumps(_place_on_qnn(options.observe, options.soc)))
         return 0
     target = load_target(options.target, dict(pair.split("=", 1) for pair in options.set))
+    target = _give_options(target, dict(pair.split("=", 1) for pair in options.option))
     tally = Tally()
     for path in write_models(options.source, options.work / "models", range(*options.seeds)):
         if options.known and not _holds_known(path, target):
@@ -97,12 +99,26 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--target", choices=sorted(_LEAST), default="qnn")
     parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the provider")
     parser.add_argument("--seeds", nargs=2, type=int, default=(SEEDS.start, SEEDS.stop), metavar=("FROM", "TO"))
     parser.add_argument("--work", type=Path, default=Path("placement"))
     parser.add_argument("--known", action="store_true", help="only models with an operator that the rules know")
     parser.add_argument("--observe", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--soc", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _give_options(target: Target, options: dict[str, str]) -> Target:
+    """Returns the target with other options of its provider, for the rules and for the session."""
+    session = target.session
+    platforms = {
+        name: msgspec.structs.replace(platform, provider_options={**platform.provider_options, **options})
+        for name, platform in session.platforms.items()
+    }
+    changed = {**session.provider_options, **options}
+    return msgspec.structs.replace(
+        target, session=msgspec.structs.replace(session, provider_options=changed, platforms=platforms)
+    )
 
 
 def _holds_known(path: Path, target: Target) -> bool:
@@ -112,7 +128,7 @@ def _holds_known(path: Path, target: Target) -> bool:
 
 
 def _observe(path: Path, target: Target, work: Path) -> ObservedPlacement:
-    settings = "-".join(target.settings.values()) or "default"
+    settings = "-".join((*target.settings.values(), *target.session.provider_options.values())) or "default"
     kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{path.stem}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
