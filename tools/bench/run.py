@@ -45,6 +45,7 @@ BENCHES = (
     Bench("verify", "litert_nets.py", "whole nets on NNAPI give what LiteRT gives for the same network, within a step"),
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
     Bench("sweep", "sweep.py", "200 cells on 3 Dask workers, 10 of them killed: each result once, each the same byte"),
+    Bench("stories", "stories.py", "three users, from edgekit init to a package that their project compiles and runs"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),
     Bench("bytes", "convert_onnx_suite.py", "every node model of onnx is converted or refused in one line"),
 )

@@ -225,7 +225,9 @@ class Killer(threading.Thread):
         return self._done
 
     def _kill(self) -> bool:
-        workers = list(self._cluster.workers.values())
+        # Only those that work: a nanny whose worker dies while it starts gives up, and Dask would run out of workers.
+        known = set(self._cluster.scheduler.workers)
+        workers = [nanny for nanny in self._cluster.workers.values() if nanny.worker_address in known]
         pids = [nanny.process.pid for nanny in workers if nanny.process is not None and nanny.process.pid]
         if not pids:
             return False
@@ -257,7 +259,12 @@ def _cluster(workers: int) -> Iterator[LocalCluster]:
 def _run(folder: Path, out: str, *words: str) -> None:
     file = folder / f"{out}.toml"
     file.write_text(f'out = "{out}"\n' + (folder / "edgekit.toml").read_text())
-    subprocess.run(_command(file, *words), check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(_command(file, *words), check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        report = json.loads((folder / out / "report.json").read_bytes())
+        for cell in report["cells"]:
+            if cell["verdict"] != "pass":
+                print(f"{out}: {cell['model']}/{cell['target']}: {cell['headline']}")
 
 
 def _command(file: Path, *words: str) -> list[str]:

@@ -1,0 +1,283 @@
+"""Three stories of a new user, from `edgekit init` to a package that a project of its own resolves, compiles and runs.
+
+    phone    a text detector as Paddle exports them (dynamic height and width under its names, HardSwish, HardSigmoid),
+             fed with JPEGs, some of them turned by their EXIF: XNNPACK, an AAR that Maven resolves and a JVM opens
+    board    a page-orientation net, images and labels: the CPU of a board, a tar that CMake builds and a program runs
+    python   a voice-activity net with recurrent state and an `If` on the sample rate: a tar that Python opens
+
+`python tools/bench/stories.py [STORY]...`. Each must come to its end with exit code 0; the seconds are those of the
+commands of edgekit, and of a second `edgekit run`, in which nothing is made.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper, parser
+from PIL import Image
+
+from edgekit.bundle.archive import unpack_archive
+from edgekit.devices.process.cache import cache_folder
+
+ROOT = Path(__file__).parents[2]
+ORT_JAVA = "com.microsoft.onnxruntime:onnxruntime:1.29.0"
+"""The newest Java package for desktops."""
+GET = "org.apache.maven.plugins:maven-dependency-plugin:3.6.1:get"
+ORIENTATION = 0x0112
+
+
+class StoryError(Exception):
+    """A story does not come to its end."""
+
+
+def main() -> int:
+    """Tells the stories that were named, or all."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("stories", nargs="*", metavar="STORY", help=", ".join(STORIES))
+    chosen = options.parse_args().stories or list(STORIES)
+    failed = 0
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                STORIES[name](Path(folder))
+            except StoryError as error:
+                failed += 1
+                print(f"{name}: FAILED: {error}")
+    return int(failed > 0)
+
+
+def tell_phone(work: Path) -> None:
+    """A text detector on Android."""
+    onnx.save(make_detector(), work / "det.onnx")
+    make_images(work / "photos", 24)
+    edgekit("phone", work, "init", "det.onnx", "--images", "photos", "--target", "xnnpack")
+    edit(work, '[packages.app]\nas = "aar"\n')
+    run_twice("phone", work)
+    repository = work / "build" / "packages" / "app"
+    (archive,) = repository.rglob("*.aar")
+    local = cache_folder() / "maven"
+    coordinates = f"edgekit.models:det:{archive.parent.name}:aar"
+    maven = ("mvn", "-B", "-q", f"-Dmaven.repo.local={local}", GET)
+    shutil.rmtree(local / "edgekit", ignore_errors=True)
+    own = f"-DremoteRepositories=own::::{repository.as_uri()}"
+    program([*maven, own, "-Dtransitive=false", f"-Dartifact={coordinates}"])
+    program([*maven, "-Dtransitive=false", f"-Dartifact={ORT_JAVA}"])
+    (resolved,) = (local / "edgekit").rglob("*.aar")
+    unpack_archive(resolved, work / "aar")
+    (runtime,) = (local / "com" / "microsoft" / "onnxruntime").rglob("onnxruntime-1.29.0.jar")
+    # The project: a class of its own in the package of the loader, as a test of an app has it.
+    source = (ROOT / "tests" / "package" / "far" / "Check.java").read_text()
+    (work / "Check.java").write_text(source.replace("package edgekit.loader;", "package edgekit.models.det;"))
+    path = os.pathsep.join(map(str, (work, work / "aar" / "classes.jar", runtime)))
+    program(["javac", "-cp", path, "-d", work, work / "Check.java"])
+    assets = work / "aar" / "assets" / "edgekit.models.det"
+    said = program(["java", "-cp", path, "edgekit.models.det.Check", assets, work / "files", "open", "-", "--cpu"])
+    require("self-test passed" in said, said)
+    print(f"phone: {said.strip().splitlines()[-1]}")
+
+
+def tell_board(work: Path) -> None:
+    """A classifier on a board."""
+    make_images(work / "pages", 40)
+    onnx.save(make_classifier(work / "pages"), work / "page.onnx")
+    edgekit("board", work, "init", "page.onnx", "--images", "pages", "--target", "cpu")
+    edit(work, '[packages.app]\nas = "tar"\n')
+    run_twice("board", work)
+    unpack_archive(work / "build" / "packages" / "app.tar", work / "app")
+    program(["cmake", "-S", work / "app" / "cpp", "-B", work / "out"])
+    program(["cmake", "--build", work / "out"])
+    (library,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.1*")
+    said = program([work / "out" / "edgekit_run", library, work / "app" / "bundles"])
+    require("self-test passed" in said, said)
+    print(f"board: {said.strip().splitlines()[-1]}")
+
+
+def tell_python(work: Path) -> None:
+    """A recurrent net, opened by Python."""
+    onnx.save(make_voice(), work / "vad.onnx")
+    rng = np.random.default_rng(3)
+    sound = rng.normal(size=(64, 1, 512)).astype(np.float32)
+    states = np.tanh(rng.normal(size=(64, 2, 1, 16))).astype(np.float32)
+    np.savez(work / "frames.npz", input=sound[:, 0], state=states, sr=np.full(64, 16000, np.int64))
+    edgekit("python", work, "init", "vad.onnx", "--data", "frames.npz", "--target", "cpu")
+    require("freeze" in (work / "edgekit.toml").read_text(), "init did not see the input that decides the branch")
+    edit(work, '[packages.app]\nas = "tar"\n')
+    run_twice("python", work)
+    unpack_archive(work / "build" / "packages" / "app.tar", work / "app")
+    (loader,) = (work / "app" / "python").glob("*.py")
+    said = program([sys.executable, loader])
+    require("self-test passed" in said, said)
+    print(f"python: {said.strip().splitlines()[-1]}")
+
+
+STORIES: Mapping[str, Callable[[Path], None]] = {"phone": tell_phone, "board": tell_board, "python": tell_python}
+
+
+def run_twice(story: str, work: Path) -> None:
+    """Runs an app, and again: then nothing is made."""
+    edgekit(story, work, "run")
+    spent = edgekit(story, work, "run")
+    cells = json.loads((work / "build" / "report.json").read_bytes())["cells"]
+    require({cell["state"] for cell in cells} == {"kept"}, str(cells))
+    require(spent <= 2.0, f"the second run took {spent:.1f} s of CPU")
+
+
+def edgekit(story: str, work: Path, *words: str) -> float:
+    """Runs a command, and returns its seconds of CPU; one that does not say yes ends the story."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    said = program([sys.executable, "-m", "edgekit", *words], cwd=work)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{story}: edgekit {words[0]:5} {spent:6.1f} s of CPU, {time.monotonic() - start:6.1f} s", flush=True)
+    if words[0] == "run":
+        print("\n".join(line for line in said.splitlines() if "passed" in line or "package" in line))
+    return spent
+
+
+def program(argv: Sequence[str | Path], cwd: Path | None = None) -> str:
+    """Runs a program of the story to its end, and returns what it says."""
+    words = [str(word) for word in argv]
+    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    require(done.returncode == 0, f"{' '.join(words[:4])} ended with {done.returncode}: {done.stdout[-1500:]}")
+    return done.stdout
+
+
+def require(fact: bool, said: str) -> None:  # noqa: FBT001 - as assert
+    """Ends the story where a fact does not hold."""
+    if not fact:
+        raise StoryError(said)
+
+
+def edit(work: Path, more: str) -> None:
+    """Adds to the file that `init` wrote."""
+    file = work / "edgekit.toml"
+    file.write_text(f"{file.read_text()}\n{more}")
+
+
+def make_images(folder: Path, count: int) -> None:
+    """Writes JPEGs of four kinds of page; each third is stored turned, and says so in its EXIF."""
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    for index in range(count):
+        page = rng.integers(150, 200, size=(160, 160, 3))
+        kind = index % 4
+        page[20 + 10 * kind : 120, 30:130, kind % 3] -= 30 * (1 + kind)
+        image, exif = Image.fromarray(page.clip(0, 255).astype(np.uint8)), Image.Exif()
+        if index % 3 == 0:
+            # Orientation 6: the viewer turns it by 90 degrees clockwise, so it is stored turned the other way.
+            image, exif[ORIENTATION] = image.transpose(Image.Transpose.ROTATE_90), 6
+        image.save(folder / f"page{index:02}.jpg", quality=92, exif=exif)
+
+
+def make_detector() -> onnx.ModelProto:
+    """Returns a small net of the shape of PP-OCR's detector."""
+    rng = np.random.default_rng(0)
+    nodes, weights = list[onnx.NodeProto](), list[onnx.TensorProto]()
+
+    def conv(name: str, source: str, channels: tuple[int, int], kernel: int, stride: int, op: str = "Conv") -> str:
+        into, out = channels
+        shape = (into, out, kernel, kernel) if op == "ConvTranspose" else (out, into, kernel, kernel)
+        values = rng.normal(size=shape).astype(np.float32) * np.sqrt(2 / (into * kernel * kernel))
+        weights.append(numpy_helper.from_array(values.astype(np.float32), f"{name}.w_0"))
+        pads = [0] * 4 if op == "ConvTranspose" else [kernel // 2] * 4
+        nodes.append(helper.make_node(op, [source, f"{name}.w_0"], [f"{name}.tmp_0"], strides=[stride] * 2, pads=pads))
+        return f"{name}.tmp_0"
+
+    def apply(op: str, name: str, *sources: str) -> str:
+        nodes.append(helper.make_node(op, sources, [f"{name}.tmp_0"]))
+        return f"{name}.tmp_0"
+
+    body = apply("HardSwish", "act_0", conv("conv2d_0", "x", (3, 8), 3, 2))
+    body = apply("HardSwish", "act_1", conv("conv2d_1", body, (8, 16), 3, 2))
+    gate = apply("HardSigmoid", "gate_0", conv("conv2d_2", apply("GlobalAveragePool", "pool_0", body), (16, 16), 1, 1))
+    body = apply("Mul", "mul_0", body, gate)
+    body = apply("Relu", "relu_0", conv("conv2d_transpose_0", body, (16, 8), 2, 2, "ConvTranspose"))
+    apply("Sigmoid", "sigmoid_0", conv("conv2d_transpose_1", body, (8, 1), 2, 2, "ConvTranspose"))
+    wanted = ["DynamicDimension.0", 3, "DynamicDimension.1", "DynamicDimension.2"]
+    graph = helper.make_graph(
+        nodes,
+        "PaddleDetector",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, wanted)],
+        [helper.make_tensor_value_info("sigmoid_0.tmp_0", TensorProto.FLOAT, ["DynamicDimension.3", 1, None, None])],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+
+
+def make_classifier(folder: Path) -> onnx.ModelProto:
+    """Returns a net of random features and a last layer that was fitted to the four kinds of page."""
+    rng = np.random.default_rng(2)
+    first = rng.normal(size=(16, 3, 3, 3)).astype(np.float32) * 0.4
+    features = helper.make_graph(
+        [
+            helper.make_node("Conv", ["image", "w"], ["c"], strides=[2, 2], pads=[1] * 4),
+            helper.make_node("Relu", ["c"], ["r"]),
+            helper.make_node("AveragePool", ["r"], ["p"], kernel_shape=[16, 16], strides=[16, 16]),
+            helper.make_node("Flatten", ["p"], ["f"]),
+        ],
+        "page",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 3, 160, 160])],
+        [helper.make_tensor_value_info("f", TensorProto.FLOAT, ["batch", 400])],
+        [numpy_helper.from_array(first, "w")],
+    )
+    model = helper.make_model(features, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    upright = []
+    for path in sorted(folder.iterdir()):
+        with Image.open(path) as image:
+            turned = image.transpose(Image.Transpose.ROTATE_270) if image.getexif().get(ORIENTATION) == 6 else image
+            upright.append(np.asarray(turned, np.float32).transpose(2, 0, 1)[None] / 255)
+    seen = np.concatenate([session.run(None, {"image": image})[0] for image in upright])
+    wanted = np.eye(4, dtype=np.float32)[np.arange(len(seen)) % 4] * 8
+    solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(400), seen.T @ wanted).astype(np.float32)
+    graph = model.graph
+    graph.node.append(helper.make_node("MatMul", ["f", "v"], ["orientation"]))
+    graph.initializer.append(numpy_helper.from_array(solved, "v"))
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("orientation", TensorProto.FLOAT, ["batch", 4]))
+    return model
+
+
+def make_voice() -> onnx.ModelProto:
+    """Returns a recurrent net whose sample rate decides which of two front ends runs."""
+    rng = np.random.default_rng(5)
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        vad (float[batch, 512] input, float[2, batch, 16] state, int64 sr)
+            => (float[batch, 1] output, float[2, batch, 16] stateN)
+            <int64 rate = {16000}, int64 first = {0}, int64 second = {1}, int64[1] zero = {0}> {
+          fast = Equal(sr, rate)
+          front = If(fast) <then_branch = g1 () => (float[batch, 16] a) { a = MatMul(input, w16) },
+                            else_branch = g2 () => (float[batch, 16] b) { b = MatMul(input, w8) }>
+          h = Gather<axis = 0>(state, first)
+          c = Gather<axis = 0>(state, second)
+          heard = Relu(front)
+          moved = MatMul(h, u)
+          joined = Mul(heard, moved)
+          next = Tanh(joined)
+          kept = Mul(c, next)
+          h1 = Unsqueeze(next, zero)
+          c1 = Unsqueeze(kept, zero)
+          stateN = Concat<axis = 0>(h1, c1)
+          score = MatMul(next, v)
+          output = Sigmoid(score)
+        }""")
+    for name, shape in (("w16", (512, 16)), ("w8", (512, 16)), ("u", (16, 16)), ("v", (16, 1))):
+        values = rng.normal(size=shape).astype(np.float32) / np.sqrt(shape[0])
+        model.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
+    return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())
