@@ -201,3 +201,25 @@ def test_processes_make_what_one_makes_though_one_is_killed(app: Path, capsys: p
     assert {cell["target"]: cell["sha256"] for cell in together["cells"]} == alone
     assert _states(together) == {"digits/cpu": "built", "digits/coreml": "built"}
     assert _states(_run(app, capsys, "--workers", "2")) == {"digits/cpu": "kept", "digits/coreml": "kept"}
+
+
+def test_watch_runs_again_when_a_file_changes(
+    app: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float]()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) > 2:
+            raise KeyboardInterrupt
+        if len(waits) == 2:
+            app.write_text(app.read_text().replace("samples = 8", "samples = 8  # as before"))
+
+    monkeypatch.setattr("edgekit.cli.run.time.sleep", wait)
+    assert run_command(["run", str(app), "--only", "coreml", "--watch", "--quiet"]) == 130
+    shown = capsys.readouterr().out
+    # Nothing changed in the first second; then the file did, but nothing that the bundle is made of.
+    assert [line for line in shown.splitlines() if "bundles passed" in line] == [
+        "1 of 1 bundles passed (1 built).",
+        "1 of 1 bundles passed (1 kept).",
+    ]
