@@ -1,6 +1,7 @@
 """Running a converted file against its source, and naming the first node whose result differs."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,12 +14,12 @@ from edgekit.convert.ort_form import OrtOptions, load_settings, session_settings
 from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts
 from edgekit.data.random_samples import draw_samples
-from edgekit.data.samples import Samples, limit_samples
+from edgekit.data.samples import Samples, limit_samples, select_samples
 from edgekit.errors import RuntimeRefusal, UsageError
 from edgekit.model.model import Model, iterate_graphs, read_proto
 from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array, TensorSpec
-from edgekit.prepare.shapes.unset import size_inputs
+from edgekit.prepare.shapes.unset import find_unset, size_inputs
 
 FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
@@ -27,6 +28,8 @@ QUANTIZED_TOLERANCE = 0.05
 """Largest error over largest magnitude of an output. Fused float kernels round otherwise in the last bits; where these
 cross a step of a quantized tensor, a value moves by that step."""
 MAX_SAMPLES = 3
+# What is baked into a file for one size would not show with it.
+_OPEN_SIZES = (1, 3)
 
 _NO_TENSORS = "its inputs or outputs are no tensors"
 _RANDOM_OPS = frozenset(
@@ -100,15 +103,25 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
 
 def _choose_samples(source: Model, samples: Samples | None) -> Samples | None:
     """Returns the first samples, drawn at random where there are none; None where inputs or outputs are no tensors."""
-    chosen = draw_samples(_close_dims(source.inputs)) if samples is None else limit_samples(samples, MAX_SAMPLES)
+    chosen = _draw(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
     return chosen if all(spec.is_tensor for spec in source.outputs) else None
 
 
-def _close_dims(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+def _draw(inputs: tuple[TensorSpec, ...]) -> Samples | None:
+    """Returns a drawn sample, or one for each size of `_OPEN_SIZES` where dimensions are open."""
+    unset = find_unset(inputs, {})
+    drawn = [draw_samples(_close_dims(inputs, unset, size)) for size in _OPEN_SIZES[: len(_OPEN_SIZES) if unset else 1]]
+    whole = [samples for samples in drawn if samples is not None]
+    if not whole:
+        return None
+    return msgspec.structs.replace(whole[0], count=len(whole), read=lambda: itertools.chain.from_iterable(whole))
+
+
+def _close_dims(inputs: tuple[TensorSpec, ...], names: Iterable[str], size: int) -> tuple[TensorSpec, ...]:
     try:
-        return size_inputs(inputs, {})
+        return size_inputs(inputs, dict.fromkeys(names, size))
     except UsageError:
-        # A formula has no size where all names in it are 1: ONNX Runtime then says what it lacks.
+        # A formula has no size where all names in it have this one: ONNX Runtime then says what it lacks.
         return inputs
 
 
@@ -130,6 +143,9 @@ def _compare(
     except RuntimeRefusal as refusal:
         if not drawn:
             raise
+        if samples.count > 1:
+            # Dimensions that are open need not all fit together in one size.
+            return _compare(facts, one, other, select_samples(samples, [0]), drawn=True)
         return msgspec.structs.replace(facts, skipped=_explain_refusal(refusal))
     got = _run(*other, samples, source.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]

@@ -14,6 +14,7 @@ from edgekit.app.config import describe_schema, list_cells, load_app
 from edgekit.app.positions import find_position
 from edgekit.cli.main import COMMANDS, run_command
 from edgekit.errors import UsageError
+from edgekit.model.state import State
 from edgekit.plain import to_plain
 
 GOOD = f"""#:schema edgekit.schema.json
@@ -41,6 +42,16 @@ def test_each_model_meets_each_target_with_what_the_file_says(tmp_path: Path) ->
     assert (one.name, one.recipe.targets, one.recipe.settings) == ("digits/nnapi", ("nnapi",), {"api_level": "31"})
     assert (two.name, two.recipe.thresholds) == ("digits/mine", {"xnnpack": {"min_cosine": 0.9}})
     assert one.data.source == str(CALIBRATION)
+
+
+def test_the_state_of_a_model_is_its_own_table(tmp_path: Path) -> None:
+    more = '[models.digits.state]\nsteps = 4\nfeeds = { h = "new_h" }\n'
+    (tmp_path / "edgekit.toml").write_text(GOOD + more)
+    assert [cell.recipe.state for cell in list_cells(load_app(tmp_path / "edgekit.toml"))] == [
+        State(steps=4, feeds={"h": "new_h"})
+    ] * 2
+    with pytest.raises(UsageError, match=r"line 13, column 1: models\.digits\.state\.steps: Expected `int` >= 1"):
+        _load(tmp_path, GOOD + more.replace("4", "0"))
 
 
 @pytest.mark.parametrize(

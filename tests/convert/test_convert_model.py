@@ -134,9 +134,18 @@ def test_dimensions_stay_open_where_the_target_takes_any(tmp_path: Path) -> None
     for name, recipe in (("free", Recipe(targets=())), ("cpu", Recipe(targets=("cpu",), dims={"M": 2}))):
         report = convert_for(tmp_path / "m.onnx", tmp_path / name, recipe, ConvertOptions())
         assert all(equality.bit_equal or equality.error < 1e-5 for equality in report.equality.values())
+        assert {equality.samples for equality in report.equality.values()} == {2}
         session = CpuSession(tmp_path / name / "model.ort", SessionSettings())
         for rows in (1, 5):
             sample = {"x": np.ones((rows, 4), np.float32), "past": np.ones((2, 4), np.float32)}
             assert session.run(sample)["y"].shape == (rows + 2, 4)
     with pytest.raises(UsageError, match=r"'N'.*'M'"):
         convert_for(tmp_path / "m.onnx", tmp_path / "no", Recipe(targets=("nnapi",)), ConvertOptions())
+
+
+def test_sizes_that_do_not_fit_together_leave_the_smallest_to_compare(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x, float[M,4] z) => (float[?,4] y)
+      <int64[2] one = {1, 4}> { a = Reshape(z, one) y = Add(x, a) }"""
+    parse_model(text, tmp_path / "m.onnx")
+    report = convert_for(tmp_path / "m.onnx", tmp_path / "out", Recipe(targets=()), ConvertOptions())
+    assert {(equality.samples, equality.skipped) for equality in report.equality.values()} == {(1, "")}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 from tiny_models import parse_model
 from verify_devices import InProcess
 
@@ -16,8 +18,10 @@ from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest.manifest import Manifest, decode_manifest, encode_json
+from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
 from edgekit.model.state import State
@@ -26,6 +30,7 @@ from edgekit.package.package import package_bundles
 from edgekit.plain import to_json
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
+from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import read_report, write_report
@@ -232,3 +237,28 @@ def test_the_python_loader_keeps_a_window(rows: int, wanted: list[int]) -> None:
     feed_back = runpy.run_path(str(place))["_feed_back"]
     output = np.arange(10 - rows, 10)[None]
     assert feed_back([1, 3], np.array([[1, 2, 3]]), output).tolist() == [wanted]
+
+
+def test_other_sequences_verify_with_the_float_models_state(bundle: Bundle, tmp_path: Path) -> None:
+    choice, data = DeviceChoice(names=("host",)), save_data(tmp_path / "d.npz", sequences=3)
+    report = verify_with(bundle, bundle.folder.parents[1] / "recurrent.onnx", data, choice, samples=2 * STEPS)
+    (run,) = report.runs
+    assert run.passed, run.failures
+    assert run.state is not None
+    assert (run.state.sequences, run.state.steps) == (2, STEPS)
+    with pytest.raises(DataError, match="no whole sequences"):
+        np.savez(tmp_path / "e.npz", x=np.ones((STEPS + 1, 1, 4), np.float32))
+        verify_with(bundle, bundle.folder.parents[1] / "recurrent.onnx", Data(source=str(tmp_path / "e.npz")), choice)
+
+
+def test_quantize_calibrates_with_the_state_of_sequences(tmp_path: Path) -> None:
+    model, data = parse_model(RECURRENT, tmp_path / "m.onnx"), str(tmp_path / "d.npz")
+    save_data(tmp_path / "d.npz")
+    options = ("--target", "qnn", "--method", "minmax", "--out", str(tmp_path / "q.onnx"), "--quiet")
+    assert run_command(["quantize", str(model), "--data", data, "--steps", str(STEPS), *options]) == 0
+    graph = onnx.load(tmp_path / "q.onnx").graph
+    (scale,) = [node.input[1] for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] == "h"]
+    (values,) = [numpy_helper.to_array(tensor) for tensor in graph.initializer if tensor.name == scale]
+    # Zeros, the state of a first step, would have given this input no range at all.
+    assert float(values) * 255 > 3
+    assert run_command(["quantize", str(model), "--data", data, "--steps", "5", *options]) == 2
