@@ -85,7 +85,7 @@ def describe_state(report: StateReport) -> Iterator[str]:
         if first is not None and last is not None and lost is not None:
             yield (
                 f"{report.sequences} sequences of {report.steps} steps with its own state: output '{drift.output}' has"
-                f" {first:.1f} dB at the first step and {last:.1f} dB at the last; in the second half it is {lost:.1f} dB"
+                f" {first:.1f} dB at the first step and {last:.1f} dB at the last; its second half has {lost:.1f} dB"
                 " less than with the float model's state"
             )
 
