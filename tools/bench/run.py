@@ -47,6 +47,7 @@ BENCHES = (
     Bench("sweep", "sweep.py", "200 cells on 3 Dask workers, 10 of them killed: each result once, each the same byte"),
     Bench("stories", "stories.py", "three users, from edgekit init to a package that their project compiles and runs"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),
+    Bench("bytes", "quantize_onnx_suite.py", "every float node model of onnx is quantized or refused in one line"),
     Bench("bytes", "convert_onnx_suite.py", "every node model of onnx is converted or refused in one line"),
 )
 
