@@ -17,6 +17,9 @@ from edgekit.prepare.weights.stand_in import put_stand_ins, restore_nodes
 EXTERNAL_FROM_BYTES = 1 << 30
 """A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory."""
 
+OUTSIDE_FROM_BYTES = 1 << 26
+"""Weights of a model of this size or more lie in files while its graph is worked on, so that no copy is in memory."""
+
 # These move or drop Q and DQ nodes, which a provider groups into units: it must see them where the quantizer put them.
 _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
@@ -27,11 +30,16 @@ def keeps_external(model: Model) -> bool:
     return model.size_bytes >= EXTERNAL_FROM_BYTES
 
 
+def works_outside(model: Model) -> bool:
+    """Returns True if the weights of a model lie in files while its graph is worked on."""
+    return model.size_bytes >= OUTSIDE_FROM_BYTES
+
+
 def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> onnx.ModelProto:
     """Returns the graph that ONNX Runtime shows to a provider; what it writes on the way goes to `path`.
 
-    External weights are read from `folder`; those of a large model end up in `path` + ".data". Where the graph cannot
-    be kept from what only suits the CPU provider, it is returned as it is.
+    External weights are read from `folder`; those of a model that is not small end up in `path` + ".data". Where the
+    graph cannot be kept from what only suits the CPU provider, it is returned as it is.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load the model.
@@ -51,7 +59,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     if whole and (not stripped or _loads(optimized, model, path)):
         return optimized
     set_nodes(proto.graph, nodes)
-    if keeps_external(model):
+    if works_outside(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto
 
@@ -78,7 +86,7 @@ def _read_from(folder: Path) -> dict[str, str]:
 
 
 def _write_to(path: Path, model: Model) -> dict[str, str]:
-    if not keeps_external(model):
+    if not works_outside(model):
         return {}
     return {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
 

@@ -9,7 +9,7 @@ import onnx
 from edgekit._files import replacing_file
 from edgekit.model.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto, save_proto
 from edgekit.model.skim import point_into, skim_model
-from edgekit.prepare.basic import keeps_external, optimize_basic
+from edgekit.prepare.basic import keeps_external, optimize_basic, works_outside
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.shapes.dims import fix_dims
@@ -22,6 +22,7 @@ from edgekit.prepare.tidy import (
     restore_stamps,
     sort_values,
 )
+from edgekit.prepare.weights.inline import write_inline
 from edgekit.prepare.weights.large import put_weights
 from edgekit.prepare.weights.stripped import skim_weights, strip_weights
 
@@ -74,7 +75,7 @@ def prepare_model(
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
         rename_made(proto.graph, given)
         _tidy(proto, origin)
-        _write(proto, temporary, out)
+        _write(proto, model, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
 
 
@@ -107,7 +108,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
         OutputError: `out` cannot be written.
     """
     proto = skim_weights(model.path)
-    if proto is None and keeps_external(model):
+    if proto is None and works_outside(model):
         return prepare_model(model, out, dims)
     proto = proto or read_proto(model)
     _clean_interface(proto, (), {})
@@ -121,7 +122,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, model.path.parent)
         put_weights(proto.graph, shells)
         _tidy(proto, origin)
-        _write(proto, temporary, out)
+        _write(proto, model, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
 
 
@@ -139,16 +140,16 @@ def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
     with replacing_file(out) as temporary:
-        _write(proto, temporary, out)
+        _write(proto, model, temporary, out)
     return load_model(out)
 
 
 def _read_graph(model: Model) -> onnx.ModelProto:
     """Returns the graph of a model, with its weights unless they are large."""
-    if keeps_external(model) and not model.external_files:
-        # Weights inside a file of gigabytes are not parsed: the graph points into the file, as at external data.
+    if works_outside(model) and not model.external_files:
+        # Weights inside a file are not parsed: the graph points into the file, as at external data.
         return point_into(model.path)
-    return read_proto(model, weights=not keeps_external(model))
+    return read_proto(model, weights=not works_outside(model))
 
 
 def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants: Mapping[str, float]) -> None:
@@ -167,7 +168,10 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     sort_values(proto.graph)
 
 
-def _write(proto: onnx.ModelProto, temporary: Path, out: Path) -> None:
+def _write(proto: onnx.ModelProto, model: Model, temporary: Path, out: Path) -> None:
+    if works_outside(model) and not keeps_external(model):
+        write_inline(proto, temporary.parent, temporary)
+        return
     temporary.write_bytes(proto.SerializeToString(deterministic=True))
     move_data(temporary, out)
 

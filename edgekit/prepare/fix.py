@@ -7,6 +7,8 @@ import msgspec
 import onnx
 
 from edgekit.model.model import Model, iterate_graphs, read_proto
+from edgekit.model.skim import point_into
+from edgekit.prepare.basic import works_outside
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
@@ -109,7 +111,9 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
     Raises:
         OutputError: `out` cannot be written.
     """
-    proto = read_proto(model, weights=False)
+    # One rewrite alone looks at the numbers of weights.
+    outside = works_outside(model) and not model.external_files and unsigned_weights.FIX_ID not in ids
+    proto = point_into(model.path) if outside else read_proto(model, weights=False)
     merge_domains(proto)
     name_nodes(proto.graph)
     fixes = apply_rewrites(proto, ids)

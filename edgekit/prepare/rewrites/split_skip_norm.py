@@ -17,8 +17,8 @@ def split_skip_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
     Returns the names of the nodes. The last bits may differ (1e-5 relative).
     """
-    ops = {"SkipSimplifiedLayerNormalization"} | ({"SkipLayerNormalization"} if opset >= _LAYER_NORM_SINCE else set())
-    return replace_nodes(graph, opset, ops, _expand)
+    ops = ("SkipSimplifiedLayerNormalization", "SkipLayerNormalization")
+    return replace_nodes(graph, opset, ops if opset >= _LAYER_NORM_SINCE else ops[:1], _expand)
 
 
 def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:

@@ -9,6 +9,7 @@ import onnx
 from edgekit._files import move_file, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
 from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
+from edgekit.prepare.weights.inline import write_inline
 
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1024
@@ -16,6 +17,9 @@ _LARGE_BYTES = 1024
 
 def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
     """Writes a graph whose external weights still lie with `source`, copies these beside it, and returns it."""
+    if points_into(proto, source):
+        write_inline(proto, source.path.parent, path)
+        return load_model(path, custom_ops=source.custom_ops)
     if source.external_files:
         gather_data(proto, source.path.parent, path.with_name(f"{path.name}.data"))
     path.write_bytes(proto.SerializeToString(deterministic=True))
@@ -28,7 +32,7 @@ def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
     Raises:
         OutputError: `out` cannot be written.
     """
-    if out.exists() and out.samefile(source.path):
+    if out.exists() and out.samefile(source.path) and not points_into(proto, source):
         write_file(out, proto.SerializeToString(deterministic=True))
     else:
         with work_folder(out.parent) as work:
@@ -36,6 +40,15 @@ def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
             for path in sorted(work.iterdir(), key=lambda path: path.name == out.name):
                 move_file(path, out.with_name(path.name))
     return load_model(out, custom_ops=source.custom_ops)
+
+
+def points_into(proto: onnx.ModelProto, source: Model) -> bool:
+    """Returns True if weights of a graph lie in the very file of the model, as `point_into` leaves them."""
+    return any(
+        entry.key == "location" and entry.value == source.path.name
+        for tensor in proto.graph.initializer
+        for entry in tensor.external_data
+    )
 
 
 def refuse_inline(model: Model) -> None:

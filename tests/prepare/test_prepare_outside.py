@@ -1,0 +1,82 @@
+"""Weights that never are in memory: the files are those that a model in memory would give."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from prepare_models import run_model
+
+from edgekit.model.model import Model, load_model
+from edgekit.model.skim import point_into
+from edgekit.prepare import basic
+from edgekit.prepare.clean import prepare_model, sketch_model
+from edgekit.prepare.fix import fix_model
+from edgekit.prepare.weights.inline import write_inline
+
+
+def make_layers(path: Path, *, external: bool = False) -> Model:
+    """Writes hidden layers whose weights are larger than what skimming leaves inside, with a GELU in parts."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "up": rng.standard_normal((64, 1024)).astype(np.float32) / 8,
+        "down": rng.standard_normal((1024, 64)).astype(np.float32) / 32,
+        "bias": rng.standard_normal(1024).astype(np.float32),
+        "root": np.float32(2**0.5), "one": np.float32(1), "half": np.float32(0.5),
+    }  # fmt: skip
+    links = (
+        ("MatMul", "x", "up", "a"), ("Add", "a", "bias", "b"), ("Div", "b", "root", "c"), ("Erf", "c", "", "d"),
+        ("Add", "d", "one", "e"), ("Mul", "b", "e", "f"), ("Mul", "f", "half", "g"), ("MatMul", "g", "down", "y"),
+    )  # fmt: skip
+    nodes = [helper.make_node(op, [name for name in (left, right) if name], [made]) for op, left, right, made in links]
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 64]) for name in ("x", "y")]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors, doc_string="layers")
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="t")
+    onnx.save(proto, str(path), save_as_external_data=external, location=f"{path.name}.data")
+    return load_model(path)
+
+
+def test_weights_are_written_inside_byte_for_byte(tmp_path: Path) -> None:
+    model = make_layers(tmp_path / "m.onnx")
+    whole = onnx.load(str(model.path)).SerializeToString(deterministic=True)
+    pointing = point_into(model.path)
+    assert len(pointing.SerializeToString()) < len(whole) / 10
+    write_inline(pointing, tmp_path, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == whole
+
+
+def test_a_weight_that_is_cut_off_is_not_written(tmp_path: Path) -> None:
+    model = make_layers(tmp_path / "m.onnx", external=True)
+    proto = onnx.load(str(model.path), load_external_data=False)
+    data = tmp_path / "m.onnx.data"
+    data.write_bytes(data.read_bytes()[:-4])
+    with pytest.raises(OSError, match="ends within a weight"):
+        write_inline(proto, tmp_path, tmp_path / "again.onnx")
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_model_worked_on_outside_of_memory_becomes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
+) -> None:
+    model = make_layers(tmp_path / "m.onnx", external=external)
+    made: list[Path] = []
+    for at_least in (1 << 40, 0):
+        monkeypatch.setattr(basic, "OUTSIDE_FROM_BYTES", at_least)
+        folder = tmp_path / str(at_least)
+        prepared = prepare_model(model, folder / "p.onnx", {"n": 2})
+        fixed = fix_model(prepared, folder / "f.onnx")
+        assert [fix.id for fix in fixed.fixes] == ["join-gelu"]
+        assert fix_model(prepared, prepared.path).model.path.read_bytes() == fixed.model.path.read_bytes()
+        sketched = sketch_model(model, folder / "s.onnx", {"n": 2})
+        assert sorted(path.name for path in folder.iterdir()) == ["f.onnx", "p.onnx", "s.onnx"]
+        assert sketched.node_count == prepared.node_count
+        made.append(fixed.model.path)
+    inputs = {"x": np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)}
+    first, second = (run_model(path, inputs)["y"] for path in made)
+    assert np.array_equal(first, second)
+    one, other = (onnx.load(str(path)).graph for path in made)
+    assert list(one.node) == list(other.node)
+    stored = [sorted(graph.initializer, key=lambda tensor: tensor.name) for graph in (one, other)]
+    assert stored[0] == stored[1]

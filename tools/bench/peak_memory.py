@@ -1,0 +1,138 @@
+"""Peak memory of commands over the size of the model: `python peak_memory.py [90] [400] [1600] [3000] [--limit 8]`.
+
+A model is a chain of hidden layers of so many MB; above 2 GB its weights lie in a file beside it. Each command is a
+process of its own: printed are its CPU seconds and its peak (`ru_maxrss`), which may be 1.2 times the model for
+`prepare` and `check` and twice for what quantizes, and 200 MB more for the interpreter and its libraries. With
+`--limit GB` no command may have more private memory than that (`RLIMIT_DATA`, which counts what is written to and not
+files that are mapped).
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+WIDTH, HIDDEN = 1024, 4096
+LAYER_MB = 2 * WIDTH * HIDDEN * 4 / 1e6
+INT4 = ("--weights", "int4", "--style", "full")
+SIZES_MB = (90, 400, 1600, 3000)
+SPARE_BYTES = 200_000_000
+EXTERNAL_FROM_MB = 2000
+SHARES = {"prepare": 1.2, "check": 1.2, "quantize": 2.0, "int4": 2.0, "build": 2.0}
+
+
+def make_chain(path: Path, size_mb: int) -> None:
+    """Writes pairs of MatMul with a Relu between; in a process of its own, whose memory a child would inherit."""
+    rng, data = np.random.default_rng(0), path.with_name(f"{path.name}.data")
+    external, weights, nodes = size_mb >= EXTERNAL_FROM_MB, list[TensorProto](), list[onnx.NodeProto]()
+    x = "x"
+    with data.open("wb") as file:
+        for index in range(max(1, round(size_mb / LAYER_MB))):
+            for part, dims in (("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))):
+                array = rng.standard_normal(dims, np.float32) / np.float32(dims[0] ** 0.5)
+                weight = TensorProto(name=f"{part}{index}", data_type=TensorProto.FLOAT, dims=dims)
+                if external:
+                    entries = {"location": data.name, "offset": str(file.tell()), "length": str(array.nbytes)}
+                    file.write(array.tobytes())
+                    weight.data_location = TensorProto.EXTERNAL
+                    for key, value in entries.items():
+                        weight.external_data.add(key=key, value=value)
+                else:
+                    weight.raw_data = array.tobytes()
+                weights.append(weight)
+                nodes.append(
+                    helper.make_node("MatMul", [x, weight.name], [f"{part}{index}.y"], name=f"{part}{index}.node")
+                )
+                x = f"{part}{index}.y"
+                if part == "up":
+                    nodes.append(helper.make_node("Relu", [x], [f"relu{index}"], name=f"relu{index}.node"))
+                    x = f"relu{index}"
+    nodes.append(helper.make_node("Softmax", [x], ["y"], name="last"))
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    if not external:
+        data.unlink()
+
+
+def list_commands(model: Path, size_mb: int) -> dict[str, list[str]]:
+    """Returns what is measured; static INT8 needs a model that protobuf holds."""
+    folder = model.parent
+    sized = ["--dim", "batch=1"]
+    small = f"{folder}/int4/int4.onnx"
+    commands = {
+        "prepare": ["prepare", str(model), *sized, "--out", f"{folder}/prepared.onnx", "-q"],
+        "check": ["check", str(model), *sized, "--target", "cpu"],
+        "int4": ["convert", str(model), *sized, *INT4, "--out", f"{folder}/int4", "-q"],
+        "quantize": [
+            "quantize", str(model), *sized, "--target", "cpu", "--data", f"{folder}/data.npz", "--method", "minmax",
+            "--out", f"{folder}/int8.onnx", "-q",
+        ],
+        "build": [
+            "build", small, "--target", "cpu", "--data", f"{folder}/data.npz", "--out", f"{folder}/bundles", "-q",
+        ],
+    }  # fmt: skip
+    if size_mb >= EXTERNAL_FROM_MB:
+        del commands["quantize"]
+    return commands
+
+
+def measure(arguments: list[str], limit_bytes: int | None) -> tuple[int, float, int, str]:
+    """Returns a command's exit code, CPU seconds, peak memory in bytes, and last line."""
+    limit = limit_bytes and partial(resource.setrlimit, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    with tempfile.TemporaryFile("w+") as shown:
+        argv = [sys.executable, "-m", "edgekit", *arguments]
+        child = subprocess.Popen(argv, stdout=shown, stderr=subprocess.STDOUT, preexec_fn=limit or None)  # noqa: PLW1509
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        shown.seek(0)
+        lines = shown.read().strip().splitlines()
+    return child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, lines[-1] if lines else ""
+
+
+def measure_model(size_mb: int, limit_bytes: int | None, only: list[str]) -> bool:
+    """Prints a line for each command on one model; returns True if all stay within their share."""
+    within = True
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
+        model = Path(folder) / "model.onnx"
+        subprocess.run([sys.executable, __file__, "--make", str(model), str(size_mb)], check=True)
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        np.savez(f"{folder}/data.npz", x=np.random.default_rng(1).standard_normal((32, WIDTH), np.float32))
+        for name, arguments in list_commands(model, size_mb).items():
+            if only and name not in only:
+                continue
+            code, seconds, peak, line = measure(arguments, limit_bytes)
+            fits = code == 0 and peak <= SHARES[name] * size + SPARE_BYTES
+            within &= fits
+            share = (peak - SPARE_BYTES) / size
+            print(f"{size / 1e6:6.0f} MB  {name:8} exit {code}  {seconds:6.1f} CPU-s  {peak / 1e6:6.0f} MB", end="  ")
+            print(f"{share:5.2f} of {SHARES[name]}x {'ok' if fits else 'OVER'}  {line[:90]}", flush=True)
+    return within
+
+
+def main() -> int:
+    """Returns 1 if a command fails or takes more than its share."""
+    if sys.argv[1:2] == ["--make"]:
+        make_chain(Path(sys.argv[2]), int(sys.argv[3]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sizes", type=int, nargs="*", default=SIZES_MB)
+    parser.add_argument("--limit", type=float, help="GB of private memory that a command may have")
+    parser.add_argument("--only", action="append", default=[], choices=sorted(SHARES))
+    options = parser.parse_args()
+    limit = None if options.limit is None else int(options.limit * 1e9)
+    # All are measured, also behind one that takes too much.
+    within = [measure_model(size, limit, options.only) for size in options.sizes]
+    return 0 if all(within) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
