@@ -79,6 +79,13 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
     book: RuleBook
     settings: dict[str, str]
 
+    @property
+    def bodies(self) -> str:
+        """What becomes of bodies of control flow under the settings."""
+        placed = self.book.provider.bodies_placed_when.items()
+        entered = any(self.settings.get(name) in values for name, values in placed)
+        return "placed" if entered else self.book.provider.bodies
+
     def find_refusals(self, graph: Graph, unit: Unit) -> tuple[Refusal, ...]:
         """Returns every reason why the rules refuse a unit, none if they do not."""
         book, node = self.book, unit.node
@@ -162,7 +169,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
 
 
 def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
-    if judge.book.provider.bodies != "whole":
+    if judge.bodies != "whole":
         return ()
     for body in unit.node.bodies:
         for inner in group_units(body, None):
@@ -228,7 +235,7 @@ def _for_member(reason: str, unit: Unit, index: int) -> str:
 
 
 def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
-    rule = judge.book.provider.bodies
+    rule = judge.bodies
     if rule == "placed":
         return _check_nodes(body, judge, blocked)
     taken = parent.taken and rule == "whole"

@@ -2,11 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from check_models import check_file, check_text, why_not
 from tiny_models import parse_model
 
+from edgekit._ort import CPU_PROVIDER
+from edgekit.check.check import check_model
+from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.observe import observe_placement
 from edgekit.errors import UsageError
+from edgekit.model.model import load_model
 from edgekit.target import load_target, target_names
 
 RESIZE = 'g (float[1,2,4,4] x) => (float[1,2,8,8] y) <float[4] f = {1,1,2,2}> { y = Resize<mode = "linear">(x, , f) }'
@@ -17,6 +23,10 @@ WIDE = (
     "g (uint16[1,4] x, uint16[4,2] w) => (uint16[1,2] y) <float s = {0.1}, uint16 z = {0}> "
     "{ a = com.microsoft.DequantizeLinear(x, s, z) b = com.microsoft.DequantizeLinear(w, s, z) c = MatMul(a, b) "
     "y = com.microsoft.QuantizeLinear(c, s, z) }"
+)
+BRANCHES = (
+    "g (bool[1] c, float[1,4] x) => (float[1,4] y) { [n0] y = If(c) <then_branch = t () => (float[1,4] u) { [n1] u = Sqrt(x) },"
+    " else_branch = e () => (float[1,4] v) { [n2] v = Abs(x) }> }"
 )
 BIASED = "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1,2,3,4}, float[1,2] b = {1,2}> { y = Gemm(x, w, b) }"
 CASES = [
@@ -70,6 +80,23 @@ def test_without_its_cpu_nnapi_may_fail(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y) { y = Relu(x) }'
     on, off = (check_file(parse_model(text, tmp_path / "m.onnx"), "nnapi", {"cpu": cpu}) for cpu in ("on", "off"))
     assert (on.verdict, on.risks, off.verdict, len(off.risks)) == ("yes", (), "maybe", 1)
+
+
+@pytest.mark.parametrize("enters", ["0", "1"])
+def test_an_option_of_core_ml_lets_bodies_be_placed(enters: str, tmp_path: Path) -> None:
+    """Held against the provider itself where `ios-sim` is installed."""
+    text = f'<ir_version: 8, opset_import: ["" : 17]> {BRANCHES}'
+    model, target = load_model(parse_model(text, tmp_path / "m.onnx")), load_target("coreml")
+    options = {**target.session.provider_options, "EnableOnSubgraphs": enters}
+    platforms = {"ios": msgspec.structs.replace(target.session.platforms["ios"], provider_options=options)}
+    session = msgspec.structs.replace(target.session, provider_options=options, platforms=platforms)
+    changed = msgspec.structs.replace(target, session=session)
+    taken = {node.op: node.taken for node in check_model(model, changed).node_list}
+    assert taken == {"If": False, "Sqrt": enters == "1", "Abs": False}
+    if IosSimulator().find_missing() is None:
+        seen = observe_placement(model, changed, IosSimulator()).providers
+        names = {node.name: node.op for node in check_model(model, changed).node_list}
+        assert {names[name]: provider != CPU_PROVIDER for name, provider in seen.items()} == taken
 
 
 def test_an_architecture_stands_for_a_soc() -> None:

@@ -19,12 +19,11 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-import onnx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from placement_generated import generate_models
-from placement_models import prepare_proto
+from placement_models import write_models
 
+from edgekit._files import work_folder
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.devices.device import DeviceRun, Job
@@ -47,18 +46,19 @@ def main() -> int:
     ends: Counter[str] = Counter()
     far: list[str] = []
     largest, begun, grown = 0, time.monotonic(), 0
-    seeds = range(options.first, options.first + options.sessions)
-    for index, (name, proto) in enumerate(itertools.islice(generate_models(seeds), options.sessions)):
-        with tempfile.TemporaryDirectory() as folder:
-            model = _write_model(proto, Path(folder) / f"{name}.onnx")
+    with tempfile.TemporaryDirectory() as models:
+        # ONNX Runtime itself refuses some.
+        paths = write_models(["generated"], Path(models), range(options.first, options.first + 2 * options.sessions))
+        for index, path in enumerate(itertools.islice(paths, options.sessions)):
+            model = load_model(path)
             job = _make_job(model, target, computed=index % options.computed == 0)
-            (work := Path(folder) / "work").mkdir()
-            run = IosSimulator().run_job(job, work)
+            with work_folder() as work:
+                run = IosSimulator().run_job(job, work)
+                far += [f"{path.name}: {line}" for line in _compare(model, job, run)]
             largest = max(largest, run.peak_rss_bytes)
             ends[_describe_end(run, foretold=job.check.is_refused)] += 1
-            far += [f"{name}: {line}" for line in _compare(model, job, run)]
-        # The first sessions load modules; only what comes after them is growth.
-        grown = _own_peak() if index == 20 else grown
+            # The first sessions load modules; only what comes after them is growth.
+            grown = _own_peak() if index == 20 else grown
     return _report(ends, far, largest, _own_peak() - grown, time.monotonic() - begun)
 
 
@@ -69,11 +69,6 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--computed", type=int, default=4, metavar="EVERY")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     return parser.parse_args()
-
-
-def _write_model(proto: onnx.ModelProto, path: Path) -> Model:
-    prepare_proto(proto, path)
-    return load_model(path)
 
 
 def _make_job(model: Model, target: Target, *, computed: bool) -> Job:

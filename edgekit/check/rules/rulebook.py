@@ -24,7 +24,8 @@ class Provider(_Strict, frozen=True, kw_only=True):
     `ort` is the version of ONNX Runtime that the rules describe; rules with `ort_minor` also tell of older ones.
     `domains` are the operator domains it looks at (empty: it looks at the name only). `since_max` is the newest
     operator version it knows, `opset_min` and `opset_max` the models it looks at. `bodies` of control flow are never
-    entered, placed like the main graph, or taken with their node when every node in them is supported ("whole").
+    entered, placed like the main graph, or taken with their node when every node in them is supported ("whole");
+    settings of `bodies_placed_when` have them placed.
     `rules` are evaluated for every unit before its own. `risks` are those that do not refuse a unit but say why the
     session may fail all the same; `late_risks` those of units that are not taken, but may be claimed once the layout
     changed. `alone` means that no other provider takes what it refuses: then there is no session.
@@ -38,6 +39,7 @@ class Provider(_Strict, frozen=True, kw_only=True):
     opset_min: int = 0
     opset_max: int = 10_000
     bodies: Literal["never", "placed", "whole"] = "never"
+    bodies_placed_when: dict[str, tuple[str, ...]] = {}
     alone: bool = False
     rules: tuple[Rule, ...] = ()
     risks: tuple[Rule, ...] = ()
