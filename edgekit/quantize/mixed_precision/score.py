@@ -111,9 +111,11 @@ class _Tally:
     def add(self, names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> None:
         self._powers += _all_powers(names, expected, found)
         for each, axis in self._decisions.items():
-            one, two = expected[each.tensor].argmax(axis), found[names[each]].argmax(axis)
-            self._decided += one.size
-            self._changed += int((one != two).sum()) if one.shape == two.shape else one.size
+            one, two = expected[each.tensor], found[names[each]]
+            decided = one.argmax(axis)
+            same = decided == two.reshape(one.shape).argmax(axis) if one.size == two.size else np.zeros(decided.shape)
+            self._decided += decided.size
+            self._changed += decided.size - int(np.count_nonzero(same))
 
     def judge(self) -> Closeness:
         ratio = join_ratios([ratio_db(*power) for power in self._powers])
