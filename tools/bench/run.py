@@ -22,6 +22,7 @@ class Bench(NamedTuple):
 
 BENCHES = (
     Bench("accuracy", "four_bits.py", "weights of 8 and 4 bits on QNN against ONNX Runtime's own, 12 models"),
+    Bench("accuracy", "four_bit_methods.py", "roundings, AWQ, rotations and blocks of 4 bits held against each other"),
     Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "collapse/run_unseen.py", "families that no rule was made from: drop and estimate in plain mode"),
@@ -33,6 +34,7 @@ BENCHES = (
     Bench("speed", "quantize_ratio.py", "plain quantize costs at most 3 times ONNX Runtime's quantize_static"),
     Bench("speed", "quantize_ratio.py --growth", "and grows with the nodes, not with their square"),
     Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
+    Bench("speed", "block_speed.py", "what blocks of 4-bit weights cost on the CPU, by size and accuracy level"),
     Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),
     Bench("speed", "convert_speed.py", "both ORT styles against ONNX Runtime's converter"),
     Bench("speed", "peak_memory.py", "models of 90 MB to 3 GB are prepared, checked and made smaller in little memory"),
