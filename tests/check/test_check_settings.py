@@ -25,7 +25,8 @@ WIDE = (
     "y = com.microsoft.QuantizeLinear(c, s, z) }"
 )
 BRANCHES = (
-    "g (bool[1] c, float[1,4] x) => (float[1,4] y) { [n0] y = If(c) <then_branch = t () => (float[1,4] u) { [n1] u = Sqrt(x) },"
+    "g (bool[1] c, float[1,4] x) => (float[1,4] y) {"
+    " [n0] y = If(c) <then_branch = t () => (float[1,4] u) { [n1] u = Sqrt(x) },"
     " else_branch = e () => (float[1,4] v) { [n2] v = Abs(x) }> }"
 )
 BIASED = "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1,2,3,4}, float[1,2] b = {1,2}> { y = Gemm(x, w, b) }"
