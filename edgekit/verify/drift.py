@@ -62,7 +62,7 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
     if report.failure is not None:
         yield f"step by step the device failed: {report.failure}"
         return
-    if not report.outputs:
+    if report.sequences and not report.outputs:
         yield "step by step nothing was compared"
     for output in report.outputs:
         yield from (
@@ -76,6 +76,12 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
                 f"output '{drift.output}' drifts: in the later of {report.steps} steps its own state costs it"
                 f" {lost:.1f} dB, more than {most:g} dB"
             )
+
+
+def doubt_state(report: StateReport) -> Iterator[str]:
+    """Yields why nothing can be told of the state that a device keeps."""
+    if not report.sequences:
+        yield f"it stopped before one sequence of {report.steps} steps was whole: what its own state costs is not known"
 
 
 def describe_state(report: StateReport) -> Iterator[str]:

@@ -219,8 +219,10 @@ def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
     """Returns what the device makes of whole sequences with its own state, None where there are none."""
     state, steps = trial.bundle.manifest.state, trial.bundle.manifest.steps
     whole = len(trial.rows) - len(trial.rows) % steps
-    if not state or steps == 1 or trial.run.failure is not None or not whole:
+    if not state or steps == 1 or trial.run.failure is not None:
         return None
+    if not whole:
+        return StateReport(sequences=0, steps=steps)
     reference, given = (select_samples(samples, range(whole)) for samples in (trial.reference, trial.run.outputs))
     return run_sequences(device, trial.job, state, trial.golden, reference, given, work)
 

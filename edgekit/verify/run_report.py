@@ -10,7 +10,7 @@ from edgekit.bench.latency import Latency
 from edgekit.data.samples import spread_sequences
 from edgekit.evidence import Evidence, Judgement, Verdict
 from edgekit.target import Thresholds
-from edgekit.verify.drift import StateReport, judge_state
+from edgekit.verify.drift import StateReport, doubt_state, judge_state
 from edgekit.verify.facts import OBSERVING, FileReport, Gate, Located, PlacementGap, StandIn
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
 from edgekit.verify.tasks.accuracy import Accuracy
@@ -112,7 +112,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             placement,
             Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
             Gate(name="session", failures=self.findings, unproven=older) if self.findings or older else None,
-            Gate(name="state", failures=tuple(judge_state(self.state, self.thresholds))) if self.state else None,
+            _gate_state(self.state, self.thresholds) if self.state else None,
         )
         files = (self._excuse("file", _judge_file(file, self), file.file) for file in self.files)
         return (self._excuse("run", _judge_end(self)), *outputs, *filter(None, others), *files)
@@ -153,6 +153,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if nothing speaks against the run, and nothing was left open."""
         return self.verdict == "pass"
+
+
+def _gate_state(state: StateReport, thresholds: Thresholds) -> Gate:
+    return Gate(name="state", failures=tuple(judge_state(state, thresholds)), unproven=tuple(doubt_state(state)))
 
 
 def _judge_end(run: RunReport) -> tuple[str, ...]:

@@ -132,6 +132,13 @@ def test_a_device_that_cannot_step_fails(bundle: Bundle, lost: bool, said: str) 
     assert any(f"step by step the device failed: {said}" in line for line in run.failures)
 
 
+def test_a_device_that_stops_within_the_first_sequence_is_not_proven(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [InProcess(stopped_early=True, lie=lambda rows: rows[: STEPS - 1])])
+    (run,) = report.runs
+    assert report.verdict == "not proven", run.failures
+    assert any("before one sequence of 8 steps was whole" in line for line in run.unproven)
+
+
 def test_a_slow_device_runs_one_whole_sequence(bundle: Bundle) -> None:
     slow = msgspec.structs.replace(bundle.manifest.verification[0], device="emulated", samples=3)
     few = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(slow,)))
