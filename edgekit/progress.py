@@ -1,6 +1,7 @@
 """How a stage tells what it is doing, one step in words at a time, and how long it may take."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,44 @@ Progress = Callable[[str], None]
 
 def say_nothing(_step: str) -> None:
     """Takes a step of progress and shows nothing."""
+
+
+class StageTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage took: seconds of the clock, and of all cores with those of ended child processes.
+
+    `target` is the one that it was for, "" where all share it.
+    """
+
+    stage: str
+    target: str = ""
+    seconds: float
+    cpu_seconds: float
+
+
+class Stopwatch:
+    """Tells stages that follow each other apart; what they took adds up to the whole."""
+
+    def __init__(self) -> None:
+        self._stages: list[StageTime] = []
+        self._running: tuple[str, str, float, float] | None = None
+
+    def begin(self, stage: str, target: str = "") -> None:
+        """Begins a stage, and ends the one before."""
+        self.end()
+        self._running = stage, target, time.monotonic(), _cpu_seconds()
+
+    def end(self) -> tuple[StageTime, ...]:
+        """Ends the stage that runs; returns all so far, in order."""
+        if self._running is not None:
+            stage, target, began, used = self._running
+            seconds, cpu_seconds = (round(each, 2) for each in (time.monotonic() - began, _cpu_seconds() - used))
+            self._stages.append(StageTime(stage=stage, target=target, seconds=seconds, cpu_seconds=cpu_seconds))
+            self._running = None
+        return tuple(self._stages)
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
 from edgekit.plain import to_json
 from edgekit.prepare.clean import freeze_model
-from edgekit.progress import Progress, say_nothing
+from edgekit.progress import Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.report.pages.charts import Picture, draw_worst
@@ -57,7 +57,8 @@ def build(
     Raises:
         EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is as it was.
     """
-    start = time.monotonic()
+    start, watch = time.monotonic(), Stopwatch()
+    watch.begin("prepare")
     recipe, progress = recipe or Recipe(), progress or say_nothing
     targets, given = load_targets(recipe), load_model(model)
     # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
@@ -72,10 +73,11 @@ def build(
             progress=progress,
             origin=given.sha256,
             end=end,
+            watch=watch,
         )
         inputs = read_build_inputs(_freeze(given, job), data, job)
         built = _build_all(inputs, job)
-        reports = _verify_all(built, progress) if verify else {}
+        reports = _verify_all(built, job) if verify else {}
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         write_file(staging / "report.json", to_json(report).encode())
         write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
@@ -102,6 +104,7 @@ def _sum_up(
         fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
         bundles=tuple(_summarize(inputs.source, *each, reports, out) for each in zip(job.targets, built, strict=True)),
         seconds=round(time.monotonic() - start, 2),
+        stages=job.watch.end(),
         peak_rss_bytes=peak_rss_bytes(),
         versions=list_versions(),
         report=out / "report.html",
@@ -148,6 +151,7 @@ def _build_all(inputs: BuildInputs, job: BuildJob) -> list[BuiltBundle | Edgekit
 
 
 def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:
+    job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
     try:
         return make_bundle(inputs, target, job, job.work / target.name)
@@ -155,15 +159,16 @@ def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBu
         return error
 
 
-def _verify_all(built: Sequence[BuiltBundle | EdgekitError], progress: Progress) -> dict[str, VerifyReport]:
+def _verify_all(built: Sequence[BuiltBundle | EdgekitError], job: BuildJob) -> dict[str, VerifyReport]:
     """Verifies bundles two at a time: an emulator mostly keeps one core busy."""
+    job.watch.begin("verify")
     whole = [result for result in built if isinstance(result, BuiltBundle)]
 
     def verify(result: BuiltBundle) -> VerifyReport:
         devices = find_devices(result.bundle, result.target, DeviceChoice())
         float_model = result.models["prepare"].path
         task = result.target.thresholds.task
-        report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=progress)
+        report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=job.progress)
         report = attribute_loss(result.bundle, report, result.models)
         # Verifications follow each other in one process: what one has freed is given back before the next begins.
         release_memory()

@@ -23,7 +23,7 @@ from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
 from edgekit.prepare import ready_model
 from edgekit.prepare.fix import SPELLINGS, Fix
-from edgekit.progress import Budget, Progress
+from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings
@@ -37,7 +37,8 @@ from edgekit.verify.tasks.tasks import find_metric
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
 
-    `end` is when planning ends, by `time.monotonic()`. `origin` is the sha256 of the model file as it was given.
+    `end` is when planning ends, by `time.monotonic()`. `origin` is the sha256 of the model file as it was given. The
+    `watch` tells what each stage takes.
     """
 
     recipe: Recipe
@@ -49,6 +50,12 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     origin: str
     memo: Memo = msgspec.field(default_factory=Memo)
     end: float = math.inf
+    watch: Stopwatch = msgspec.field(default_factory=Stopwatch)
+
+    def begin(self, stage: str, words: str) -> None:
+        """Begins a stage that all targets share, and says so."""
+        self.watch.begin(stage)
+        self.progress(words)
 
     def share_time(self, targets: int) -> "BuildJob":
         """Returns the job with the time of the next target: what is left, by the number of targets left."""
@@ -100,7 +107,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, job.work)
     is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
     floats = {} if is_quantized else _find_floats(prepared, job)
-    job.progress("read the samples")
+    job.begin("samples", "read the samples")
     samples = read_sample_sets(
         prepared.inputs,
         data.source,
@@ -111,12 +118,13 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         idle=job.recipe.freeze,
         sequences=sequences,
     )
-    job.progress("run the float model")
+    job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
     check_class_labels(golden)
     recorded = _open_recorded(data, golden, source, job)
     wanted = not is_quantized and job.wants_integers(floats)
+    job.watch.begin("calibrate")
     return BuildInputs(
         source=source,
         prepared=prepared,

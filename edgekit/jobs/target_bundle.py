@@ -70,7 +70,9 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
             precision = _fall_back(error, target, job, notes)
     target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
     notes += told
+    job.watch.begin("convert", target.name)
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
+    job.watch.begin("write", target.name)
     contents = _collect(inputs, target, precision, quantized, converted, check, job)
     contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
     models: dict[Step, Model] = {"prepare": inputs.prepared}

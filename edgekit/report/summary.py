@@ -7,6 +7,7 @@ import msgspec
 from edgekit.check.report import CheckReport
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.plain import Shown
+from edgekit.progress import StageTime
 from edgekit.quantize import Candidate, FloatNode
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.target import Form, Precision
@@ -59,7 +60,7 @@ class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
     this process plus that of its largest child. `data_warnings` tell what looks wrong with the samples. `verified`
-    tells whether verification was asked for.
+    tells whether verification was asked for. `stages` says where the `seconds` went, in the order of the work.
     """
 
     model: str
@@ -71,6 +72,7 @@ class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     fixes: dict[str, int]
     bundles: tuple[BundleSummary, ...]
     seconds: float
+    stages: tuple[StageTime, ...] = ()
     peak_rss_bytes: int
     versions: dict[str, str]
     report: Path

@@ -110,6 +110,15 @@ def test_the_report_is_the_json_beside_it(demo: BuildReport) -> None:
     assert all(f'id="{target}"' in page for target in TARGETS)
 
 
+def test_the_seconds_of_a_build_are_those_of_its_stages(demo: BuildReport) -> None:
+    shared = [(name, "") for name in ("prepare", "samples", "float model", "calibrate")]
+    own = [(name, target) for target in TARGETS for name in ("quantize", "convert", "write")]
+    assert [(stage.stage, stage.target) for stage in demo.stages] == [*shared, *own, ("verify", "")]
+    assert sum(stage.seconds for stage in demo.stages) == pytest.approx(demo.seconds, abs=0.5)
+    # Emulators are processes of their own, which count.
+    assert demo.stages[-1].cpu_seconds > 0.5
+
+
 def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
     for bundle in demo.bundles:
         assert bundle.path is not None

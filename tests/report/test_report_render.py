@@ -7,7 +7,9 @@ from rich.console import Console
 
 import edgekit
 from edgekit.evidence import Evidence
+from edgekit.progress import StageTime
 from edgekit.report.pages.html import render_build
+from edgekit.report.pages.strip import draw_stages
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build
@@ -92,6 +94,21 @@ def test_the_page_escapes_what_models_say() -> None:
     assert "&lt;script&gt;" in page
     assert page.count('class="pass"') >= 2
     assert "nothing ran" in page
+
+
+def test_the_page_shows_where_the_time_of_a_build_went() -> None:
+    stages = (
+        StageTime(stage="prepare", seconds=3.0, cpu_seconds=4.0),
+        StageTime(stage="quantize", target=HOSTILE, seconds=1.0, cpu_seconds=2.25),
+    )
+    first, last = draw_stages(stages)
+    assert (first.left, first.width, last.left, last.width) == (0, 75, 75, 25)
+    assert last.title == f"quantize for {HOSTILE}: 1.0 s"
+    page = render_build(_report(stages=stages))
+    assert "<td>prepare</td><td>all</td><td>3.00</td><td>4.00</td>" in page
+    assert 'style="left: 75.000%; width: 25.000%"' in page
+    assert page.count("<script") == 1
+    assert "<h2>Time</h2>" not in render_build(_report())
 
 
 def test_the_table_says_pass_fail_and_nothing_ran() -> None:

@@ -8,7 +8,7 @@ from edgekit.report.headline import describe_verified, headline_build, headline_
 from edgekit.report.pages.charts import Picture, place_bars, place_layers
 from edgekit.report.pages.layer_chart import BAR_WIDTH, CHART_HEIGHT, draw_layers
 from edgekit.report.pages.pages import make_page
-from edgekit.report.pages.strip import draw_strip
+from edgekit.report.pages.strip import draw_stages, draw_strip
 from edgekit.report.quantization_text import describe_prediction
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import format_bytes
@@ -38,6 +38,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "located": list_located,
     "metric": list_metric,
     "strip": draw_strip,
+    "stages": draw_stages,
 }
 
 

@@ -1,18 +1,19 @@
-"""A placement as a strip: the graph from its first node to its last, and who takes which stretch of it."""
+"""Strips: a graph from its first node to its last, and who takes which stretch; a build from stage to stage."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Literal
 
 import msgspec
 
 from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.progress import StageTime
 
 _MOST_STRETCHES = 200
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that follow each other and go to one place: where they begin and how wide they are, in percent of all.
+    """What follows each other and goes to one place: where it begins and how wide it is, in percent of all.
 
     Partitions that follow each other are told apart by `odd`.
     """
@@ -22,6 +23,22 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     left: float
     width: float
     title: str
+
+
+def draw_stages(stages: Sequence[StageTime]) -> tuple[Stretch, ...]:
+    """Returns the stages of a build one after the other, each as wide as its share of the seconds."""
+    ends = list(accumulate((stage.seconds for stage in stages), initial=0.0))
+    total = ends[-1] or 1.0
+    return tuple(
+        Stretch(
+            place="taken",
+            odd=bool(index % 2),
+            left=100 * start / total,
+            width=100 * stage.seconds / total,
+            title=f"{stage.stage}{f' for {stage.target}' if stage.target else ''}: {stage.seconds:.1f} s",
+        )
+        for index, (start, stage) in enumerate(zip(ends, stages, strict=False))
+    )
 
 
 def draw_strip(report: CheckReport) -> tuple[Stretch, ...]:
