@@ -8,14 +8,16 @@ import msgspec
 from edgekit._files import require_place, write_file
 from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
+from edgekit.bench.report import BenchReport
 from edgekit.bench.subject import Opening
 from edgekit.cli import options
 from edgekit.cli.limits import limit
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_bench, show_json, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.report.markdown import render_bench_markdown
+from edgekit.report.timing.bench_text import list_bench_remarks, table_bench
 
 _MOST = 65536
 
@@ -99,5 +101,13 @@ def command(
         report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
     if markdown is not None:
         write_file(markdown, render_bench_markdown(report).encode())
-    show_json(report) if as_json else show_bench(report)
+    show_json(report) if as_json else _show_bench(report)
     return YES if report.succeeded else NO
+
+
+def _show_bench(report: BenchReport) -> None:
+    """Prints times: the table, each comparison, and what the times are worth."""
+    if report.runs or report.skipped:
+        print_table(table_bench(report))
+    for remark in list_bench_remarks(report):
+        show_line(f"- {remark}")

@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from edgekit.cli import options
-from edgekit.cli.terminal import show_build, show_json, showing_progress
+from edgekit.cli.screen import show_json, showing_progress
+from edgekit.cli.terminal import show_build
 from edgekit.jobs.build import build
 from edgekit.recipe import PRECISIONS, PrecisionChoice
 

@@ -8,7 +8,8 @@ import msgspec
 from edgekit._files import require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
-from edgekit.cli.terminal import show_comparison, show_json, showing_progress
+from edgekit.cli.screen import show_json, showing_progress
+from edgekit.cli.terminal import show_comparison
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import Samples, limit_samples, load_samples

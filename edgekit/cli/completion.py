@@ -4,7 +4,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from edgekit.cli.main import YES, group
-from edgekit.cli.terminal import show_line
+from edgekit.cli.screen import show_line
 
 SHELLS = ("bash", "fish", "zsh")
 

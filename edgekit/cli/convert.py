@@ -7,12 +7,19 @@ import click
 from edgekit.cli import convert_options, options
 from edgekit.cli.convert_options import FormOptions
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_conversion, show_json, showing_progress
+from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.convert.context import ContextOptions
-from edgekit.jobs.convert import ConvertOptions, CoreMlOptions, convert_for
+from edgekit.convert.equality import Equality
+from edgekit.devices.packages import CoreMlFiles
+from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 from edgekit.recipe import Recipe
+from edgekit.report.tables import format_bytes
+from edgekit.target import Form
+
+# Operators whose fate tells nothing by itself.
+_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 
 
 @click.command(short_help="Write the files that a runtime loads: ORT format, full or runtime style.")
@@ -81,5 +88,63 @@ def command(
     )
     with showing_progress(volume) as progress:
         report = convert_for(model, out, recipe, wanted, progress)
-    show_json(report) if as_json else show_conversion(report)
+    show_json(report) if as_json else _show_conversion(report)
     return YES
+
+
+def _show_conversion(report: ConvertReport) -> None:
+    """Prints the files of a conversion, why these, and what is known of each."""
+    for form in report.files:
+        _show_form(report, form)
+    if report.fusion is not None:
+        fused = ", ".join(f"{count} {op}" for op, count in report.fusion.fused.items())
+        nodes = f"{report.fusion.nodes_before} nodes became {report.fusion.nodes_after}"
+        show_line(f"fused: {fused}; {nodes}; {_describe_equality(report.fusion.equality)}")
+    if report.weights is not None:
+        sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
+        show_line(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
+        for note in report.weights.notes:
+            show_line(f"- {note}")
+    if report.quantized:
+        show_line(f"quantized already ({report.quantized}): taken as it is")
+    if report.coreml is not None:
+        _show_coreml(report.coreml, report.out)
+    if report.compatibility:
+        show_line(f"compatibility: {report.compatibility}")
+    show_line(f"why: {report.reason}")
+
+
+def _show_coreml(files: CoreMlFiles, out: Path) -> None:
+    for package in files.packages:
+        operations = ", ".join(f"{count} {kind}" for kind, count in package.operations.items()) or "a neural network"
+        show_line(f"Core ML: {out / package.name}, {format_bytes(package.size_bytes)}: {operations}")
+    if files.cache is not None:
+        where, size = out / files.cache.folder, format_bytes(files.cache.size_bytes)
+        show_line(f"Core ML's cache: {where}, {size}, key {files.cache.key}")
+        releases = ", ".join(map(str, files.cache.releases))
+        show_line(f"  the same partitions on iOS {releases}; what it saves on a phone was not measured")
+
+
+def _describe_equality(found: Equality) -> str:
+    """Returns in words how a file compares with its source."""
+    if found.skipped:
+        return f"not compared with its source: {found.skipped}"
+    if found.bit_equal:
+        return f"bit-equal to its source on {found.samples} samples"
+    return f"error {found.error:.1g} of {found.tolerance:g} allowed against its source on {found.samples} samples"
+
+
+def _show_form(report: ConvertReport, form: Form) -> None:
+    names = report.files[form]
+    size = format_bytes(sum(report.size_bytes[name] for name in names))
+    show_line(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
+    for fate in report.fates.get(form, ()):
+        # Only what changed: operators that all became themselves tell nothing.
+        if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
+            show_line(f"  {fate.sentence}")
+    for node in report.unfused.get(form, ()):
+        show_line(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
+    if form in report.equality:
+        show_line(f"  {_describe_equality(report.equality[form])}")
+    for trait in report.host_traits.get(form, ()):
+        show_line(f"  other bytes on another kind of CPU: {trait}")

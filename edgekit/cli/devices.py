@@ -6,7 +6,8 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_devices, show_json, show_line, show_self_test, showing_progress
+from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.cli.terminal import show_devices, show_self_test
 from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.plain import plain_target
 from edgekit.devices.self_test import try_device

@@ -6,8 +6,9 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_delta, show_json
-from edgekit.inspect.diff import compare_versions
+from edgekit.cli.screen import show_json, show_lines
+from edgekit.inspect.diff import Delta, compare_versions
+from edgekit.report import changes
 
 _FILE = click.Path(path_type=Path)
 
@@ -29,5 +30,10 @@ def command(old: Path, new: Path, target: str | None, as_json: bool) -> int:
     Exit code, as that of diff: 0: they are the same. 1: they are different. 2: one cannot be read.
     """
     delta = compare_versions(old, new, target=target)
-    show_json(delta) if as_json else show_delta(delta)
+    show_json(delta) if as_json else _show_delta(delta)
     return YES if delta.is_same else NO
+
+
+def _show_delta(delta: Delta) -> None:
+    """Prints what is different between two versions, a line each."""
+    show_lines(changes.list_changes(delta))

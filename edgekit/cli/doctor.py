@@ -4,7 +4,8 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_devices, show_json, show_line
+from edgekit.cli.screen import show_json, show_line
+from edgekit.cli.terminal import show_devices
 from edgekit.devices.find import list_devices
 from edgekit.jobs.prepare import list_versions
 

@@ -9,7 +9,7 @@ from edgekit.app.config import FILE, describe_schema
 from edgekit.app.draft import draft_app
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_line
+from edgekit.cli.screen import show_line
 from edgekit.errors import UsageError
 from edgekit.plain import to_json
 

@@ -6,9 +6,11 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_contents, show_json, show_sizes
-from edgekit.inspect.inspect import inspect_model
-from edgekit.inspect.sizes import measure_sizes
+from edgekit.cli.screen import print_table, show_json
+from edgekit.convert.ort_format.report import OrtFileReport
+from edgekit.inspect.inspect import OnnxReport, inspect_model
+from edgekit.inspect.sizes import SizeReport, measure_sizes
+from edgekit.report import changes, text
 
 
 @click.command(short_help="Print what a model contains, or where its bytes are.")
@@ -27,8 +29,20 @@ def command(model: Path, custom_ops: tuple[Path, ...], dims: tuple[str, ...], si
     """
     if sizes:
         measured = measure_sizes(model)
-        show_json(measured) if as_json else show_sizes(measured)
+        show_json(measured) if as_json else _show_sizes(measured)
         return YES
     report = inspect_model(model, custom_ops=custom_ops, dims=options.parse_dims(dims))
-    show_json(report) if as_json else show_contents(report)
+    show_json(report) if as_json else _show_contents(report)
     return YES
+
+
+def _show_contents(report: OnnxReport | OrtFileReport) -> None:
+    """Prints what a model contains."""
+    print_table(text.table_contents(report))
+
+
+def _show_sizes(report: SizeReport) -> None:
+    """Prints where the bytes of a bundle or model are."""
+    print_table(changes.table_files(report))
+    if report.layers:
+        print_table(changes.table_layer_sizes(report))

@@ -11,7 +11,8 @@ from edgekit.bundle.multi import MultiBundle
 from edgekit.bundle.sign import require_private_key
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_doubts, show_json, show_line
+from edgekit.cli.screen import show_json, show_line
+from edgekit.cli.terminal import show_doubts
 from edgekit.jobs.release import Allowed, Doubt, join_verified, sign_verified
 
 _FILE = click.Path(path_type=Path)

@@ -6,7 +6,7 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_json, show_line
+from edgekit.cli.screen import show_json, show_line
 from edgekit.convert.ort_format.operators import find_lacking, list_operators, write_operators
 from edgekit.errors import UsageError
 

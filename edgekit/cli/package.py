@@ -6,7 +6,8 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import print_table, show_doubts, show_json, show_line, show_lines
+from edgekit.cli.screen import print_table, show_json, show_line, show_lines
+from edgekit.cli.terminal import show_doubts
 from edgekit.jobs.release import Allowed, package_verified
 from edgekit.package.contents import parse_extras
 from edgekit.package.package import FORMS, Kind

@@ -6,8 +6,8 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_prepared, showing_progress
-from edgekit.jobs.prepare import PrepareOptions, prepare_for
+from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.jobs.prepare import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
 from edgekit.prepare.change_interface import InterfaceChanges
 from edgekit.target import load_target
@@ -87,5 +87,21 @@ def command(
     )
     with showing_progress(volume) as progress:
         report = prepare_for(source, out, wanted, progress)
-    show_json(report) if as_json else show_prepared(report, out)
+    show_json(report) if as_json else _show_prepared(report, out)
     return YES
+
+
+def _show_prepared(report: PrepareReport, out: Path) -> None:
+    """Prints what became of a model that was prepared, and what an app still does to its images."""
+    show_line(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
+    for spec in (*report.model.inputs, *report.model.outputs) if report.is_refaced else ():
+        show_line(f"- {spec}")
+    for fix in report.fixes:
+        show_line(f"- {fix.id}: {len(fix.nodes)} nodes")
+    if report.gain is not None:
+        for when, share in (("before", report.gain.before), ("after", report.gain.after)):
+            taken = f"{share.taken}/{share.nodes} nodes, {share.taken_macs:.0%} of MACs"
+            show_line(f"{when}: {report.gain.target}: {share.verdict}; {taken} in {share.partitions} partitions")
+    if report.preprocess is not None:
+        left = report.preprocess
+        show_line(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")

@@ -9,7 +9,7 @@ from edgekit._files import require_apart, require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import METRIC
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_json, show_lines, showing_progress
+from edgekit.cli.screen import show_json, show_lines, showing_progress
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges.methods import METHODS

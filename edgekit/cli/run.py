@@ -11,7 +11,7 @@ from edgekit.app.result import AppReport, headline_app
 from edgekit.app.run import list_watched
 from edgekit.app.spread import run_anywhere
 from edgekit.cli import options
-from edgekit.cli.terminal import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.report.tables import format_bytes, make_table
 
 

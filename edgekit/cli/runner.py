@@ -6,7 +6,7 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_line, showing_progress
+from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
 
 

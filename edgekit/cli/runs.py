@@ -6,7 +6,8 @@ import click
 
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
-from edgekit.cli.terminal import show_json, show_line, show_verify
+from edgekit.cli.screen import show_json, show_line
+from edgekit.cli.terminal import show_verify
 from edgekit.verify.history import diff_runs, list_runs, read_run
 
 HISTORY = click.option(

@@ -7,7 +7,7 @@ import click
 from edgekit.app.config import describe_schema
 from edgekit.cli import options
 from edgekit.cli.main import COMMANDS, YES, group
-from edgekit.cli.terminal import show_json
+from edgekit.cli.screen import show_json
 
 
 @click.command(short_help="Print the JSON Schema of edgekit.toml, and with --json every command with its options.")

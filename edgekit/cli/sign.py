@@ -7,7 +7,8 @@ import click
 from edgekit.bundle.sign import make_key
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import describe_attested, show_doubts, show_json, show_line
+from edgekit.cli.screen import show_json, show_line
+from edgekit.cli.terminal import describe_attested, show_doubts
 from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.plain import to_plain

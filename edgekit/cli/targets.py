@@ -1,11 +1,14 @@
 """`edgekit targets`."""
 
+from collections.abc import Sequence
+
 import click
 
 from edgekit.cli import options
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import show_json, show_target, show_targets
-from edgekit.target import load_target, target_names
+from edgekit.cli.screen import print_table, show_json, show_line
+from edgekit.report import text
+from edgekit.target import Target, load_target, target_names
 
 
 @click.command(short_help="List the targets, or show one.")
@@ -21,8 +24,19 @@ def command(name: str | None, settings: tuple[str, ...], as_json: bool) -> int:
     """
     if name is None:
         targets = [load_target(known) for known in target_names()]
-        show_json({"targets": targets}) if as_json else show_targets(targets)
+        show_json({"targets": targets}) if as_json else _show_targets(targets)
         return YES
     target = load_target(name, options.parse_assignments(settings, "--set"))
-    show_json(target) if as_json else show_target(target)
+    show_json(target) if as_json else _show_target(target)
     return YES
+
+
+def _show_targets(targets: Sequence[Target]) -> None:
+    """Prints targets as a table."""
+    print_table(text.table_targets(targets))
+
+
+def _show_target(target: Target) -> None:
+    """Prints one target with its parameters."""
+    show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
+    print_table(text.table_parameters(target))

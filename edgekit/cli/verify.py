@@ -14,7 +14,8 @@ from edgekit.bundle.opening import opened_any, opened_bundle
 from edgekit.cli import options
 from edgekit.cli.limits import Limits, taking_limits
 from edgekit.cli.main import YES
-from edgekit.cli.terminal import describe_attested, show_json, show_line, show_verify, showing_progress
+from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.cli.terminal import describe_attested, show_verify
 from edgekit.data.images import load_preprocess
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
