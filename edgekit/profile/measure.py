@@ -75,8 +75,9 @@ def profile_subject(subject: Subject, device: Device, watching: Watching, progre
     try:
         job = msgspec.structs.replace(subject.job_for(device), threads=watching.threads)
         taken = _take_rounds(device, job, watching)
-        roof = _find_roof(device, watching, progress) if watching.roofline else None
-        return _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, taken, roof)
+        roof, lack = _find_roof(device, watching, progress) if watching.roofline else (None, "")
+        found = _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, taken, roof)
+        return _add_warning(found, lack) if lack else found
     except EdgekitError as error:
         return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
     except ValueError as error:
@@ -134,14 +135,24 @@ def _read(device: Device, run: DeviceRun) -> Trace:
     return trace
 
 
-def _find_roof(device: Device, watching: Watching, progress: Progress) -> Roof:
+def _add_warning(found: Profiled, warning: str) -> Profiled:
+    profile = msgspec.structs.replace(found.profile, warnings=(*found.profile.warnings, warning))
+    return msgspec.structs.replace(found, profile=profile)
+
+
+def _find_roof(device: Device, watching: Watching, progress: Progress) -> tuple[Roof | None, str]:
+    """Returns what a device reaches, or why that is not known: a provider need not take the kernels of the probe."""
+
     def run(job: Job, work: Path) -> DeviceRun:
         progress(f"measure what {device.name} reaches")
         work.mkdir(parents=True, exist_ok=True)
         return device.run_job(job, work)
 
     with work_folder() as work:
-        return find_roof(device.name, watching.threads, run, work, afresh=watching.probe_again)
+        try:
+            return find_roof(device.name, watching.threads, run, work, afresh=watching.probe_again), ""
+        except EdgekitError as error:
+            return None, f"what {device.name} reaches is not known: {error.message}"
 
 
 def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -> Profiled:
@@ -176,7 +187,7 @@ def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
         yield f"this is not the device's time ({found.evidence.value}: {found.evidence.meaning})"
     if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):
         yield f"silent fallback: {found.provider} took no node"
-    if found.overhead is not None and found.overhead.value > DISTURBED:
+    if found.overhead is not None and found.overhead.value > DISTURBED and found.overhead.interval[0] > 1:
         yield (
             f"the profiler makes these runs {found.overhead.value:.2g} times as long, most of it between the kernels:"
             " shares tell more than milliseconds here"

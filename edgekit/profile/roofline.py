@@ -66,14 +66,14 @@ def _measure(device: str, threads: int, run: Runs, work: Path) -> Roof:
     done = run(_make_job(model, threads), work / "run")
     if done.failure is not None or done.trace is None:
         reason = done.failure or "it gave no profile"
-        raise DeviceError(f"'{device}' cannot run the probe: {reason}", hint="leave it out: --no-roofline")
+        raise DeviceError(f"'{device}' cannot run the probe: {reason}", hint="without it: --no-roofline")
     best: dict[str, Step] = {}
     for execution in read_trace(done.trace).executions[1:]:
         for step in execution.steps:
             if step.name not in best or step.duration_us < best[step.name].duration_us:
                 best[step.name] = step
     if not best.keys() >= {_COPY, _FLOAT, _INTEGER}:
-        raise DeviceError(f"the profile of '{device}' lacks kernels of the probe", hint="leave it out: --no-roofline")
+        raise DeviceError(f"the profile of '{device}' lacks kernels of the probe", hint="without it: --no-roofline")
     return Roof(
         float_gmacs=_rate(best, _FLOAT, count_work),
         integer_gmacs=_rate(best, _INTEGER, count_work),

@@ -12,7 +12,11 @@ from tiny_models import parse_model
 
 from edgekit.bench.latency import Ratio
 from edgekit.cli.main import run_command
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import build_runner, host_abi
+from edgekit.devices.process.child import Runner, refuse_run
+from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
@@ -20,6 +24,7 @@ from edgekit.profile.causes import find_causes, find_islands, make_contest
 from edgekit.profile.nodes import find_source, hold_against, list_sources
 from edgekit.profile.pairs import Side, pair_layers
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
+from edgekit.profile.roofline import find_roof
 from edgekit.report.pages.profile_charts import split_area
 
 pytestmark = pytest.mark.slow
@@ -153,6 +158,30 @@ def test_fast_kernels_are_held_against_the_roof() -> None:
     assert [(node.roof_share, node.bound) for node in found] == [
         (0.8, "compute"), (0.2, "compute"), (0.5, "memory"), (0.01, "calls"),
     ]  # fmt: skip
+
+
+def test_what_a_machine_reaches_is_measured_once(tmp_path: Path, own_cache: Path) -> None:
+    asked: list[int] = []
+
+    def run(job: Job, work: Path) -> DeviceRun:
+        asked.append(job.threads)
+        work.mkdir(parents=True)
+        return find_device("host:native", job.target).run_job(job, work)
+
+    first = find_roof("d", 1, run, tmp_path / "a")
+    assert find_roof("d", 1, run, tmp_path / "b") == first
+    assert asked == [1]
+    (kept,) = (own_cache / "roofline").iterdir()
+    kept.write_bytes(b'{"float_gmacs":0,"integer_gmacs":1,"gbytes":1}')
+    assert find_roof("d", 1, run, tmp_path / "c").float_gmacs > 0
+    assert asked == [1, 1]
+
+
+def test_a_device_that_cannot_run_the_probe_says_why(tmp_path: Path, own_cache: Path) -> None:
+    refused = refuse_run(Runner(device="d", evidence=Evidence.EMULATED), "no such kernel")
+    with pytest.raises(DeviceError, match="'d' cannot run the probe: no such kernel"):
+        find_roof("d", 1, lambda job, work: refused, tmp_path)  # noqa: ARG005
+    assert not (own_cache / "roofline").exists()
 
 
 def test_what_no_one_asked_for_is_a_reason_where_it_costs_more_than_before() -> None:
