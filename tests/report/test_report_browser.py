@@ -17,6 +17,8 @@ from test_report_junit import BAD, DEAD, GOOD, _hostile, _report
 from test_report_render import HOSTILE
 from test_report_render import _report as _build
 
+from edgekit.app.config import Cell
+from edgekit.app.result import AppReport, CellResult, PackageResult, fail_cell, render_app
 from edgekit.check.check import check_model
 from edgekit.check.recommend import recommend_target
 from edgekit.data.samples import Samples
@@ -203,6 +205,22 @@ return [...document.querySelectorAll("body *")].filter((part) => !part.closest("
 """
 
 
+def _app() -> AppReport:
+    """A run of 200 cells, one of which failed, and two packages, one of which could not be made."""
+    cell = CellResult(
+        model=LONG, target="nnapi", key="a" * 64, state="built", verdict="pass", headline="1 of 1 bundle passed.",
+        bundle=f"{LONG}/nnapi/{LONG}-nnapi", sha256="b" * 64, report=f"{LONG}/nnapi/report.html", precision="int8",
+        size_before=14_000_000, size_after=3_600_000, taken_macs=0.98, partitions=3, agreement="100.0% top-1, 43.8 dB",
+        evidence="same-binary (android), same-ep (android:x86_64)",
+    )  # fmt: skip
+    failed = fail_cell(Cell(model=LONG, target="qnn", path=Path(), data=Data(source=""), recipe=Recipe()), LONG * 3)
+    package = PackageResult(name="app", kind="aar", key="c" * 64, state="built", path=f"packages/{LONG}.aar")
+    lost = PackageResult(name=LONG, kind="tar", key="", state="failed", failure=f"{LONG}/qnn did not pass")
+    return AppReport(
+        app="edgekit.toml", out=Path("build"), cells=(cell,) * 199 + (failed,), packages=(package, lost), seconds=9.0
+    )
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A page of each kind, with long names."""
@@ -218,6 +236,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     output = msgspec.structs.replace(GOOD.outputs[0], name=LONG)
     models = ModelComparison(a=LONG, b="float", samples=8, outputs=(output,), layers=LAYERS, device="arm64")
     return {
+        "app": render_app(_app()),
         "build": render_build(build),
         "check": render_check(summary),
         "compare": render_comparison(models, min_sqnr_db=15.0),
@@ -227,7 +246,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("width", [380, 800, 1400])
-@pytest.mark.parametrize("kind", ["build", "check", "compare", "quantize", "verify"])
+@pytest.mark.parametrize("kind", ["app", "build", "check", "compare", "quantize", "verify"])
 def test_nothing_is_cut_off(
     kind: str, width: int, pages: dict[str, str], browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
