@@ -20,7 +20,7 @@ def make_workflow(action: Path) -> str:
         name: {"type": "string", "default": entry.get("default", "")} for name, entry in given.get("inputs", {}).items()
     }
     job = {"runs-on": "ubuntu-latest", "steps": given["runs"]["steps"]}
-    return yaml.safe_dump({"name": "action", "on": {"workflow_call": {"inputs": inputs}}, "jobs": {"action": job}})
+    return str(yaml.safe_dump({"name": "action", "on": {"workflow_call": {"inputs": inputs}}, "jobs": {"action": job}}))
 
 
 def main() -> int:

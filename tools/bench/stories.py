@@ -204,7 +204,7 @@ def make_detector() -> onnx.ModelProto:
     body = apply("Mul", "mul_0", body, gate)
     body = apply("Relu", "relu_0", conv("conv2d_transpose_0", body, (16, 8), 2, 2, "ConvTranspose"))
     apply("Sigmoid", "sigmoid_0", conv("conv2d_transpose_1", body, (8, 1), 2, 2, "ConvTranspose"))
-    wanted = ["DynamicDimension.0", 3, "DynamicDimension.1", "DynamicDimension.2"]
+    wanted: list[str | int | None] = ["DynamicDimension.0", 3, "DynamicDimension.1", "DynamicDimension.2"]
     graph = helper.make_graph(
         nodes,
         "PaddleDetector",
