@@ -253,6 +253,8 @@ def _cluster(workers: int) -> Iterator[LocalCluster]:
     with LocalCluster(
         n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
     ) as cluster:
+        # Under load a nanny may give up to restart its worker: then another one comes.
+        cluster.adapt(minimum=workers, maximum=workers)
         yield cluster
 
 
