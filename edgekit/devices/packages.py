@@ -9,12 +9,15 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_file, work_folder, write_new
+from edgekit.check.check import check_model
+from edgekit.data.samples import select_samples
+from edgekit.devices.device import Job
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.ios.mil.program import Operation, read_package
-from edgekit.devices.observe import observe_placement
+from edgekit.devices.observe import draw_samples
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph
-from edgekit.model.model import Model
+from edgekit.model.model import Model, load_model
 from edgekit.target import Target
 
 CACHE = "coreml_cache"
@@ -70,7 +73,7 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
     """
     oldest = int(target.settings["ios"])
     with work_folder() as work:
-        first = _ask_provider(model, target, work / str(oldest))
+        first = _ask_provider(_describe_job(model, target), work / str(oldest))
         kept = None
         if cache:
             releases = (oldest, *(release for release in _RELEASES if release > oldest))
@@ -81,8 +84,8 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
     return CoreMlFiles(packages=found, cache=kept)
 
 
-def match_operations(model: Model, target: Target) -> dict[str, tuple[Operation, ...]]:
-    """Returns the operations of ML Programs that the Core ML provider makes of each node of a model, by its name.
+def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
+    """Returns the operations of ML Programs that the Core ML provider makes of each node of a job's model, by its name.
 
     The provider writes node by node and keeps the names of tensors, but for letters that MIL does not know. A node that
     ONNX Runtime joined with another, or that the provider left to the CPU, has none.
@@ -91,9 +94,15 @@ def match_operations(model: Model, target: Target) -> dict[str, tuple[Operation,
         DeviceError: `ios-sim` is not installed, or the provider refuses the model or takes nothing of it.
         ValueError: what it wrote is no ML Program.
     """
+    job = msgspec.structs.replace(job, samples=select_samples(job.samples, ()))
     with work_folder() as work:
-        programs = [read_package(partition) for partition in _ask_provider(model, target, work / "models")]
-    makers = {_name_in_mil(name): node.name for node in read_graph(model).nodes for name in node.output if name}
+        programs = [read_package(partition) for partition in _ask_provider(job, work / "models")]
+    makers = {
+        _name_in_mil(name): node.name
+        for node in read_graph(load_model(job.model)).nodes
+        for name in node.output
+        if name
+    }
     found: dict[str, tuple[Operation, ...]] = {}
     for program in programs:
         waiting: list[Operation] = []
@@ -114,18 +123,31 @@ def _name_in_mil(name: str) -> str:
     return f"_{safe}" if name[0].isdigit() else safe
 
 
-def _ask_provider(model: Model, target: Target, folder: Path) -> tuple[Path, ...]:
+def _describe_job(model: Model, target: Target) -> Job:
+    return Job(
+        model=model.path,
+        target=target,
+        precision=target.precision,
+        outputs=model.outputs,
+        check=check_model(model, target),
+        samples=draw_samples(model, 0),
+    )
+
+
+def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
     """Returns what the provider writes into a folder, in the order of the partitions."""
     folder.mkdir()
-    seen = observe_placement(model, target, IosSimulator(cache=folder))
-    if seen.failure is not None:
+    with work_folder() as work:
+        run = IosSimulator(cache=folder).run_job(job, work)
+    # A session that was made has a load time.
+    if run.load_ms <= 0:
         raise DeviceError(
-            f"the Core ML provider refuses '{model.name}': {seen.failure}", hint="edgekit check --observe"
+            f"the Core ML provider refuses '{job.model.stem}': {run.failure}", hint="edgekit check --observe"
         )
     found = sorted(folder.glob("*/[0-9]*_*/model"), key=lambda path: int(path.parent.name.partition("_")[0]))
     if not found:
         raise DeviceError(
-            f"the Core ML provider takes nothing of '{model.name}'", hint="edgekit check --target coreml says why"
+            f"the Core ML provider takes nothing of '{job.model.stem}'", hint="edgekit check --target coreml says why"
         )
     return tuple(found)
 
@@ -141,7 +163,9 @@ def _require_alike(model: Model, target: Target, releases: Sequence[int], first:
     made = {releases[0]: [_outline(partition) for partition in first]}
     for release in releases[1:]:
         other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
-        made[release] = [_outline(partition) for partition in _ask_provider(model, other, work / str(release))]
+        made[release] = [
+            _outline(partition) for partition in _ask_provider(_describe_job(model, other), work / str(release))
+        ]
     for before, after in pairwise(releases):
         if made[before] != made[after]:
             raise DeviceError(

@@ -102,7 +102,7 @@ def test_operations_are_matched_to_the_nodes_that_they_are_made_of(tmp_path: Pat
         node.output[0] = {"a": "1/a:0", "b": "b.b"}.get(node.output[0], node.output[0])
         node.input[0] = {"a": "1/a:0", "b": "b.b"}.get(node.input[0], node.input[0])
     save(proto, str(tmp_path / "m.onnx"))
-    found = match_operations(load_model(tmp_path / "m.onnx"), load_target("coreml"))
+    found = match_operations(make_job(tmp_path / "m.onnx", "coreml", precision="fp32"))
     kinds = {name: [operation.kind for operation in operations] for name, operations in found.items()}
     assert kinds == {
         "n0": ["sigmoid_hard"],

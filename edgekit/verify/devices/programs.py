@@ -9,7 +9,6 @@ from edgekit.devices.ios.mil.program import Operation
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.packages import match_operations
 from edgekit.errors import EdgekitError
-from edgekit.model.model import load_model
 from edgekit.verify.facts import Located
 
 
@@ -18,7 +17,7 @@ def name_operations(device: Device, job: Job, found: Located) -> Located:
     if kind_of(device) != NAME:
         return found
     try:
-        matched = match_operations(load_model(job.model), job.target)
+        matched = match_operations(job)
     except (EdgekitError, ValueError) as error:
         note = f"the layers were not matched to Core ML's program: {error}"
         return msgspec.structs.replace(found, notes=(*found.notes, note))
