@@ -3,10 +3,10 @@
     python tools/bench/ios_sessions.py [--sessions N] [--first SEED] [--computed EVERY] [--set NAME=VALUE]
 
 Each session is a process of its own. Of every EVERY-th model one sample is computed too, and held against this
-machine's CPU provider. Printed are how many sessions were made, computed, refused (with the words), ended by a signal
-or out of time, apart from those that check foretold; the largest memory of a session; and by how much this process
-grew. It returns 1 if one hung or ended by a signal unforetold, if memory grew by more than a GB, or if what was
-computed lies below 40 dB.
+machine's CPU provider without optimisation, whose integers may differ. Printed are how many sessions were made,
+computed, refused (with the words), ended by a signal or out of time, apart from those that check foretold; the largest
+memory of a session; and by how much this process grew. It returns 1 if one hung or ended by a signal unforetold, if
+memory grew by more than a GB, or if what was computed lies below 40 dB.
 """
 
 import argparse
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from placement_models import write_models
 
 from edgekit._files import work_folder
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.ios.ios import IosSimulator
@@ -97,7 +97,7 @@ def _describe_end(run: DeviceRun, *, foretold: bool) -> str:
 def _compare(model: Model, job: Job, run: DeviceRun) -> list[str]:
     if run.failure is not None or not run.outputs.count:
         return []
-    session = CpuSession(model.path, SessionSettings())
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
     wanted = [session.run(sample) for sample in job.samples]
     reports = compare_outputs(msgspec.structs.replace(job.samples, read=lambda: iter(wanted)), run.outputs)
     below = [output for output in reports if output.sqnr_db is not None and output.sqnr_db < _LEAST_DB]
