@@ -226,7 +226,7 @@ class Killer(threading.Thread):
 
     def _kill(self) -> bool:
         # Only those that work: a nanny whose worker dies while it starts gives up, and Dask would run out of workers.
-        known = set(self._cluster.scheduler.workers)
+        known = set(self._cluster.scheduler_info["workers"])
         workers = [nanny for nanny in self._cluster.workers.values() if nanny.worker_address in known]
         pids = [nanny.process.pid for nanny in workers if nanny.process is not None and nanny.process.pid]
         if not pids:
@@ -238,7 +238,7 @@ class Killer(threading.Thread):
 
 def find_again(cluster: LocalCluster) -> list[str]:
     """Returns the keys of cells that were begun after they had been finished."""
-    with Client(cluster.scheduler_address, set_as_default=False) as client:
+    with Client(cluster.scheduler_address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
         events = [(stamp, event) for stamp, event in client.get_events("edgekit")]
     finished: dict[str, float] = {}
     for stamp, event in events:
@@ -250,7 +250,7 @@ def find_again(cluster: LocalCluster) -> list[str]:
 @contextmanager
 def _cluster(workers: int) -> Iterator[LocalCluster]:
     dask.config.set({"distributed.admin.low-level-log-length": 100_000, "distributed.logging.distributed": "error"})
-    with LocalCluster(
+    with LocalCluster(  # type: ignore[no-untyped-call]
         n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
     ) as cluster:
         # Under load a nanny may give up to restart its worker: then another one comes.
