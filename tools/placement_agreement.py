@@ -38,9 +38,9 @@ from edgekit.devices.find import find_device
 from edgekit.devices.observe import (
     ObservedPlacement,
     match_nodes,
-    name_as_model,
     observe_placement,
 )
+from edgekit.devices.placed import name_as_model
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.model.model import load_model

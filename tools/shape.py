@@ -63,7 +63,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "devices": (
         ("packages",),
         ("observe", "register"),
-        ("find",),
+        ("find", "placed"),
         ("android", "ios", "remote"),
         ("release",),
         ("local",),

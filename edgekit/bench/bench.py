@@ -1,6 +1,5 @@
 """Timing a subject on devices, and saying what the times are worth."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from edgekit.bench.latency import describe_drift, find_drift, median_interval
 from edgekit.bench.report import BenchReport, BenchRun, SkippedBench
 from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bench.thermal import describe_change
-from edgekit.devices.device import Device
+from edgekit.devices.device import Device, Job
 from edgekit.devices.parallel import run_each
+from edgekit.devices.placed import count_nodes
 from edgekit.devices.process.link import list_model_files
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError
@@ -96,7 +96,7 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
     try:
         job = effort.apply(subject.job_for(device))
         run = msgspec.structs.replace(run, provider=job.target.provider, model_bytes=_measure(job.model))
-        return _describe(run, run_enough(device, job, effort))
+        return _describe(run, run_enough(device, job, effort), job)
     except EdgekitError as error:
         return msgspec.structs.replace(run, failure=error.message)
 
@@ -105,13 +105,13 @@ def _measure(model: Path) -> int:
     return sum(file.stat().st_size for file in list_model_files(model).values())
 
 
-def _describe(empty: BenchRun, blocks: Sequence[Block]) -> BenchRun:
+def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
     series, last = np.asarray(join_times(blocks), dtype=np.float64), blocks[-1].run
-    counts = Counter(node.provider for node in last.placement)
+    counts = count_nodes(last, job)
     median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
     run = msgspec.structs.replace(
         empty,
-        provider_nodes=dict(sorted(counts.items())),
+        provider_nodes=counts,
         median_ms=median,
         mean_ms=float(series.mean()),
         p90_ms=p90,

@@ -1,7 +1,6 @@
 """Asking a real provider where it puts each node of a model, and comparing that with what check predicts."""
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -17,9 +16,10 @@ from edgekit.devices.device import Device, Job
 from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
 from edgekit.devices.local import coreml
+from edgekit.devices.placed import add_unnamed, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
-from edgekit.graph.graph import Node, read_graph
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target
@@ -34,9 +34,6 @@ _ORACLES = {
 
 # What they take is built, and loaded, with the session.
 _PLACED_AT_LOAD = frozenset({android.NNAPI, coreml.PROVIDER})
-
-# What ONNX Runtime's layout change adds to the name of a node that it makes anew.
-_TOKEN = re.compile(r"_token_\d+$")
 
 _MAX_SAMPLE_ELEMENTS = 1 << 27
 
@@ -208,17 +205,10 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     if opened and run.failure:
         notes = (*notes, f"the run on random numbers failed: {run.failure}")
     return ObservedPlacement(
-        providers=_add_unnamed(model, seen) if is_xnnpack and providers else seen,
+        providers=add_unnamed(model, seen) if is_xnnpack and providers else seen,
         notes=notes,
         failure=None if opened else run.failure,
     )
-
-
-def name_as_model(providers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Returns providers by the names that nodes have in the model, without what a change of the layout adds."""
-    added = {_TOKEN.sub("", name): provider for name, provider in providers.items() if name not in names}
-    # Exact names win over those that only match without the suffix.
-    return added | dict(providers)
 
 
 def draw_samples(model: Model, count: int) -> Samples:
@@ -249,25 +239,3 @@ def _count_elements(spec: TensorSpec) -> int:
 
 def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim in spec.shape or () if isinstance(dim, int))
-
-
-def _add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the place of every node of the model: a session does not name what XNNPACK took alone, without fusing.
-
-    A Transpose that is on neither side was cancelled when the layout changed; it is left out with the Q and DQ around
-    it.
-    """
-    graph = read_graph(model)
-    gone = {node.index for node in graph.nodes if node.op_type == "Transpose" and node.name not in providers}
-
-    def is_gone(node: Node) -> bool:
-        if node.index in gone or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
-            return node.index in gone
-        beside = [graph.producers.get(node.input[0]), *graph.consumers.get(node.output[0], ())]
-        return any(other and other.index in gone for other in beside)
-
-    return {
-        node.name: providers.get(node.name, android.XNNPACK)
-        for node in graph.nodes
-        if node.name in providers or not is_gone(node)
-    }

@@ -1,7 +1,6 @@
 """Running a bundle on devices and judging what comes back."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.parallel import run_each, run_together
+from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
@@ -259,7 +259,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     bundle, run = trial.bundle, trial.run
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes = read_classes(trial.golden)
-    counts, gap = Counter(node.provider for node in run.placement), find_gap(run, trial.job)
+    gap = find_gap(run, trial.job)
     hidden, (outputs, excused) = describe_hidden(gap), _compare(trial)
     return RunReport(
         device=run.device,
@@ -270,7 +270,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         planned_samples=trial.job.samples.count,
         steps=bundle.manifest.steps,
         findings=tuple(_list_findings(trial, asked)),
-        provider_nodes=dict(sorted(counts.items())),
+        provider_nodes=count_nodes(run, trial.job),
         placement_source=run.placement_source,
         gap=gap,
         outputs=outputs,

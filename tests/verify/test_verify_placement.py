@@ -9,17 +9,21 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_check, make_contents
+from exported_models import draw_inputs, export_bert
 from onnx import helper, numpy_helper
 from verify_devices import CPU_PROVIDER, Altering, InProcess
 from verify_models import make_images, save_network
 
-from edgekit.bundle.folder import Bundle, read_check, write_bundle
+from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
 from edgekit.bundle.golden.golden import make_golden
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.devices.find import find_device
+from edgekit.devices.placed import count_nodes
 from edgekit.evidence import Evidence
+from edgekit.jobs.build import build
+from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
@@ -102,6 +106,48 @@ def test_layers_that_fall_back_fail_the_run(
     line = bad.failures[0]
     assert line.startswith(f"silent fallback: {lost} was predicted to take ran on CPUExecutionProvider")
     assert names in line
+
+
+def compute_all_weights(proto: onnx.ModelProto) -> None:
+    """Makes every constant matrix of a Gemm or MatMul a result, of the same values, which XNNPACK does not take."""
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    made = [
+        helper.make_node("Cast", [proto.graph.input[0].name], ["floats"], "floats", to=onnx.TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["floats"], ["mean"], "mean", keepdims=0),
+        helper.make_node("Mul", ["mean", "none"], ["nothing"], "nothing"),
+    ]
+    for node in proto.graph.node:
+        if node.op_type in {"Gemm", "MatMul"} and node.input[1] in stored:
+            weight = f"{node.name}.weight"
+            made.append(helper.make_node("Add", [node.input[1], "nothing"], [weight], weight))
+            node.input[1] = weight
+    nodes = [*made, *proto.graph.node]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), "none"))
+
+
+@pytest.mark.slow
+def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(tmp_path: Path) -> None:
+    target = load_target("xnnpack")
+    inner = find_device("android:x86_64", target)
+    missing = inner.find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    bert = export_bert(tmp_path / "bert.onnx", "torchscript17")
+    drawn = [draw_inputs(bert, seed) for seed in range(4)]
+    stacked = {name: np.stack([each[name] for each in drawn]) for name in drawn[0]}
+    np.savez(tmp_path / "bert.npz", allow_pickle=False, **stacked)
+    recipe = Recipe(targets=("xnnpack",), precision="fp32")
+    report = build(bert.path, Data(source=str(tmp_path / "bert.npz")), tmp_path / "out", recipe, verify=False)
+    path = report.bundles[0].path
+    assert path is not None
+    bundle = open_bundle(path)
+    good = verify_bundle(bundle, [inner]).runs[0]
+    assert good.passed
+    assert good.provider_nodes == {CPU_PROVIDER: 36, target.provider: 9}
+    bad = verify_bundle(bundle, [Altering(inner=inner, change=compute_all_weights)]).runs[0]
+    assert bad.failures[0].startswith(f"silent fallback: 8 of the 9 nodes that {target.provider} was predicted to take")
 
 
 def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> RunReport:
@@ -306,6 +352,32 @@ def test_xnnpack_does_not_name_floats_that_it_takes_alone(placed: str, words: st
         check = msgspec.structs.replace(job.check, node_list=nodes)
         hidden = describe_unmatched(run, msgspec.structs.replace(on_xnnpack, check=check))
         assert ("ran nowhere" in str(hidden)) == (words is None)
+
+
+@pytest.mark.parametrize(
+    ("placed", "source", "counts"),
+    [
+        ("d Conv cpu", "session", (1, 2)),
+        ("b Relu npu, d Conv cpu", "session", (1, 3)),
+        ("a Conv cpu, b Relu cpu, c Gemm cpu, d Conv cpu", "session", (4, 0)),
+        ("one FusedConv cpu, two FusedConv cpu, three QGemm cpu", "session", (3, 0)),
+        ("d Conv cpu", "profile", (1, 0)),
+        ("", "session", (0, 0)),
+    ],
+)
+def test_nodes_that_go_unnamed_count_where_the_cpu_did_not_take_them(
+    placed: str, source: str, counts: tuple[int, int]
+) -> None:
+    run, job = observe(placed, source=source)
+    npu, xnnpack = job.target.provider, load_target("xnnpack")
+    moved = tuple(
+        msgspec.structs.replace(node, provider=xnnpack.provider) if node.provider == npu else node
+        for node in run.placement
+    )
+    there = count_nodes(msgspec.structs.replace(run, placement=moved), msgspec.structs.replace(job, target=xnnpack))
+    assert (there.get(CPU_PROVIDER, 0), there.get(xnnpack.provider, 0)) == counts
+    # A provider that names what it takes took no more than it names.
+    assert count_nodes(run, job).get(npu, 0) == placed.count("npu")
 
 
 @pytest.mark.parametrize(("macs", "told"), [(5, False), (6, True)])

@@ -4,7 +4,6 @@ An app may open any file that a bundle ships, not only the one that the manifest
 runtime that an app links, a file that it does not open there is not evidence of anything, and should not be shipped.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device
 from edgekit.devices.labelled import kind_of
+from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.target import Form, Verification
@@ -59,7 +59,7 @@ def try_model_files(
         yield FileReport(
             file=job.model.name,
             form=form,
-            provider_nodes=dict(sorted(Counter(node.provider for node in run.placement).items())),
+            provider_nodes=count_nodes(run, job),
             load_ms=run.load_ms,
             outputs=excuse(outputs, run.outputs, bundle, samples),
             failure=run.failure,

@@ -5,21 +5,12 @@ from collections.abc import Sequence
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.check.report import CheckedNode, CheckReport
-from edgekit.devices.android.android import XNNPACK
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.observe import name_as_model
+from edgekit.devices.placed import FAMILIES, find_lost, goes_unnamed, name_as_model
 from edgekit.model.skim import skim_model
 from edgekit.verify.facts import OBSERVING, PlacementGap
 
 _MOST_NAMES = 20
-# Operators that do a model's work, by what ONNX Runtime's optimisers turn into one another on the CPU.
-_FAMILIES = {
-    "Conv": "Conv", "FusedConv": "Conv", "QLinearConv": "Conv", "ConvInteger": "Conv", "NhwcFusedConv": "Conv",
-    "ConvTranspose": "ConvTranspose", "QLinearConvTranspose": "ConvTranspose",
-    "Gemm": "MatMul", "QGemm": "MatMul", "FusedGemm": "MatMul", "MatMul": "MatMul", "FusedMatMul": "MatMul",
-    "QLinearMatMul": "MatMul", "MatMulInteger": "MatMul", "MatMulIntegerToFloat": "MatMul",
-    "DynamicQuantizeMatMul": "MatMul",
-}  # fmt: skip
 # Their bodies hold nodes that a session reports, and that the list of the model's nodes does not have.
 _REPEATING = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 # ONNX Runtime merges equal nodes and folds constants before it places them, so that a little work may be gone.
@@ -39,8 +30,7 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     names = {node.name for node in check.node_list}
     places = name_as_model({node.name: node.provider for node in run.placement}, names)
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
-    lost = [node for node in taken if places.get(node.name) == CPU_PROVIDER]
-    lost += _find_renamed(check, taken, run.placement, places.keys() & names)
+    lost = find_lost(run, check)
     total = sum(node.macs for node in check.node_list)
     return PlacementGap(
         predicted=len(taken),
@@ -74,31 +64,24 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
     if not run.placement or any(node.op in _REPEATING for node in nodes) or _holds_compiled(run, job):
         return None
     expected, reported = (
-        Counter(_FAMILIES[node.op] for node in side if node.op in _FAMILIES) for side in (nodes, run.placement)
+        Counter(FAMILIES[node.op] for node in side if node.op in FAMILIES) for side in (nodes, run.placement)
     )
     for family, count in sorted((reported - expected).items()):
         return (
             f"its placement is not this model's: it reports {count} {family} more than the {expected[family]} there are"
         )
     seen = name_as_model({node.name: node.provider for node in run.placement}, {node.name for node in nodes})
-    unseen = [node for node in nodes if node.op in _FAMILIES and node.name not in seen and not _goes_unnamed(node, job)]
+    unseen = [
+        node for node in nodes if node.op in FAMILIES and node.name not in seen and not goes_unnamed(node, job.target)
+    ]
     hidden: list[CheckedNode] = []
     for family, count in sorted((expected - reported).items()):
-        hidden += sorted((node for node in unseen if _FAMILIES[node.op] == family), key=lambda node: node.macs)[:count]
+        hidden += sorted((node for node in unseen if FAMILIES[node.op] == family), key=lambda node: node.macs)[:count]
     work = sum(node.macs for node in nodes)
     if not hidden or sum(node.macs for node in hidden) <= _MOST_UNSEEN * work:
         return None
     names = ", ".join(f"'{node.name}'" for node in hidden[:5]) + (", ..." if len(hidden) > 5 else "")
     return f"its placement is not whole: {len(hidden)} nodes that do the model's work ran nowhere, as {names}"
-
-
-def _goes_unnamed(node: CheckedNode, job: Job) -> bool:
-    """Returns True for a float node that XNNPACK takes alone, which a session does not name.
-
-    What runs on the CPU has a name there, and so have QDQ groups and what an activation is fused into (ONNX Runtime
-    1.29 for Android, run).
-    """
-    return job.target.provider == XNNPACK and node.taken and not node.integers
 
 
 def _holds_compiled(run: DeviceRun, job: Job) -> bool:
@@ -107,7 +90,7 @@ def _holds_compiled(run: DeviceRun, job: Job) -> bool:
         return job.model.suffix == ".onnx" and any(
             node.op_type == "EPContext" for node in skim_model(job.model).graph.node
         )
-    known = {node.op for node in job.check.node_list} | _FAMILIES.keys()
+    known = {node.op for node in job.check.node_list} | FAMILIES.keys()
     return run.placement_source == "profile" and any(
         node.provider != CPU_PROVIDER and node.op not in known for node in run.placement
     )
@@ -121,23 +104,6 @@ def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: se
     if any(node.op in _REPEATING for node in check.node_list):
         return 0
     left = (node for node in check.node_list if not node.taken and not node.is_quantizer)
-    unseen = sum(node.op not in _FAMILIES and node.name not in known for node in left)
+    unseen = sum(node.op not in FAMILIES and node.name not in known for node in left)
     made = sum(node.provider == CPU_PROVIDER and node.name not in known for node in placement)
     return max(0, unseen - made)
-
-
-def _find_renamed(
-    check: CheckReport, taken: Sequence[CheckedNode], placement: Sequence[PlacedNode], known: set[str]
-) -> list[CheckedNode]:
-    """Returns, for nodes of the CPU under names that the model lacks, as many that were predicted taken."""
-    unknown = [node for node in placement if node.provider == CPU_PROVIDER and node.name not in known]
-    strange = Counter(_FAMILIES[node.op] for node in unknown if node.op in _FAMILIES)
-    expected = Counter(
-        _FAMILIES[node.op]
-        for node in check.node_list
-        if not node.taken and node.op in _FAMILIES and node.name not in known
-    )
-    found: list[CheckedNode] = []
-    for family, count in sorted((strange - expected).items()):
-        found += [node for node in taken if _FAMILIES.get(node.op) == family and node.name not in known][:count]
-    return found
