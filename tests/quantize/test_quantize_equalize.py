@@ -111,6 +111,15 @@ def unequal(tmp_path: Path) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
 
+def test_passes_are_more_where_weights_share_a_scale(unequal: tuple[Model, Calibration]) -> None:
+    model, calibration = unequal
+    graph = read_float_graph(model)
+    weights = [node.input[1] for node in graph.nodes if node.op_type in {"Conv", "Gemm"}]
+    own, shared = (choose_measured(graph, calibration, each)["r"][:4] for each in (weights, ()))
+    # Three passes: 512, 64, 4, 16 and 128, 16, 2, 8; two with a shared scale: 128, 16, 1, 4.
+    assert (own, shared) == ((256, 32, 4, 16), (128, 16, 2, 8))
+
+
 def per_tensor(name: str) -> Target:
     target = load_target(name)
     return msgspec.structs.replace(
