@@ -50,7 +50,7 @@ def app(tmp_path: Path) -> Path:
     shutil.copyfile(MODEL, tmp_path / "model.onnx")
     with np.load(CALIBRATION) as given:
         np.savez(tmp_path / "samples.npz", **{name: rows[:16] for name, rows in given.items()})
-    (tmp_path / "edgekit.toml").write_text(TEXT.replace('on = ["{device}"]', ""))
+    (tmp_path / "edgekit.toml").write_text(TEXT.replace("{device}", 'host", "emulated'))
     return tmp_path / "edgekit.toml"
 
 

@@ -90,9 +90,7 @@ def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: P
     with ssh_board(arm=True) as board, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", board.programs, prepend=os.pathsep)
         native = SshDevice(host="board", runner=program, library=library, provider=CPU_PROVIDER, threads=1)
-        python = SshDevice(host="board", provider=CPU_PROVIDER, threads=1, python="python3")
         assert _outputs(native, job, work / "ssh") == wanted
-        assert _outputs(python, job, work / "python") == wanted
 
 
 def test_a_board_with_python_needs_no_runner(job: Job, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
