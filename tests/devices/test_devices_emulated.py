@@ -68,6 +68,16 @@ def test_a_float16_file_is_rounded_after_every_node(tmp_path: Path, work: Path) 
     assert got["y"].dtype == np.float16
 
 
+def test_what_a_float16_file_leaves_in_float32_is_not_rounded(tmp_path: Path, work: Path) -> None:
+    """`to` 1 and 10 are float32 and float16."""
+    body = (
+        "(float16[1,1] x) => (float16[1,1] y) { h = Abs(x) a = Cast<to=1>(h) b = Mul(a, a) c = Sqrt(b)"
+        " d = Cast<to=10>(c) y = Neg(d) }"
+    )
+    got = run_one(text_job(tmp_path / "m.onnx", body, np.array([[300.0]], np.float16)), work)
+    assert got == -300
+
+
 def test_a_float16_weight_keeps_its_value(tmp_path: Path, work: Path) -> None:
     nodes = [
         helper.make_node("Cast", ["x"], ["h"], "in", to=onnx.TensorProto.FLOAT16),

@@ -7,7 +7,7 @@ import onnx
 from demo_paths import MODEL
 from tiny_models import parse_model
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import prepare_model
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
@@ -58,6 +58,26 @@ def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
     converted = convert_to_fp16(prepared, kept, tmp_path / "h.onnx")
     names = [node.name for node in read_proto(converted.model).graph.node]
     assert len(set(names)) == len(names)
+
+
+def test_kept_nodes_hand_each_other_floats(tmp_path: Path) -> None:
+    """What lies between them may be beyond half; where a half node reads it too, it reads a half."""
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y, float[2] z, bool[2] n)'
+        "{ [a] h = Abs(x) [b] s = Mul(h, h) [c] r = Sqrt(s) [d] y = Neg(r) [e] z = Relu(r) [f] m = Sigmoid(r)"
+        " [g] n = IsNaN(m) }"
+    )
+    sample = {"x": np.array([300.0, 1e-5], np.float32)}
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    kept = convert_to_fp16(model, ("b", "c", "f"), tmp_path / "k.onnx").model
+    proto = read_proto(kept)
+    (root,) = (node for node in proto.graph.node if node.name == "c")
+    assert root.input[0] == "s"
+    assert sum(node.op_type == "Cast" for node in proto.graph.node) == 6
+    onnx.checker.check_model(proto, full_check=True)
+    got = CpuSession(kept.path, SessionSettings(level=Level.DISABLED)).run(sample)
+    np.testing.assert_allclose(got["y"], [-300.0, -1e-5], rtol=2e-3)
+    np.testing.assert_array_equal(got["z"], -got["y"])
 
 
 def test_weights_beyond_half_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Our own arithmetic in place of a provider: 8-bit grids through Q and DQ nodes, half precision by rounding."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
     A model with Q and DQ nodes runs as it is: each of its quantized units computes in float and is then rounded onto
     its grid. A model of precision fp16, whether its file says float32 or float16, is rounded to half around each node
-    that the check says the provider takes. The peak of memory is that of this process, with all it did before.
+    that the check says the provider takes, but for those that a file with float16 values leaves in float32. The peak
+    of memory is that of this process, with all it did before.
     """
 
     name: str = "emulated"
@@ -118,10 +120,23 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
     full = read_proto(model)
-    round_to_half(full, _taken_names(job), _find_types(full, work))
+    types = _find_types(full, work)
+    round_to_half(full, _taken_names(job) & _list_halved(full, types), types)
     rounded = work / "half.onnx"
     onnx.save(full, str(rounded))
     return rounded
+
+
+def _list_halved(proto: onnx.ModelProto, types: Mapping[str, int]) -> frozenset[str]:
+    """Returns the nodes that compute in half: all in a file that says float32, in another those that read or make it.
+
+    A file with float16 values leaves nodes in float32 on purpose, and providers compute these so.
+    """
+    every = frozenset(node.name for node in proto.graph.node)
+    halved = {name for name, dtype in types.items() if dtype == HALF}
+    if not halved:
+        return every
+    return frozenset(node.name for node in proto.graph.node if halved & {*node.input, *node.output})
 
 
 def _find_types(proto: onnx.ModelProto, work: Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The adapter to onnxruntime's float16 converter, the only module that imports it."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import onnx
@@ -12,6 +12,8 @@ from edgekit.graph.graph import list_bodies
 from edgekit.graph.rewrite import set_nodes
 
 _LOGGER = logging.getLogger(float16.__name__)
+# How the converter ends the names of the casts behind and before a kept node; before it stands the tensor's name.
+_TO_HALF, _TO_FLOAT = "_cast_to_fp16_node", "_cast_to_fp32_node"
 
 
 def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) -> onnx.ModelProto:
@@ -36,6 +38,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     finally:
         _LOGGER.disabled = False
     _drop_repeated_casts(converted.graph)
+    _join_kept(converted.graph)
     return converted
 
 
@@ -51,6 +54,47 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
         seen.update(node.output)
         nodes.append(node)
     set_nodes(graph, list(_in_order(nodes)))
+
+
+def _join_kept(graph: onnx.GraphProto) -> None:
+    """Lets kept nodes hand floats to kept nodes: between them the converter casts to float16 and back.
+
+    That would round, and make infinity of what float16 cannot hold.
+    """
+    made = {node.name: node for node in graph.node}
+    names: dict[str, str] = {}
+    for name, restore in made.items():
+        half = made.get(restore.input[0] + _TO_HALF) if name.endswith(_TO_FLOAT) else None
+        if half is not None:
+            names[restore.output[0]] = half.input[0]
+    if not names:
+        return
+    restored = names.keys()
+    read = {name for node in graph.node if node.output[0] not in restored for name in _list_read(node)}
+    read |= {output.name for output in graph.output}
+    # Where nobody reads the half, the float takes its name: layers are compared by the names of their tensors.
+    unread = {node.output[0]: node.input[0] for node in made.values() if node.name == node.output[0] + _TO_HALF}
+    unread = {half: whole for half, whole in unread.items() if half not in read and whole in names.values()}
+    renamed = {whole: half for half, whole in unread.items()}
+    set_nodes(graph, [node for node in graph.node if node.output[0] not in {*restored, *unread}])
+    renaming = {**{old: renamed.get(new, new) for old, new in names.items()}, **renamed}
+    for node in graph.node:
+        _rename(node, renaming)
+    kept = [value for value in graph.value_info if value.name not in {*restored, *unread}]
+    for value in kept:
+        value.name = renamed.get(value.name, value.name)
+    infos = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
+    del graph.value_info[:]
+    graph.value_info.extend(infos)
+
+
+def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    for values in (node.input, node.output):
+        for place, name in enumerate(values):
+            values[place] = names.get(name, name)
+    for body in list_bodies(node):
+        for inner in body.node:
+            _rename(inner, names)
 
 
 def _in_order(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

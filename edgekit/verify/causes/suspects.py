@@ -24,7 +24,8 @@ _LEAST_USED = 0.9
 _ORDER = "holds the reference's values in another order: look at layout and channel order"
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
-    " edgekit compare SOURCE MODEL --layers names the layer, leave it in float"
+    " edgekit compare SOURCE MODEL --layers names the layer; build it again with samples that reach as far,"
+    " which leaves such layers in float32, or with --precision fp32"
 )
 
 _Pairs = Sequence[tuple[Floats, Floats]]

@@ -11,7 +11,7 @@ import msgspec
 from edgekit.bundle.folder import LAYERS, Bundle
 from edgekit.bundle.golden.golden import Golden, read_inputs
 from edgekit.bundle.manifest.manifest import encode_json
-from edgekit.data.samples import select_samples, spread_indices
+from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import BundleError, ModelError, RuntimeRefusal
 from edgekit.model.model import Model
 from edgekit.verify.layers.comparison import LayerReport, compare_layers
@@ -34,14 +34,18 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
     """
     if deployed is None:
         return LayerEvidence(note="the layers were not compared: the bundle holds no ONNX file")
-    few = select_samples(read_inputs(golden), spread_indices(golden.samples, _SAMPLES))
     try:
-        return LayerEvidence(layers=compare_layers(prepared, deployed, few))
+        return LayerEvidence(layers=compare_layers(prepared, deployed, spread_golden(golden)))
     except (ModelError, RuntimeRefusal) as error:
         reason = error.message
         for model in (prepared, deployed):
             reason = reason.replace(f"{model.path.parent}/", "")
         return LayerEvidence(note=f"the layers were not compared with the float model's: {reason}")
+
+
+def spread_golden(golden: Golden) -> Samples:
+    """Returns the few samples, spread over all, on which the tensors inside a model are looked at."""
+    return select_samples(read_inputs(golden), spread_indices(golden.samples, _SAMPLES))
 
 
 def encode_evidence(evidence: LayerEvidence) -> bytes:

@@ -1,13 +1,52 @@
-"""Values that are not finite inside a model: which of them are meant so, as masks are."""
+"""Values that half precision cannot hold inside a model: which there are, and which are meant so, as masks are."""
 
 import numpy as np
 
+from edgekit.data.samples import Samples
+from edgekit.graph.graph import Graph, read_graph
+from edgekit.model.model import Model
 from edgekit.model.tensors import Array
+from edgekit.verify.matching.trace import adapt_sample, open_traced
 
 HALF_MAX = 65504.0
 """The largest finite number of half precision (IEEE 754 binary16)."""
 # Attention masks are minus infinity, the lowest float, or minus a thousand million: a softmax makes zero of all.
 _MASK = -1e8
+# Samples that nobody has seen reach farther than those that were looked at.
+_HEADROOM = 2.0
+
+
+def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
+    """Returns the nodes of a float model that read or make a value near or beyond `HALF_MAX`, with the largest.
+
+    Small constants that a node reads count too where half precision would clamp them. Masks do not count. The order is
+    that of computation. Memory holds the tensors of one sample; bodies of nodes are not looked into.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime does not run the model.
+        UsageError: the samples do not fit it.
+    """
+    graph = read_graph(model)
+    computed = [name for node in graph.nodes for name in node.output if name and graph.is_float(name)]
+    reach = {name: _measure_constant(graph, name) for node in graph.nodes for name in node.input if name}
+    traced = open_traced(model, computed)
+    for sample in samples:
+        given = adapt_sample(sample, model)
+        for name, value in {**given, **traced.run(given)}.items():
+            if value.dtype.kind == "f":
+                reach[name] = max(reach.get(name, 0.0), measure_largest(value))
+    largest = {
+        node.name: max((reach.get(name, 0.0) for name in (*node.input, *node.output)), default=0.0)
+        for node in graph.nodes
+    }
+    return {name: value for name, value in largest.items() if value * _HEADROOM > HALF_MAX}
+
+
+def _measure_constant(graph: Graph, name: str) -> float:
+    """Returns the largest value of a small constant that half precision would clamp, else 0: a sample moves none."""
+    constant = graph.array(name) if graph.is_float_constant(name) else None
+    largest = 0.0 if constant is None else measure_largest(constant)
+    return largest if largest > HALF_MAX else 0.0
 
 
 def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
