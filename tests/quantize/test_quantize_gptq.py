@@ -13,10 +13,12 @@ from edgekit.graph.graph import view_model
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import HEADERS, InputMoments, open_moments, save_moments
 from edgekit.quantize.rounding.gptq import (
+    FOUR_LIMIT,
     LIMIT,
     REDUCED_LIMIT,
     Rounded,
     add_spread,
+    lowest,
     refit_weights,
     round_gptq,
     round_nearest,
@@ -226,6 +228,40 @@ def test_weights_are_rounded_with_the_moments_of_their_inputs(tmp_path: Path, ro
         check(found, wanted, moment.mean)
     assert found.integers.tolist() == wanted.integers[0].tolist()
     assert not bias or found.bias.any()
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "refit", "comq"])
+@pytest.mark.parametrize("limit", [FOUR_LIMIT, LIMIT])
+def test_weights_of_inputs_that_never_fired_are_rounded_to_the_nearest(
+    tmp_path: Path, rounding: Rounding, limit: int
+) -> None:
+    rng, inputs = np.random.default_rng(0), 32
+    seen = np.maximum(rng.normal(size=(400, inputs)) @ rng.normal(size=(inputs, inputs)), 0)
+    # One is dead, and one follows another so faintly that 8 bits do not see it move.
+    seen[:, 3], seen[:, 7] = 0, seen[:, 0] * 1e-3
+    matrix = rng.normal(size=(5, inputs)).astype(np.float32)
+    matrix[:, 3] = 2.5
+    moments = InputMoments(
+        count=len(seen), mean=seen.mean(axis=0)[None], spread=np.ptp(seen, axis=0)[None], low=seen.min(axis=0),
+        high=seen.max(axis=0), blocks=(seen.T @ seen / len(seen))[None].astype(np.float32),
+    )  # fmt: skip
+    save_moments(tmp_path / "moments.npz", {"gemm": moments})
+    some = np.zeros(5, np.float32)
+    proto = make_gemm(
+        FLOAT.replace("BIAS", ", b").replace("4] x", "32] x").replace("2] y", "5] y"), {"w": matrix, "b": some}
+    )
+    qdq = make_gemm(
+        QDQ.replace("BIAS", ", bd").replace("4] x", "32] x").replace("2] y", "5] y"),
+        {"s": np.float32(0.05), "z": np.uint8(0), "wq": np.zeros((5, inputs), np.int8), "ws": some,
+         "wz": some.astype(np.int8), "bq": some.astype(np.int32), "bs": some, "bz": some.astype(np.int32)},
+    )  # fmt: skip
+    round_qdq_weights(qdq, view_model(proto), tmp_path, rounding, {}, bits={"w": 4} if limit == FOUR_LIMIT else None)
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in qdq.graph.initializer}
+    exact, integers = matrix / found["ws"][:, None], found["wq"].astype(np.int32)
+    for index in (3, 7):
+        assert np.array_equal(integers[:, index], np.clip(np.rint(exact[:, index]), lowest(limit), limit))
+    # The inputs that fire make up for each other's errors.
+    assert np.abs(exact - integers).max() > 0.6
 
 
 def test_what_was_rounded_is_kept_for_the_same_weights_and_rounding(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ _ROWS, _BLOCK = 8, 64
 _DAMPING = 0.01
 # The second moment of an input that never fired, beside the others; and where all are 0. Cholesky needs it above 0.
 _DEAD, _LEAST = 1e-6, 1e-30
+# An input that moves by less of what the widest one of its layer does stays within half a step of 8 bits.
+_STILL = 1 / 512
 
 
 class Rounded(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,24 @@ def add_spread(moment: Array, spread: Array, samples: int) -> Array:
     # An input may fire in a place that no patch was taken from.
     energy = spread**2 / (samples + 1)
     return np.asarray(moment + energy[:, :, None] * np.eye(moment.shape[-1]))
+
+
+def find_still(moment: Array, spread: Array) -> Array:
+    """Returns which inputs, bool [groups, inputs], stayed at zero in every sample, as far as 8 bits can tell.
+
+    `spread` is [groups, inputs]. Nothing is known of what such an input does when it fires: its weights are the float
+    model's to say.
+    """
+    most = _STILL * spread.max()
+    # Without a bias an input that is always the same takes the part of one, and what it does is known.
+    return np.asarray((spread <= most) & (np.diagonal(moment, axis1=1, axis2=2) <= most**2))
+
+
+def free_still(moment: Array, still: Array) -> Array:
+    """Returns a second moment without what inputs that stayed at zero have to do with others, so they take no error."""
+    moves = ~still
+    together = moves[:, :, None] & moves[:, None, :]
+    return np.asarray(moment * (together | np.eye(moment.shape[-1], dtype=bool)))
 
 
 def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:

@@ -22,6 +22,8 @@ from edgekit.quantize.rounding.gptq import (
     LIMIT,
     Rounded,
     add_spread,
+    find_still,
+    free_still,
     join_pieces,
     refit_weights,
     round_gptq,
@@ -178,12 +180,15 @@ def _round_with_moments(
         # The bias takes the mean error, so only what varies is left to err: the covariance counts.
         mean = moments.mean.reshape(-1, size, 1)
         blocks = blocks - mean * np.swapaxes(mean, 1, 2)
-    blocks = add_spread(shrink_moment(blocks, moments.count), moments.spread.reshape(-1, size), moments.count)
+    spread = moments.spread.reshape(-1, size)
+    still = find_still(blocks, spread)
+    blocks = free_still(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), still)
     pieces = layer.inputs // size
     split = split_pieces(matrix, layer.groups, size)
     noise = place.step**2 / 12 if refit else 0.0
     if refit:
-        split = refit_weights(split, blocks, noise)
+        # Least squares would take the weights of inputs that never fired for nothing.
+        split = np.where(still[:, None], split, refit_weights(split, blocks, noise))
     scale = find_scale(join_pieces(split, layer.groups))
     if rounding == "comq" and place.has_four_bits:
         found = round_comq(split, blocks, np.repeat(scale, pieces, axis=0), fits_scale=pieces == 1)
