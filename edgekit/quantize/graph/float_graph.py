@@ -16,6 +16,7 @@ from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops, read
 from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import drop_initializer_inputs
 from edgekit.quantize.graph.attention_masks import clamp_masks
+from edgekit.quantize.graph.gemms import split_gemms
 from edgekit.quantize.graph.names import avoid_name_collisions
 
 MINIMUM_OPSET = 13
@@ -40,6 +41,7 @@ def read_float_graph(model: Model) -> Graph:
     _check_float(model, proto)
     lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph)
+    split_gemms(proto.graph)
     avoid_name_collisions(proto, model.path.name)
     clamp_masks(proto.graph)
     _spell_defaults(proto.graph)

@@ -1,0 +1,68 @@
+"""Gemm with a computed bias: what it computes stays the same, and all of it is quantized."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+from quantize_models import random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.convert.convert import convert_model
+from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.model.model import Model, save_proto
+from edgekit.prepare import prepare_model
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.target import load_target
+
+CELL = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x, float[1,16] s) => (float[1,16] y) {
+  [left] a = MatMul(x, w) [right] b = MatMul(s, u) [sum] c = Add(a, b) [bound] y = Relu(c) }"""
+GEMM = """<ir_version: 8, opset_import: ["" : 17]> g (float[8,8] x, float[8,16] s) => (float[8,16] y) {
+  [gemm] y = Gemm<FACTORS>(x, w, BIAS) }"""
+FACTORS = ["alpha = 1.0", "transA = 1, alpha = 0.5, beta = 2.0", "transB = 1, beta = 2.0"]
+
+
+def make_model(text: str, path: Path, *, turned: bool = False) -> Model:
+    proto, rng = parser.parse_model(text), np.random.default_rng(1)
+    for name, shape in {"w": (16, 8) if turned else (8, 16), "u": (16, 16), "k": (16,)}.items():
+        value = rng.normal(0, 0.3, shape).astype(np.float32)
+        if any(name in node.input for node in proto.graph.node):
+            proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    return save_proto(proto, path)
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+def test_a_gemm_with_a_computed_bias_becomes_a_product_and_a_sum(factors: str, tmp_path: Path) -> None:
+    text = GEMM.replace("FACTORS", factors).replace("BIAS", "s")
+    model = make_model(text, tmp_path / "m.onnx", turned="transB" in factors)
+    graph = read_float_graph(model)
+    split = save_proto(graph.model, tmp_path / "split.onnx")
+    sample = next(iter(random_samples(model)))
+    one, two = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, split))
+    np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    product = next(node for node in graph.nodes if node.op_type == "MatMul")
+    assert (product.name, graph.nodes[-1].op_type, product.input[1] in graph.constants) == ("gemm", "Add", True)
+    assert len(graph.constants) == len({name for node in graph.nodes for name in node.input} & graph.constants.keys())
+
+
+@pytest.mark.parametrize("bias", ["k", ""])
+def test_a_gemm_whose_bias_is_constant_or_absent_stays_one(bias: str, tmp_path: Path) -> None:
+    text = GEMM.replace("FACTORS", "alpha = 1.0").replace(", BIAS", f", {bias}" if bias else "")
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx"))
+    assert [node.op_type for node in graph.nodes] == ["Gemm"]
+
+
+def test_all_products_of_a_recurrent_cell_are_integer(tmp_path: Path) -> None:
+    model = prepare_model(make_model(CELL, tmp_path / "cell.onnx"), tmp_path / "prepared.onnx", {})
+    # This is how ONNX Runtime shows it: the sum is in the second product.
+    assert [node.op_type for node in onnx.load(str(model.path)).graph.node] == ["MatMul", "Gemm", "Relu"]
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    target = load_target("cpu")
+    plan = plan_quantization(model, calibration, target, "int8", method="minmax")
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx")
+    assert quantized.float_nodes == ()
+    seen = find_integer_nodes(quantized.model, signed=True)
+    assert (sum(seen.values()), len(seen)) == (3, 3)
+    convert_model(quantized.model, target, tmp_path / "converted")
