@@ -17,15 +17,17 @@ DISTURBED = 1.2
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine reaches with some threads, measured by a probe of three kernels.
+    """What a machine reaches with some threads, measured by a probe of four kernels.
 
     `float_gmacs` and `integer_gmacs` are giga multiply-accumulates a second of a product of matrices in float32, and of
-    uint8 with int8; `gbytes` are gigabytes a second read and written by an Add that no cache holds.
+    uint8 with int8; `gbytes` are gigabytes a second read and written by an Add that no cache holds,
+    `cache_gbytes` by one of 256 KiB.
     """
 
     float_gmacs: float
     integer_gmacs: float
     gbytes: float
+    cache_gbytes: float = 0.0
 
 
 class NodeTime(msgspec.Struct, frozen=True, kw_only=True):

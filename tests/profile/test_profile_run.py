@@ -25,7 +25,7 @@ from edgekit.profile.nodes import find_source, hold_against, list_sources
 from edgekit.profile.pairs import Side, pair_layers
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
-from edgekit.report.pages.profile_charts import split_area
+from edgekit.report.pages.profile_charts import describe_node, split_area
 
 pytestmark = pytest.mark.slow
 
@@ -149,15 +149,23 @@ def causes(slow: DeviceProfile, fast: DeviceProfile) -> list[str]:
 
 
 def test_fast_kernels_are_held_against_the_roof() -> None:
-    roof = Roof(float_gmacs=50, integer_gmacs=200, gbytes=10)
+    roof = Roof(float_gmacs=50, integer_gmacs=200, gbytes=10, cache_gbytes=40)
     busy = kernel("Conv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001)
     whole = kernel("QLinearConv", 1.0, macs=40_000_000, gmacs_per_s=40.0, gbytes_per_s=0.001, integers=True)
     moving = kernel("Add", 1.0, bytes=5_000_000, gbytes_per_s=5.0)
     short = kernel("Add", 0.002, gbytes_per_s=0.1)
-    found = hold_against([busy, whole, moving, short], roof)
+    near = kernel("Mul", 0.05, bytes=1_000_000, gbytes_per_s=20.0)
+    found = hold_against([busy, whole, moving, short, near], roof)
     assert [(node.roof_share, node.bound) for node in found] == [
-        (0.8, "compute"), (0.2, "compute"), (0.5, "memory"), (0.01, "calls"),
+        (0.8, "compute"), (0.2, "compute"), (0.5, "memory"), (0.0025, "calls"), (0.5, "memory"),
     ]  # fmt: skip
+
+
+def test_no_share_of_the_roof_is_shown_above_all_of_it() -> None:
+    fast = kernel("Add", 1.0, bytes=5_000_000, gbytes_per_s=33.0)
+    (held,) = hold_against([fast], Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
+    assert held.roof_share == pytest.approx(3.3)
+    assert "100% of the roof" in describe_node(held)
 
 
 def test_what_a_machine_reaches_is_measured_once(tmp_path: Path, own_cache: Path) -> None:
@@ -172,8 +180,8 @@ def test_what_a_machine_reaches_is_measured_once(tmp_path: Path, own_cache: Path
     assert find_roof("d", 1, run, tmp_path / "b") == first
     assert asked == [1]
     (kept,) = (own_cache / "roofline").iterdir()
-    kept.write_bytes(b'{"float_gmacs":0,"integer_gmacs":1,"gbytes":1}')
-    assert find_roof("d", 1, run, tmp_path / "c").float_gmacs > 0
+    kept.write_bytes(b'{"float_gmacs":1,"integer_gmacs":1,"gbytes":1}')
+    assert find_roof("d", 1, run, tmp_path / "c").cache_gbytes > 0
     assert asked == [1, 1]
 
 

@@ -92,7 +92,7 @@ def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hu
 def describe_node(node: NodeTime) -> str:
     """Returns what a picture says of a kernel."""
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
-    roof = "" if node.roof_share is None else f", {node.roof_share:.0%} of the roof"
+    roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
     return (
         f"{node.op} {node.source or node.name} ({short_provider(node.provider)}): {node.self_ms:.3g} ms,"
         f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {describe_shapes(node.inputs)} ->"

@@ -56,7 +56,7 @@ def table_nodes(profile: DeviceProfile, most: int) -> Table:
             format_bytes(node.bytes),
             f"{node.gmacs_per_s:.3g}" if node.macs else "-",
             f"{node.gbytes_per_s:.3g}",
-            "-" if node.roof_share is None else f"{node.roof_share:.0%} {node.bound}",
+            "-" if node.roof_share is None else f"{min(node.roof_share, 1):.0%} {node.bound}",
             f"{describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}",
         )
     return table
@@ -74,7 +74,8 @@ def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
         roof = profile.roof
         yield (
             f"{profile.device} reaches {roof.float_gmacs:.3g} GMAC/s in float32, {roof.integer_gmacs:.3g} in 8 bits,"
-            f" and {roof.gbytes:.3g} GB/s (a probe, measured once)"
+            f" {roof.gbytes:.3g} GB/s from memory and {roof.cache_gbytes:.3g} GB/s from a cache"
+            " (a probe, measured once)"
         )
     yield from (f"would help: {describe_cause(cause)}" for cause in profile.advice)
     yield from profile.warnings
