@@ -104,3 +104,14 @@ def test_plain_blocks_have_scales_that_are_not_of_lpbq(tmp_path: Path) -> None:
     plain, snapped = (quantize_blocks(weight, 4, 32, lpbq=lpbq)[1] for lpbq in (False, True))
     assert (plain < 0).any()
     assert (snapped > 0).all()
+
+
+def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> None:
+    device, path = find_device("qnn-htp-sim", load_target("qnn")), tmp_path / "m.onnx"
+    if device.find_missing() is not None:
+        pytest.skip("the simulator is not here")
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 0]) for name in "xy")
+    proto = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"], "relu")], "g", [x], [y]))
+    onnx.save(proto, str(path))
+    run = device.run_job(make_job(path, "qnn", [{"x": np.zeros((1, 0), np.float32)}]), tmp_path)
+    assert str(run.failure).startswith("input 'x' has no elements")

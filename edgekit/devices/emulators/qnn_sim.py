@@ -1,6 +1,7 @@
 """Qualcomm's HTP library on this PC: the QNN plug-in provider with the simulator that its Linux wheel holds."""
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -66,6 +67,10 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         runner = Runner(device=self.name, evidence=self.evidence)
         if job.model.suffix == ".ort":
             return refuse_run(runner, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
+        # Qualcomm's library ends the process on a tensor without elements. Its shapes are fixed: one sample tells.
+        first = itertools.islice(job.samples, 1)
+        if empty := [name for sample in first for name, value in sample.items() if value.size == 0]:
+            return refuse_run(runner, f"input '{empty[0]}' has no elements, on which {PROVIDER} aborts: drop it")
         described = describe_job(job, provider=PROVIDER)
         # Without this key ONNX Runtime runs on the CPU whatever the provider leaves, and says nothing.
         strict = {**described.session_config, _FALLBACK: "1"}
