@@ -87,7 +87,7 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
     device = find_device("ios-sim", load_target("coreml"))
     missing = device.find_missing()
     if missing is not None:
-        pytest.skip(f"{device.name}: {missing.reason}: {missing.command}")
+        pytest.skip(f"ios-sim is not installed: {missing.reason}: {missing.command}")
     bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
     (run,) = verify_bundle(bundle, [device], layers=True).runs
     assert run.passed, run.failures
