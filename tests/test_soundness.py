@@ -84,6 +84,9 @@ FLAWS: dict[str, tuple[str, Change]] = {
             helper.make_attribute("axis", "one")
         )
     ),
+    "from a function, and stands in none": (
+        TWO, lambda p: p.graph.node[0].attribute.add(name="alpha", ref_attr_name="a", type=1)
+    ),
     "of no type": (TWO, lambda p: p.graph.node[0].attribute.add(name="odd")),
     "the type 99": (TWO, lambda p: add_tensor(p, data_type=99)),
     r"shape \[-2\]": (TWO, lambda p: add_tensor(p, dim=-2)),

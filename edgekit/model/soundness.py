@@ -150,6 +150,11 @@ def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: Chain
     for index, node in enumerate(graph.node):
         where = f"node '{node.name}' ({node.op_type})" if node.name else f"node {index} ({node.op_type})"
         yield from (f"{where} reads '{name}', which nothing makes" for name in node.input if name and name not in scope)
+        yield from (
+            f"{where} takes its attribute '{attribute.name}' from a function, and stands in none"
+            for attribute in node.attribute
+            if attribute.ref_attr_name
+        )
         yield from _check_node(node, where, opsets)
         for body in _bodies(node):
             yield from _check_graph(body, opsets, scope)
