@@ -23,10 +23,11 @@ from edgekit.target import Target
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rule refuses a unit; a fatal one makes the provider refuse the session."""
+    """Why a rule refuses a unit; a fatal one makes the provider refuse the session, or end the process there."""
 
     reason: str
     fatal: bool = False
+    crashes: bool = False
 
 
 def check_model(model: Model, target: Target) -> CheckReport:
@@ -101,7 +102,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         for rule in self._list_rules(ops):
             reason = None if rule.soft else judge_rule(rule, subject)
             if reason:
-                found.append(Refusal(reason=reason, fatal=rule.fatal or alone))
+                found.append(Refusal(reason=reason, fatal=rule.fatal or alone, crashes=rule.crashes))
         return tuple({refusal.reason: refusal for refusal in found}.values())
 
     def find_remarks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
@@ -207,18 +208,21 @@ def _list_nodes(
                 risks=judge.find_risks(graph, unit, taken=taken) if taken or unit.node.index == node.index else (),
                 remarks=remarks,
                 integers=taken and not remarks and _is_integer(unit, node),
-                # The provider claims a unit only if nothing else in the rules refuses it: one quiet refusal leaves it
-                # to the CPU.
-                fatal=any(
-                    at in placement.broken or (refusals[at] and all(refusal.fatal for refusal in refusals[at]))
-                    for at in mine
-                ),
+                fatal=any(at in placement.broken or _are_fatal(refusals[at]) for at in mine),
                 reads=tuple(dict.fromkeys(maker.name for maker in _makers(graph, node))),
             )
         )
         for body in node.bodies:
             listed += _check_body(body, listed[-1], judge, blocked)
     return listed
+
+
+def _are_fatal(refusals: Sequence[Refusal]) -> bool:
+    """Returns True where no session can be made: one quiet refusal leaves the unit to the CPU, but not after a crash."""
+    for refusal in refusals:
+        if refusal.crashes or not refusal.fatal:
+            return refusal.crashes
+    return bool(refusals)
 
 
 def _is_integer(unit: Unit, node: Node) -> bool:

@@ -68,6 +68,15 @@ def test_a_node_that_stops_the_session_makes_the_verdict_no() -> None:
     assert (on_v79.fatal, on_v79.taken) == (False, True)
 
 
+@pytest.mark.parametrize("attributes", ["", "<output_shape=[8,8]>", "<output_padding=[1,1], strides=[2,2]>"])
+@pytest.mark.parametrize(("weight", "fatal"), [("<float[1,1,2,2] w = {1,1,1,1}>", True), ("", False)])
+def test_a_crash_is_not_prevented_by_what_is_refused_after_it(attributes: str, weight: str, *, fatal: bool) -> None:
+    given = "float[1,1,3,3] x" + (", float[1,1,2,2] w" if not weight else "")
+    body = f"g ({given}) => (float[1,1,H,W] y) {weight} {{ y = ConvTranspose{attributes}(x, w) }}"
+    (node,) = check_text(body, "coreml", {"ios": "18"})
+    assert (node.taken, node.fatal) == (False, fatal)
+
+
 def test_a_quantized_resize_stops_xnnpack_before_1_29() -> None:
     body = (
         "g (int8[1,2,4,4] x) => (int8[1,2,8,8] y) <float s = {0.1}, int8 z = {0}, float[4] f = {1,1,2,2}> "

@@ -146,6 +146,8 @@ FOUR = np.linspace(0.5, 2, 4, dtype=np.float32)
 ROWS = np.random.default_rng(6).standard_normal((3, 9)).astype(np.float32)
 GRID = np.random.default_rng(7).uniform(-1.2, 1.2, (2, 5, 6, 2)).astype(np.float32)
 CUSTOM: dict[str, Any] = {"pad_type": "custom"}
+SIZED: dict[str, Any] = {"x": IMAGE, "target_size_height": 5, "target_size_width": 20}
+NONE = np.array([], np.float32)
 
 # An operation, what it is given, the operator of ONNX that means the same, its inputs and its attributes.
 CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
@@ -221,14 +223,21 @@ CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
     ("tile", {"x": ROWS, "reps": [2, 1]}, "Tile", [ROWS, np.array([2, 1])], {}),
     ("transpose", {"x": IMAGE, "perm": [0, 2, 3, 1]}, "Transpose", [IMAGE], {"perm": [0, 2, 3, 1]}),
     ("upsample_nearest_neighbor", {"x": IMAGE, "scale_factor_height": 2, "scale_factor_width": 3},
-     "Resize", [IMAGE, np.array([], np.float32), np.array([1, 1, 2, 3], np.float32)],
+     "Resize", [IMAGE, NONE, np.array([1, 1, 2, 3], np.float32)],
      {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}),
     ("upsample_bilinear", {"x": IMAGE, "scale_factor_height": 2.0, "scale_factor_width": 3.0, "align_corners": True},
-     "Resize", [IMAGE, np.array([], np.float32), np.array([1, 1, 2, 3], np.float32)],
+     "Resize", [IMAGE, NONE, np.array([1, 1, 2, 3], np.float32)],
      {"mode": "linear", "coordinate_transformation_mode": "align_corners"}),
     ("upsample_bilinear", {"x": IMAGE, "scale_factor_height": 2.0, "scale_factor_width": 3.0, "align_corners": False,
                            "half_pixel_centers": True},
-     "Resize", [IMAGE, np.array([], np.float32), np.array([1, 1, 2, 3], np.float32)], {"mode": "linear"}),
+     "Resize", [IMAGE, NONE, np.array([1, 1, 2, 3], np.float32)], {"mode": "linear"}),
+    ("resize_nearest_neighbor", SIZED,
+     "Resize", [IMAGE, NONE, NONE, np.array([2, 4, 5, 20])],
+     {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}),
+    *[("resize_bilinear", SIZED | mode, "Resize", [IMAGE, NONE, NONE, np.array([2, 4, 5, 20])],
+       {"mode": "linear", "coordinate_transformation_mode": meant})
+      for mode, meant in (({}, "asymmetric"), ({"sampling_mode": "STRICT_ALIGN_CORNERS"}, "align_corners"),
+                          ({"sampling_mode": "UNALIGN_CORNERS"}, "half_pixel"))],
     ("resample", {"x": IMAGE, "coordinates": GRID, "padding_mode": "constant", "sampling_mode": "bilinear"},
      "GridSample", [IMAGE, GRID], {}),
     ("resample", {"x": IMAGE, "coordinates": GRID, "padding_mode": "border", "align_corners": True},

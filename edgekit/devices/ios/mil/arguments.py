@@ -32,10 +32,15 @@ class Arguments(msgspec.Struct, frozen=True):
         """Returns a tensor that may be absent."""
         return self.tensor(name) if name in self.values else None
 
-    def number(self, name: str, default: float) -> float:
-        """Returns a single number."""
-        found = self.find(name)
-        return default if found is None else float(found.reshape(-1)[0])
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a single number.
+
+        Raises:
+            ValueError: it is missing, and MIL has no default for it.
+        """
+        if default is not None and name not in self.values:
+            return default
+        return float(self.tensor(name).reshape(-1)[0])
 
     def whole(self, name: str, default: int) -> int:
         """Returns a single whole number."""

@@ -61,17 +61,17 @@ def _prelu(given: Arguments) -> Array:
 
 def _leaky_relu(given: Arguments) -> Array:
     x = given.tensor("x")
-    return np.where(x >= 0, x, x * np.float32(given.number("alpha", 0.01)))
+    return np.where(x >= 0, x, x * np.float32(given.number("alpha")))
 
 
 def _elu(given: Arguments) -> Array:
     x = given.tensor("x")
-    return np.where(x >= 0, x, np.float32(given.number("alpha", 1.0)) * np.expm1(np.minimum(x, 0)))
+    return np.where(x >= 0, x, np.float32(given.number("alpha")) * np.expm1(np.minimum(x, 0)))
 
 
 def _sigmoid_hard(given: Arguments) -> Array:
     x = given.tensor("x")
-    line = np.float32(given.number("alpha", 0.2)) * x + np.float32(given.number("beta", 0.5))
+    line = np.float32(given.number("alpha")) * x + np.float32(given.number("beta"))
     return np.asarray(np.clip(line, 0, 1))
 
 

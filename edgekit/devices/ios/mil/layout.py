@@ -13,6 +13,9 @@ _NAMES = {"bool": np.bool_, "fp16": np.float16, "fp32": np.float32, "int8": np.i
 
 def _reshape(given: Arguments) -> Array:
     x, shape = given.tensor("x"), list(given.wholes("shape") or ())
+    # A size of 0 is that of the same axis; in another rank there is none, and releases of MIL differ.
+    if 0 in shape and len(shape) != x.ndim:
+        raise ValueError(f"its shape {shape} leaves sizes to an input of rank {x.ndim}")
     return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
 
 

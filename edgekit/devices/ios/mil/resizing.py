@@ -57,18 +57,12 @@ def _resize_nearest(given: Arguments) -> Array:
 def _resize_bilinear(given: Arguments) -> Array:
     x = given.tensor("x")
     mode = given.text("sampling_mode", "DEFAULT")
-    if mode not in {"DEFAULT", "STRICT_ALIGN_CORNERS", "ALIGN_CORNERS", "UNALIGN_CORNERS"}:
+    if mode not in {"DEFAULT", "STRICT_ALIGN_CORNERS", "UNALIGN_CORNERS"}:
         raise ValueError(f"its sampling mode is {mode!r}")
+    corners, half = mode == "STRICT_ALIGN_CORNERS", mode == "UNALIGN_CORNERS"
     for axis, name in ((x.ndim - 2, "height"), (x.ndim - 1, "width")):
         size, old = given.whole(f"target_size_{name}", 1), x.shape[axis]
-        if mode == "UNALIGN_CORNERS":
-            places = (np.arange(size) + 0.5) * (old / size) - 0.5
-        elif mode == "DEFAULT":
-            # The spacing of (old-1)/new, as TensorFlow's without aligned corners.
-            places = np.arange(size) * ((old - 1) / size if size > 1 else 0)
-        else:
-            places = np.arange(size) * ((old - 1) / max(size - 1, 1))
-        x = _blend(x, axis, places)
+        x = _blend(x, axis, _place(np.arange(size), old, size, size / old, corners=corners, half=half))
     return x
 
 
