@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -105,6 +105,13 @@ def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None
         except BaseException:
             path.unlink()
             raise
+
+
+def read_chunks(file: IO[bytes], most: int | None = None) -> Iterator[bytes]:
+    """Yields what is left of an open file, or `most` bytes of it, in parts."""
+    while chunk := file.read(_CHUNK_BYTES if most is None else min(most, _CHUNK_BYTES)):
+        yield chunk
+        most = None if most is None else most - len(chunk)
 
 
 def copy_into(source: Path | bytes, target: IO[bytes]) -> None:

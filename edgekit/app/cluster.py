@@ -16,13 +16,13 @@ from edgekit.app.parcels import Parcel, fetch_cell, name_cell, publish_cell, rec
 from edgekit.app.result import CellResult, fail_cell
 from edgekit.app.run import Spread
 from edgekit.app.store import Store, open_store
+from edgekit.devices.parallel import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
 from edgekit.progress import Progress, say_nothing
 
 TOPIC = "edgekit"
 """Dask's topic of structured events: `begin` and `done` of each cell, with its key and its worker."""
 
-_REMOTE = ("adb:", "ssh:")
 _CONNECT_S = 10
 _KEY = "edgekit-"
 
@@ -89,7 +89,7 @@ def list_slots(app: App) -> tuple[str, ...]:
     """Returns the phones and boards that each cell of an app needs for itself."""
     verify = app.table.verify
     named = dict.fromkeys((*verify.on, *verify.require)) if verify.enabled else {}
-    return tuple(name for name in named if name.startswith(_REMOTE))
+    return tuple(name for name in named if name.partition(":")[0] in REMOTE)
 
 
 def _fill(order: Order) -> CellResult | None:

@@ -11,10 +11,10 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough
 from edgekit.bench.interleaved import compare_on
 from edgekit.bench.latency import describe_drift, find_drift, median_interval
-from edgekit.bench.report import BenchReport, BenchRun, SkippedBench
+from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bench.thermal import describe_change
-from edgekit.devices.device import Device, Job
+from edgekit.devices.device import Device, Job, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.process.link import list_model_files
@@ -62,12 +62,7 @@ def bench_subjects(
 
     Devices of this machine run one at a time, others side by side. A device that fails is a finding.
     """
-    missing = {index: lack for index, device in enumerate(devices) if (lack := device.find_missing()) is not None}
-    present = [device for index, device in enumerate(devices) if index not in missing]
-    skipped = tuple(
-        SkippedBench(device=devices[index].name, reason=lack.reason, command=lack.command)
-        for index, lack in missing.items()
-    )
+    present, skipped = find_present(devices)
     tell = progress or say_nothing
     report = BenchReport(subject=subjects[0].name, skipped=skipped, notes=subjects[0].notes)
     if against is None:

@@ -3,6 +3,7 @@
 import msgspec
 
 from edgekit.bench.latency import Ratio
+from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 
 
@@ -62,20 +63,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
 
 
-class SkippedBench(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is not there, why, and the command that changes it."""
-
-    device: str
-    reason: str
-    command: str | None
-
-
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """The times of a subject on several devices, in the order in which they were asked for."""
 
     subject: str
     runs: tuple[BenchRun, ...] = ()
-    skipped: tuple[SkippedBench, ...] = ()
+    skipped: tuple[SkippedDevice, ...] = ()
     against: str | None = None
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()

@@ -12,10 +12,10 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from edgekit._files import read_chunks
 from edgekit.bundle.manifest.names import find_fault
 from edgekit.errors import BundleError, quote_error
 
-_CHUNK_BYTES = 1 << 20
 # zipfile reads the whole list of files at once; 10,000 names, the most that `Limits` lets pass, take about a megabyte.
 _MAX_DIRECTORY_BYTES = 8 << 20
 _MAX_LONG_NAME_BYTES = 1 << 16
@@ -125,7 +125,7 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
 
 def _check_tail(file: IO[bytes]) -> None:
     """Refuses a tar with more than zeros behind its end, which some readers (`tar --ignore-zeros`) take for files."""
-    while chunk := file.read(_CHUNK_BYTES):
+    for chunk in read_chunks(file):
         if chunk.count(0) != len(chunk):
             raise ValueError("something stands behind its end")
 
@@ -137,7 +137,7 @@ def _read_slice(file: IO[bytes], start: int, size_bytes: int, name: str) -> Iter
 
 def _read_exactly(source: IO[bytes], size_bytes: int, name: str) -> Iterator[bytes]:
     left = size_bytes
-    while left and (chunk := source.read(min(left, _CHUNK_BYTES))):
+    for chunk in read_chunks(source, size_bytes):
         yield chunk
         left -= len(chunk)
     if left:

@@ -1,30 +1,31 @@
 """How much of a float model a target can compute in integers at all: known before anything is calibrated."""
 
-from edgekit.check.check import check_model
+from collections.abc import Callable
+
 from edgekit.check.macs import count_macs
+from edgekit.check.report import CheckReport
 from edgekit.check.rules.rulebook import RuleBook, load_rules
-from edgekit.graph.graph import Graph, Node, read_graph
-from edgekit.model.model import Model, find_integer_ops
+from edgekit.graph.graph import Graph, Node
+from edgekit.model.model import find_integer_ops
 from edgekit.target import INTEGERS, Precision, Target
 
 
-def explain_no_gain(model: Model, target: Target, precision: Precision) -> str | None:
-    """Returns why a model gains nothing from integers on a target: it takes less of the work then, and too little.
+def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: Callable[[], CheckReport]) -> str | None:
+    """Returns why a graph gains nothing from integers on a target: it takes less of the work then, and too little.
 
-    None where a model is quantized already, and where integers may be worth it, as far as the operators alone tell.
-    What is too little is the target's `min_taken_macs`.
+    None where it is quantized already, and where integers may be worth it, as far as the operators alone tell.
+    What is too little is the target's `min_taken_macs`. `check` tells what the target takes of the graph as it is, and
+    is asked only where the operators do not decide.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
-        ModelError: the model file is gone or unreadable.
     """
-    graph = read_graph(model)
     if precision not in INTEGERS or find_integer_ops(graph.model):
         return None
     most = _most_in_integers(graph, load_rules(target), f"qdq-{target.quantization.activation}")
     if most >= target.thresholds.min_taken_macs:
         return None
-    taken = check_model(model, target).taken_macs
+    taken = check().taken_macs
     if taken <= most:
         return None
     return f"{target.name} takes at most {most:.0%} of this model's work in {precision}, and {taken:.0%} in float"

@@ -36,20 +36,18 @@ def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str
 @options.DEVICE_SET
 @click.option("--runs", type=click.IntRange(1, 100_000), metavar="N", help="Time N runs, whatever the spread.")
 @limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most X seconds a device (20).")
-@click.option(
-    "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
-)
+@options.THREADS
 @click.option(
     "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in rounds interleaved with SUBJECT."
 )
-@click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+@options.SESSION_TARGET
 @click.option("--batch", "batches", metavar="N,N", callback=_read_sizes, help="Batch sizes to time, such as 1,2,4,8.")
 @click.option(
     "--concurrency", metavar="N,N", callback=_read_sizes, help="Runs at once in one session to time, such as 1,2,4."
 )
 @click.option("--io-binding", is_flag=True, help="Bind inputs, and write outputs where those of the run before lie.")
 @options.DIM
-@click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
+@options.FIRST_SAMPLE
 @click.option(
     "--markdown", type=click.Path(path_type=Path), metavar="FILE", help="Write Markdown too, for a pull request."
 )

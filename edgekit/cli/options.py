@@ -79,6 +79,13 @@ CUSTOM_OPS = click.option(
     metavar="LIB.so",
     help="A library with custom operators; it is loaded and its code runs.",
 )
+THREADS = click.option(
+    "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
+)
+SESSION_TARGET = click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+FIRST_SAMPLE = click.option(
+    "--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one."
+)
 ON = click.option("--on", "names", multiple=True, metavar="DEVICE", help="A device; may be given several times.")
 ON_FILE = click.option(
     "--on-file", type=click.Path(path_type=Path), metavar="FILE", help="The devices that a devices.toml lists."
@@ -121,11 +128,6 @@ def verbosity(function: _F) -> _F:
 def samples_and_steps(command: _F) -> _F:
     """Adds --samples and --steps."""
     return SAMPLES(_STEPS(command))
-
-
-def set_steps(state: State | None, steps: int | None) -> State | None:
-    """Returns the state of a recipe with --steps in the place of its own."""
-    return state if steps is None else msgspec.structs.replace(state or State(), steps=steps)
 
 
 def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:

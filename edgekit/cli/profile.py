@@ -29,14 +29,12 @@ from edgekit.report.timing import profile_text as text
 @options.ON_FILE
 @options.DEVICE_SET
 @click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Say why OTHER is slower or faster.")
-@click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+@options.SESSION_TARGET
 @click.option("--runs", type=click.IntRange(1, 1000), metavar="N", help="Watch N runs in each of three rounds.")
 @limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most about X seconds a subject (10).")
-@click.option(
-    "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
-)
+@options.THREADS
 @options.DIM
-@click.option("--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one.")
+@options.FIRST_SAMPLE
 @click.option("--top", type=click.IntRange(1, 10_000), default=15, metavar="N", help="Show N rows of each table (15).")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write the runs for Perfetto (.json).")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")

@@ -1,6 +1,6 @@
 """The seam to whatever runs a model: a device gets a job and samples, and gives back tensors, times and placement."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -122,6 +122,17 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     command: str | None
 
 
+class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that did not run, why, and the command that installs it (None where nothing on this machine can)."""
+
+    device: str
+    reason: str
+    command: str | None
+
+    def __str__(self) -> str:
+        return f"{self.device} skipped: {self.reason}" + (f"; to run it: {self.command}" if self.command else "")
+
+
 class Device(Protocol):
     """Something that can run a job."""
 
@@ -150,3 +161,14 @@ class Device(Protocol):
 
 
 Devices = Sequence[Device]
+
+
+def find_present(devices: Iterable[Device]) -> tuple[list[Device], tuple[SkippedDevice, ...]]:
+    """Returns the devices that can run here, and why the others cannot."""
+    found = [(device, device.find_missing()) for device in devices]
+    skipped = (
+        SkippedDevice(device=device.name, reason=missing.reason, command=missing.command)
+        for device, missing in found
+        if missing is not None
+    )
+    return [device for device, missing in found if missing is None], tuple(skipped)

@@ -182,15 +182,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
         DeviceError: the device is not there.
         ModelError: the model cannot be lowered to what the device reads.
     """
-    drawn = draw_samples(model, 0 if target.provider in _PLACED_AT_LOAD else samples)
-    job = Job(
-        model=model.path,
-        target=target,
-        precision=target.precision,
-        outputs=model.outputs,
-        check=check_model(model, target),
-        samples=drawn,
-    )
+    job = describe_job(model, target, samples=0 if target.provider in _PLACED_AT_LOAD else samples)
     is_xnnpack = target.provider == android.XNNPACK
     if is_xnnpack:
         job = msgspec.structs.replace(job, level=Level.DISABLED)
@@ -208,6 +200,18 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
         providers=add_unnamed(model, seen) if is_xnnpack and providers else seen,
         notes=notes,
         failure=None if opened else run.failure,
+    )
+
+
+def describe_job(model: Model, target: Target, *, samples: int) -> Job:
+    """Returns the job of a model as a target opens it, run on that many samples of random numbers."""
+    return Job(
+        model=model.path,
+        target=target,
+        precision=target.precision,
+        outputs=model.outputs,
+        check=check_model(model, target),
+        samples=draw_samples(model, samples),
     )
 
 

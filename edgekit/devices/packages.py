@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, work_folder, write_new
-from edgekit.check.check import check_model
+from edgekit._files import digest_file, read_chunks, work_folder, write_new
 from edgekit.data.samples import select_samples
 from edgekit.devices.device import Job
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.ios.mil.program import Operation, read_package
-from edgekit.devices.observe import draw_samples
+from edgekit.devices.observe import describe_job
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
@@ -26,7 +25,6 @@ CACHE = "coreml_cache"
 # Each brought a version of Core ML, by which the provider decides; what came later is like the last (ORT's
 # coreml/model/host_utils.h).
 _RELEASES = (15, 16, 17, 18)
-_CHUNK_BYTES = 1 << 20
 
 
 class CoreMlPackage(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +71,7 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
     """
     oldest = int(target.settings["ios"])
     with work_folder() as work:
-        first = _ask_provider(_describe_job(model, target), work / str(oldest))
+        first = _ask_provider(describe_job(model, target, samples=0), work / str(oldest))
         kept = None
         if cache:
             releases = (oldest, *(release for release in _RELEASES if release > oldest))
@@ -123,17 +121,6 @@ def _name_in_mil(name: str) -> str:
     return f"_{safe}" if name[0].isdigit() else safe
 
 
-def _describe_job(model: Model, target: Target) -> Job:
-    return Job(
-        model=model.path,
-        target=target,
-        precision=target.precision,
-        outputs=model.outputs,
-        check=check_model(model, target),
-        samples=draw_samples(model, 0),
-    )
-
-
 def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
     """Returns what the provider writes into a folder, in the order of the partitions."""
     folder.mkdir()
@@ -164,7 +151,8 @@ def _require_alike(model: Model, target: Target, releases: Sequence[int], first:
     for release in releases[1:]:
         other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
         made[release] = [
-            _outline(partition) for partition in _ask_provider(_describe_job(model, other), work / str(release))
+            _outline(partition)
+            for partition in _ask_provider(describe_job(model, other, samples=0), work / str(release))
         ]
     for before, after in pairwise(releases):
         if made[before] != made[after]:
@@ -211,6 +199,6 @@ def _copy(partition: Path, to: Path) -> int:
     total = 0
     for path in _list_files(partition):
         with path.open("rb") as file:
-            write_new(to / path.relative_to(partition), iter(lambda: file.read(_CHUNK_BYTES), b""))
+            write_new(to / path.relative_to(partition), read_chunks(file))
         total += path.stat().st_size
     return total

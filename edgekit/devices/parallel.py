@@ -19,7 +19,9 @@ _T = TypeVar("_T")
 MEMORY_A_RUN = 3 << 29
 """What a run on this machine may need: an emulator, a model and its tensors."""
 
-_REMOTE = ("adb", "ssh")
+REMOTE = ("adb", "ssh")
+"""Kinds of devices that have a processor of their own."""
+
 _MEMORY = Path("/proc/meminfo")
 # One lock for the process: times of two devices that are this machine would measure each other.
 _ALONE = Lock()
@@ -60,7 +62,7 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
 def is_remote(device: Device) -> bool:
     """Returns True for a device with a processor of its own."""
-    return kind_of(device) in _REMOTE
+    return kind_of(device) in REMOTE
 
 
 def count_slots(cores: int, free_bytes: int | None) -> int:

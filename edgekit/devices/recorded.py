@@ -13,7 +13,7 @@ from typing import IO, Annotated, Literal
 
 import msgspec
 
-from edgekit._files import digest_file, open_regular, replacing_file, work_folder, write_new
+from edgekit._files import digest_file, open_regular, read_chunks, replacing_file, work_folder, write_new
 from edgekit.bundle.sign import Seal, check_seal, seal_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples
@@ -32,7 +32,6 @@ from edgekit.evidence import Evidence
 
 _FORMAT: Literal["edgekit-run-1"] = "edgekit-run-1"
 _MAX_SEAL_BYTES = 1 << 12
-_CHUNK_BYTES = 1 << 20
 _HINT = "edgekit verify BUNDLE --on DEVICE --export FILE writes one"
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
@@ -236,19 +235,14 @@ def _write_run(path: Path, claim: Claim, outputs: Samples, key: Path | None) -> 
         seal = None if key is None else seal_digest(digest_file(body), key)
         head = msgspec.json.encode(_Head(format=_FORMAT, seal=seal)) + b"\n"
         with replacing_file(path) as temporary, body.open("rb") as file:
-            write_new(temporary, itertools.chain((head,), _read_chunks(file)))
+            write_new(temporary, itertools.chain((head,), read_chunks(file)))
 
 
 def _digest_rest(line: bytes, file: IO[bytes]) -> str:
     digest = hashlib.sha256(line)
-    for chunk in _read_chunks(file):
+    for chunk in read_chunks(file):
         digest.update(chunk)
     return digest.hexdigest()
-
-
-def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    while chunk := file.read(_CHUNK_BYTES):
-        yield chunk
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -14,6 +14,7 @@ from edgekit.check.macs import count_macs, has_unknown_work, value_bytes
 from edgekit.convert.ort_format.report import OrtFileReport, inspect_ort
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.constants import list_constants
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, read_graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import (
@@ -29,7 +30,7 @@ from edgekit.model.skim import skim_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.shapes.dims import fix_dims
 
-_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc"})
+_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN, "com.microsoft.nchwc"})
 
 
 class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Container, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from edgekit.data.images import Preprocess
 from edgekit.data.labels import LabelKind
 from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.errors import ModelError, UsageError
+from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import TargetShare, fix_for_target
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
@@ -160,8 +162,10 @@ def _kind_of(metric: TaskLimit | None) -> LabelKind:
 def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:
     """Returns why targets gain nothing from integers, and says so: before the work, not after it."""
     found: dict[str, str] = {}
+    graph = read_graph(prepared)
     for target in job.targets:
-        reason = explain_no_gain(prepared, target, choose_precision(target, job.recipe.precision))
+        precision = choose_precision(target, job.recipe.precision)
+        reason = explain_no_gain(graph, target, precision, partial(check_model, prepared, target))
         if reason is not None and "fp32" in target.precisions:
             job.progress(reason)
             # A precision that the user asked for is never exchanged for another.

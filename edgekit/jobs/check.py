@@ -1,5 +1,6 @@
 """Checking a model as the user has it against targets, and rewriting it for one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Verdict
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
@@ -68,7 +70,7 @@ def check_targets(
         progress("prepare the model")
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
         # Once for all targets: what became of the nodes does not depend on them.
-        traced = trace_model(source, prepared, recipe.dims)
+        traced, graph = trace_model(source, prepared, recipe.dims), read_graph(prepared)
         for target in targets:
             progress(f"check {target.name}")
             report = tell_of_model(check_model(prepared, target), traced)
@@ -78,7 +80,7 @@ def check_targets(
                 if isinstance(seen, Observed):
                     report = msgspec.structs.replace(report, evidence=seen.evidence.value)
             reports[target.name] = report
-            if reason := explain_no_gain(prepared, target, target.precision):
+            if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
     refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
     return CheckSummary(

@@ -114,9 +114,7 @@ def convert_for(
         prepare = partial(_prepare, recipe=recipe, targets=targets)
         prepared = prepare(source, work / "prepared.onnx")
         samples = _load_samples(options.data, prepared)
-        floating, fusion = _fuse(
-            source, prepared, options, samples, partial(_prepare, recipe=recipe, targets=targets), work
-        )
+        floating, fusion = _fuse(source, prepared, options, samples, prepare, work)
         small = _lighten(floating, options, samples, work)
         current = floating if small is None else small.model
         if options.qoperator:

@@ -10,12 +10,14 @@ import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
 from edgekit.bundle.golden.sequences import plan_sequences
+from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
 from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
 from edgekit.errors import UsageError
+from edgekit.graph.graph import read_graph
 from edgekit.jobs.prepare import peak_rss_bytes
 from edgekit.model.model import Model, load_model, measure_files, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
@@ -163,7 +165,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
     refuse_huge(model.name, measure_files(model))
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
-    if reason := explain_no_gain(fixed.model, target, precision):
+    if reason := explain_no_gain(read_graph(fixed.model), target, precision, partial(check_model, fixed.model, target)):
         budget.progress(reason)
     outputs = check_outputs(recipe.outputs, fixed.model)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)

@@ -7,6 +7,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import ModelError, UsageError, suggest_name
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
 from edgekit.prepare._ort_transformers import fuse_nodes, list_families
 from edgekit.prepare.opset import lower_ir_version, read_opset
@@ -64,4 +65,4 @@ def fuse_transformer(model: Model, options: FuseOptions, out: Path) -> FusedMode
 
 def _count_contrib(proto: onnx.ModelProto) -> Counter[str]:
     nodes = (node for graph in iterate_graphs(proto.graph) for node in graph.node)
-    return Counter(node.op_type for node in nodes if node.domain == "com.microsoft")
+    return Counter(node.op_type for node in nodes if node.domain == ORT_DOMAIN)

@@ -33,13 +33,12 @@ def _list_fixes(model: Model, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
     merge_domains(proto)
     name_nodes(proto.graph)
     for fix in apply_rewrites(proto, tuple(FIXES)):
-        touched = _touched(nodes, fix.nodes)
-        yield Cause(
-            id=fix.id,
-            message=f"'{fix.id}' of prepare changes {len(fix.nodes)} nodes that take {_sum(touched):.3g} ms",
-            milliseconds=_sum(touched),
+        yield _name_cause(
+            nodes,
+            fix.nodes,
+            rule=fix.id,
+            message=f"'{fix.id}' of prepare changes {len(fix.nodes)} nodes that take",
             advice=f"edgekit prepare {model.path.name} --fix --out FILE",
-            nodes=tuple(node.name for node in touched),
         )
 
 
@@ -47,20 +46,24 @@ def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Ite
     if target.provider == CPU_PROVIDER:
         return
     for advice in check_model(model, target).advice:
-        touched = _touched(nodes, advice.nodes)
-        yield Cause(
-            id=advice.id,
-            message=f"{advice.message} ({advice.subject}): {_sum(touched):.3g} ms run elsewhere",
-            milliseconds=_sum(touched),
+        yield _name_cause(
+            nodes,
+            advice.nodes,
+            rule=advice.id,
+            message=f"{advice.message} ({advice.subject}): elsewhere run",
             advice=f"edgekit check {model.path.name} --target {target.name}",
-            nodes=tuple(node.name for node in touched),
         )
 
 
-def _touched(nodes: Sequence[NodeTime], names: Iterable[str]) -> list[NodeTime]:
+def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, message: str, advice: str) -> Cause:
+    """Returns a cause that is about the nodes with these names in the model: its message ends in their time."""
     wanted = frozenset(names)
-    return [node for node in nodes if node.source in wanted]
-
-
-def _sum(nodes: Iterable[NodeTime]) -> float:
-    return sum(node.self_ms for node in nodes)
+    touched = [node for node in nodes if node.source in wanted]
+    milliseconds = sum(node.self_ms for node in touched)
+    return Cause(
+        id=rule,
+        message=f"{message} {milliseconds:.3g} ms",
+        milliseconds=milliseconds,
+        advice=advice,
+        nodes=tuple(node.name for node in touched),
+    )

@@ -85,11 +85,6 @@ def profile_subject(subject: Subject, device: Device, watching: Watching, progre
         return Profiled(profile=msgspec.structs.replace(empty, failure=failure))
 
 
-def read_source(path: Path) -> Graph | None:
-    """Returns the graph of a model file, None for a file in ORT format, whose graph is ONNX Runtime's own."""
-    return read_graph(load_model(path)) if path.suffix == ".onnx" else None
-
-
 def _take_rounds(device: Device, job: Job, watching: Watching) -> Taken:
     pilot = _run(device, job, 3)
     guess_ms = max(1e-3, median(pilot.latency_ms[1:]))
@@ -157,7 +152,9 @@ def _find_roof(device: Device, watching: Watching, progress: Progress) -> tuple[
 
 def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -> Profiled:
     kept = tuple(run for trace in taken.traces for run in choose_runs(trace.executions))
-    graph = read_source(job.model)
+    # The graph of a file in ORT format is ONNX Runtime's own.
+    model = load_model(job.model) if job.model.suffix == ".onnx" else None
+    graph = None if model is None else read_graph(model)
     nodes = list_nodes(kept, {} if graph is None else list_sources(graph))
     if roof is not None:
         nodes = hold_against(nodes, roof)
@@ -176,7 +173,7 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
         unasked=list_unasked(nodes),
         roof=roof,
     )
-    advice = () if graph is None else give_advice(load_model(job.model), job.target, nodes)
+    advice = () if model is None else give_advice(model, job.target, nodes)
     done = msgspec.structs.replace(found, warnings=tuple(_warn(found, taken)), advice=advice)
     return Profiled(profile=done, executions=kept, graph=graph)
 

@@ -10,7 +10,7 @@ from edgekit.bench.blocks import Effort
 from edgekit.bench.interleaved import compare_on
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject, open_subject
-from edgekit.devices.device import Device
+from edgekit.devices.device import Device, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.profile.causes import find_causes, make_contest
@@ -49,13 +49,7 @@ def profile_on(
         subject = open_subject(path, work / "a", opening)
         other = None if against is None else open_subject(against, work / "b", opening)
         devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
-        lacks = [(device, device.find_missing()) for device in devices]
-        present = [device for device, lack in lacks if lack is None]
-        skipped = tuple(
-            f"{device.name} skipped: {lack.reason}" + (f"; to run it: {lack.command}" if lack.command else "")
-            for device, lack in lacks
-            if lack is not None
-        )
+        present, skipped = find_present(devices)
         found = run_each(present, lambda device: profile_subject(subject, device, watching, tell), timed=True)
         ratio = None
         if other is not None and present:

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.bench.latency import Ratio
+from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 
 Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
@@ -164,7 +165,7 @@ class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
 
     profiles: tuple[DeviceProfile, ...] = ()
     comparison: ProfileComparison | None = None
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[SkippedDevice, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

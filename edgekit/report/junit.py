@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
+from edgekit.devices.device import SkippedDevice
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 
 # What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters.

@@ -80,8 +80,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
         yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     yield from report.differences
     yield from report.notes
-    for skip in report.skipped:
-        yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+    yield from map(str, report.skipped)
 
 
 def _describe_file(file: FileReport) -> str:

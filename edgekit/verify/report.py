@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.bench.latency import Latency
+from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.plain import Shown
 from edgekit.target import Thresholds
@@ -22,14 +23,6 @@ _ADVICE: dict[str, str] = {
     "provider": "it rounds otherwise (half precision, kernels of its own); leave nodes where it matters to the CPU",
     "device": "the device computes otherwise than its emulator; compare driver and runtime versions",
 }
-
-
-class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that did not run, why, and the command that installs it (None where nothing on this machine can)."""
-
-    device: str
-    reason: str
-    command: str | None
 
 
 class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, select_samples, spread_sequences
 from edgekit.devices.bundled import make_job, plan_run
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, find_present
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.parallel import run_each, run_together
 from edgekit.devices.placed import count_nodes
@@ -40,7 +40,7 @@ from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
-from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
 from edgekit.verify.stepping import run_sequences
@@ -117,7 +117,7 @@ def verify_bundle(
         MissingExtraError: the metric needs a package that is not installed.
     """
     manifest, evidence = bundle.manifest, read_evidence(bundle)
-    present, skipped = _find_present(devices)
+    present, skipped = find_present(devices)
     asked = _Asked(golden=golden, task=task or bundled_task(manifest), float_model=float_model, layers=layers)
     runs, broken, held = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
     return VerifyReport(
@@ -141,16 +141,6 @@ def verify_bundle(
         notes=tuple(filter(None, (evidence.note, describe_untested(bundle)))),
         differences=tuple(describe_apart(held)),
     )
-
-
-def _find_present(devices: Sequence[Device]) -> tuple[list[Device], tuple[SkippedDevice, ...]]:
-    found = [(device, device.find_missing()) for device in devices]
-    skipped = (
-        SkippedDevice(device=device.name, reason=missing.reason, command=missing.command)
-        for device, missing in found
-        if missing is not None
-    )
-    return [device for device, missing in found if missing is None], tuple(skipped)
 
 
 def _run_devices(

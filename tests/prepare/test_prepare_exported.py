@@ -1,6 +1,7 @@
 """What exporters write of transformers is brought into the operators that providers take whole."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import fix_for_target
+from edgekit.model.model import Model
 from edgekit.prepare.fix import fix_model, ready_model
-from edgekit.target import load_target
+from edgekit.target import Precision, load_target
 
 WHOLE = {
     "bert": {"LayerNormalization": 3, "Gelu": 1},
@@ -59,19 +61,24 @@ def test_qnn_takes_every_node(tmp_path: Path, name: str, style: str) -> None:
     assert [node.name for node in report.node_list if not node.taken] == []
 
 
+def explain(model: Model, name: str, precision: Precision) -> str | None:
+    target = load_target(name)
+    return explain_no_gain(read_graph(model), target, precision, partial(check_model, model, target))
+
+
 def test_xnnpack_is_known_to_gain_nothing_from_integers(tmp_path: Path) -> None:
     model = ready_model(EXPORTED["bert"](tmp_path / "m.onnx", "dynamo"), tmp_path, {}).model
-    reason = explain_no_gain(model, load_target("xnnpack"), "int8")
+    reason = explain(model, "xnnpack", "int8")
     assert reason is not None
     assert reason.startswith("xnnpack takes at most 0% of this model's work in int8, and 9")
-    assert explain_no_gain(model, load_target("xnnpack"), "fp32") is None
-    assert explain_no_gain(model, load_target("qnn"), "int8") is None
+    assert explain(model, "xnnpack", "fp32") is None
+    assert explain(model, "qnn", "int8") is None
 
 
 def test_a_conv_net_gains_from_integers(tmp_path: Path) -> None:
     text = "g (float[1,3,8,8] x, float[4,3,3,3] w) => (float[1,4,6,6] y) { y = Conv(x, w) }"
     model = make_model(text, tmp_path / "m.onnx")
-    assert explain_no_gain(model, load_target("xnnpack"), "int8") is None
+    assert explain(model, "xnnpack", "int8") is None
 
 
 def test_a_generated_int4_model_is_judged_as_qnn_places_it(tmp_path: Path) -> None:

@@ -1,14 +1,11 @@
 """The pages in a real Chromium: they open offline without a word on the console, sort, filter, and print."""
 
-import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from chromium_pages import CUT_OFF, open_page
 from demo_paths import CALIBRATION, MODEL
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -62,29 +59,6 @@ def _full() -> VerifyReport:
     return msgspec.structs.replace(report, attribution=STEPS, layers=LAYERS, attributed_device="emulated")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs Chromium and its driver: sudo tools/install_system_packages.sh")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1600"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield opened
-    opened.quit()
-
-
-def _open(browser: webdriver.Chrome, page: str, place: Path) -> list[str]:
-    """Opens a page from a file, and returns what the console says."""
-    place.write_text(page)
-    browser.get(place.as_uri())
-    log: list[dict[str, Any]] = browser.get_log("browser")  # type: ignore[no-untyped-call]
-    return [json.dumps(entry) for entry in log]
-
-
 def _column(browser: webdriver.Chrome, name: str) -> list[str]:
     heads = [head.text.rstrip(" ↑↓") for head in browser.find_elements(By.CSS_SELECTOR, "table.filtered thead th")]
     place = heads.index(name) + 1
@@ -94,7 +68,7 @@ def _column(browser: webdriver.Chrome, name: str) -> list[str]:
 
 def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: webdriver.Chrome, tmp_path: Path) -> None:
     runs = (msgspec.structs.replace(GOOD, device="b", samples=12), msgspec.structs.replace(BAD, device="a", samples=9))
-    assert _open(browser, render_verify(_report(*runs, DEAD)), tmp_path / "v.html") == []
+    assert open_page(browser, render_verify(_report(*runs, DEAD)), tmp_path / "v.html") == []
     assert _column(browser, "device") == ["b", "a", "phone"]
     head = browser.find_element(By.CSS_SELECTOR, "table.filtered thead th")
     head.click()
@@ -111,7 +85,7 @@ def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: webdriv
 
 
 def test_the_chart_names_the_layer_under_the_pointer(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    assert _open(browser, render_verify(_full()), tmp_path / "v.html") == []
+    assert open_page(browser, render_verify(_full()), tmp_path / "v.html") == []
     dot = browser.find_element(By.CSS_SELECTOR, ".chart circle.bad")
     webdriver.ActionChains(browser).move_to_element(dot).perform()
     assert browser.find_element(By.CSS_SELECTOR, ".chart .note").text == "conv7 (Conv): 53.0 dB so far, 10.0 dB own"
@@ -122,7 +96,7 @@ def test_a_comparison_of_models_is_a_page_too(browser: webdriver.Chrome, tmp_pat
     good, bad = GOOD.outputs[0], msgspec.structs.replace(GOOD.outputs[0], name=HOSTILE, sqnr_db=9.0)
     report = ModelComparison(a="float", b=HOSTILE, samples=8, outputs=(good, bad), layers=LAYERS, device="arm64")
     page = render_comparison(report, min_sqnr_db=15.0)
-    assert _open(browser, page, tmp_path / "c.html") == []
+    assert open_page(browser, page, tmp_path / "c.html") == []
     assert HOSTILE not in page
     assert browser.find_element(By.CSS_SELECTOR, "header .fail").text == "fail"
     assert _column(browser, "result") == ["pass", "fail"]
@@ -134,24 +108,23 @@ def test_a_comparison_of_models_is_a_page_too(browser: webdriver.Chrome, tmp_pat
 
 def test_names_of_models_run_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = render_verify(_hostile())
-    assert _open(browser, page, tmp_path / "v.html") == []
-    assert _open(browser, render_build(_build()), tmp_path / "b.html") == []
+    assert open_page(browser, page, tmp_path / "v.html") == []
+    assert open_page(browser, render_build(_build()), tmp_path / "b.html") == []
     assert HOSTILE not in page
     assert len(browser.find_elements(By.TAG_NAME, "script")) == 1
     smuggled = page.replace("</body>", "<script>document.title = 'run'</script></body>")
-    assert any("Content Security Policy" in line for line in _open(browser, smuggled, tmp_path / "s.html"))
+    assert any("Content Security Policy" in line for line in open_page(browser, smuggled, tmp_path / "s.html"))
     assert browser.title != "run"
 
 
 def test_a_page_follows_light_and_dark_and_prints_light(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    _open(browser, render_verify(_full()), tmp_path / "v.html")
+    open_page(browser, render_verify(_full()), tmp_path / "v.html")
     seen: dict[str, str] = {}
     for scheme, media in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
         script = "return getComputedStyle(document.body).backgroundColor"
         seen[f"{scheme} {media}"] = browser.execute_script(script)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert seen["light screen"] == seen["dark print"] == "rgb(255, 255, 255)"
     assert seen["dark screen"] != seen["light screen"]
     printed: dict[str, str] = browser.execute_cdp_cmd("Page.printToPDF", {})
@@ -163,7 +136,7 @@ def test_worst_samples_are_shown_as_pictures(browser: webdriver.Chrome, tmp_path
     uri = draw_image(image)
     assert uri is not None
     page = render_verify(_full(), [Picture(sample=3, caption="sample 3", uri=uri)])
-    assert _open(browser, page, tmp_path / "v.html") == []
+    assert open_page(browser, page, tmp_path / "v.html") == []
     shown = browser.find_element(By.CSS_SELECTOR, "figure img")
     assert browser.execute_script("return arguments[0].naturalWidth", shown) == 60
     assert draw_image(np.moveaxis(image, 1, 3)) == uri
@@ -191,18 +164,11 @@ def test_a_page_of_the_largest_build_stays_small_and_whole(browser: webdriver.Ch
     assert len(page.encode()) < 500_000
     assert "http:" not in page
     assert "https:" not in page
-    assert _open(browser, page, tmp_path / "b.html") == []
+    assert open_page(browser, page, tmp_path / "b.html") == []
     assert len(browser.find_elements(By.CSS_SELECTOR, "figure img")) == 24
 
 
 LONG = "a_model_with_a_rather_long_name_and_a_version_2.1.0-nnapi"
-# What lies beyond the right edge, but in a drawing, which one may push.
-CUT_OFF = """
-const edge = document.documentElement.clientWidth + 1;
-document.querySelectorAll("details").forEach((closed) => closed.open = true);
-return [...document.querySelectorAll("body *")].filter((part) => !part.closest(".drawing"))
-  .filter((part) => part.getBoundingClientRect().right > edge).map((part) => part.outerHTML.slice(0, 200));
-"""
 
 
 def _app() -> AppReport:
@@ -252,9 +218,8 @@ def test_nothing_is_cut_off(
 ) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    assert _open(browser, pages[kind], tmp_path / "p.html") == []
+    assert open_page(browser, pages[kind], tmp_path / "p.html") == []
     found = browser.execute_script(CUT_OFF)
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert found == []
     assert len(pages[kind].encode()) < 500_000
 
@@ -267,7 +232,7 @@ def test_a_strip_shows_who_takes_which_stretch(
     assert {part.place for part in stretches} == {"taken", "left"}
     assert sum(part.width for part in stretches) == pytest.approx(100)
     assert [part.title.split(":")[0] for part in stretches] == ["partition 0", "CPU", "partition 1"]
-    _open(browser, pages["check"], tmp_path / "p.html")
+    open_page(browser, pages["check"], tmp_path / "p.html")
     assert len(browser.find_elements(By.CSS_SELECTOR, ".strip i")) == len(stretches)
     many = msgspec.structs.replace(
         check, node_list=tuple(msgspec.structs.replace(check.node_list[0], partition=at) for at in range(1000))
@@ -279,7 +244,7 @@ def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chro
     notes = ("with tensors given out more nodes ran on the CPU: 4 Transpose",)
     located = Located(layer="conv3", runs=2, cuts=0, found_by="tensors", layers=LAYERS, notes=notes)
     run = msgspec.structs.replace(BAD, located=located)
-    assert _open(browser, render_verify(_report(run)), tmp_path / "v.html") == []
+    assert open_page(browser, render_verify(_report(run)), tmp_path / "v.html") == []
     assert [dot.get_attribute("r") for dot in browser.find_elements(By.CSS_SELECTOR, ".chart circle.bad")] == ["6"]
     assert "Layer by layer on arm64" in browser.page_source
     assert notes[0] in browser.page_source

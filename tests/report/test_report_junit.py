@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from edgekit._ort import CPU_PROVIDER
+from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 from edgekit.report.junit import render_junit
 from edgekit.report.pages.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import Cost, RunReport
 
 HOSTILE = "</testcase><script>alert(1)</script>\"'&]]>\x00\x1b[31m\x85\ud800\ufffe"

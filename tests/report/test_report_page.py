@@ -1,12 +1,11 @@
 """The page of a check in a real Chromium: nothing fails to load, folds fold, pointing at a node tells its reasons."""
 
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from selenium import webdriver
+from selenium.webdriver.remote.webelement import WebElement
 
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckedNode, CheckReport
@@ -15,24 +14,6 @@ from edgekit.report.checked import CheckSummary
 from edgekit.report.pages.check_page import render_check
 from edgekit.report.pages.drawing import draw_blocks
 from edgekit.target import target_names
-
-webdriver: Any = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    profile = tmp_path_factory.mktemp("profile")
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "window-size=1200,900", f"user-data-dir={profile}"):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    yield opened
-    opened.quit()
 
 
 def _node(at: int, *, taken: bool = True, reasons: tuple[str, ...] = (), **fields: Any) -> CheckedNode:
@@ -53,16 +34,16 @@ def _write_page(path: Path, *nodes: CheckedNode) -> Path:
     return path
 
 
-def _open(browser: Any, page: Path) -> None:
+def _open(browser: webdriver.Chrome, page: Path) -> None:
     browser.get(page.as_uri())
-    assert browser.get_log("browser") == []
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
 
 
-def _find(browser: Any, selector: str) -> list[Any]:
+def _find(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
     return list(browser.find_elements("css selector", selector))
 
 
-def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: Any, tmp_path: Path) -> None:
+def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = _write_page(tmp_path / "p.html", _node(0), _node(1, taken=False, reasons=("too <odd>",)), _node(2))
     _open(browser, page)
     (chip,) = _find(browser, ".chip.left")
@@ -74,7 +55,7 @@ def test_a_node_tells_its_reasons_when_it_is_pointed_at(browser: Any, tmp_path: 
     assert "Conv n1" in tip.text
 
 
-def test_a_block_folds(browser: Any, tmp_path: Path) -> None:
+def test_a_block_folds(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = _write_page(tmp_path / "p.html", *(_node(at) for at in range(8)))
     _open(browser, page)
     assert [block.is_displayed() for block in _find(browser, ".chip")] == [True] * 8
@@ -84,7 +65,7 @@ def test_a_block_folds(browser: Any, tmp_path: Path) -> None:
     assert all(chip.is_displayed() for chip in _find(browser, ".chip"))
 
 
-def test_taken_left_and_fatal_have_colours_of_their_own(browser: Any, tmp_path: Path) -> None:
+def test_taken_left_and_fatal_have_colours_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = _write_page(tmp_path / "p.html", _node(0), _node(1, taken=False), _node(2, taken=False, fatal=True))
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -96,7 +77,7 @@ def test_taken_left_and_fatal_have_colours_of_their_own(browser: Any, tmp_path: 
         assert ink != colours[0]
 
 
-def test_a_thousand_nodes_open_quickly(browser: Any, tmp_path: Path) -> None:
+def test_a_thousand_nodes_open_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = _write_page(tmp_path / "p.html", *(_node(at, taken=at % 50 != 49) for at in range(1000)))
     start = time.monotonic()
     _open(browser, page)
@@ -106,7 +87,7 @@ def test_a_thousand_nodes_open_quickly(browser: Any, tmp_path: Path) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: Any, tmp_path: Path) -> None:
+def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: webdriver.Chrome, tmp_path: Path) -> None:
     model = Path(__file__).parents[2] / "edgekit/demo/digits_mobilenet.onnx"
     page = tmp_path / "check.html"
     assert run_command(["check", str(model), "--compare-ort", "--html", str(page)]) == 0

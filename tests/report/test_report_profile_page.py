@@ -1,14 +1,11 @@
 """The page of a profile in a real Chromium: a hundred thousand kernels, at three widths, pointed at and zoomed."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chromium_pages import CUT_OFF, open_page
 from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
-from test_report_browser import CUT_OFF
-from test_report_browser import _open as open_page
 
 from edgekit.evidence import Evidence
 from edgekit.profile.events import Execution, Step, Tensor
@@ -50,21 +47,6 @@ def page() -> str:
     )  # fmt: skip
     profiled = (Profiled(profile=profile, executions=ran),)
     return render_profile(ProfileRun(report=ProfileReport(profiles=(profile,)), profiled=profiled))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs Chromium and its driver: sudo tools/install_system_packages.sh")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield opened
-    opened.quit()
 
 
 @pytest.mark.parametrize("width", [400, 800, 1400])

@@ -6,6 +6,7 @@ import msgspec
 from rich.console import Console
 
 import edgekit
+from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 from edgekit.progress import StageTime
 from edgekit.report.pages.html import render_build
@@ -15,7 +16,7 @@ from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import SkippedDevice, VerifyReport
+from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 
 HOSTILE = "<script>alert(1)</script>"

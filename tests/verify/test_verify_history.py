@@ -12,6 +12,7 @@ from verify_devices import InProcess
 
 from edgekit.bench.latency import Latency
 from edgekit.bundle.folder import Bundle
+from edgekit.devices.device import SkippedDevice
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
@@ -26,7 +27,7 @@ from edgekit.verify.history import (
     record_report,
 )
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import SkippedDevice, VerifyReport, recheck_report
+from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.tasks.scores import TaskReport
 

@@ -19,7 +19,7 @@ from edgekit.target import TaskLimit
 sys.path.insert(0, str(Path(__file__).parent / "collapse"))
 
 from collapse_data import KINDS, draw_scenes, make_tones
-from collapse_families import FAMILIES, TRAIN, class_loss, rename_last, scene_classes
+from collapse_families import FAMILIES, TRAIN, add_block, class_loss, rename_last, scene_classes
 from collapse_net import Net
 from collapse_train import train_net
 
@@ -92,7 +92,7 @@ def make_vit() -> Net:
     x = net.add("Transpose", [x], perm=[0, 2, 1])
     x = net.add("Add", [x, net.constant(net.rng.normal(0, 0.1, (count, width)), "positions", trained=True)])
     for _ in range(3):
-        x = _add_block(net, x, count, width, heads)
+        x = add_block(net, x, count, width, heads, _normalise)
     x = net.add("ReduceMean", [_normalise(net, x, width)], axes=[1], keepdims=0)
     _add_classes(net, x, width, 10)
     images, labels = _read_digits()
@@ -108,23 +108,6 @@ def _normalise(net: Net, x: str, width: int) -> str:
         "LayerNormalization", [x, gain, net.constant(np.zeros(width), f"{name}.shift", trained=True)], axis=-1,
         epsilon=1e-5,
     )  # fmt: skip
-
-
-def _add_block(net: Net, x: str, count: int, width: int, heads: int) -> str:
-    size, y = width // heads, _normalise(net, x, width)
-    shape, merged = net.constant(np.array([0, count, heads, size])), net.constant(np.array([0, count, width]))
-    query, key, value = (
-        net.add("Transpose", [net.add("Reshape", [net.linear(y, width, width), shape])], perm=perm)
-        for perm in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
-    )
-    scores = net.add("Mul", [net.add("MatMul", [query, key]), net.constant(np.float32(size**-0.5))])
-    mixed = net.add("MatMul", [net.add("Softmax", [scores], axis=-1), value])
-    mixed = net.add("Reshape", [net.add("Transpose", [mixed], perm=[0, 2, 1, 3]), merged])
-    x = net.add("Add", [x, net.linear(mixed, width, width)])
-    y = net.linear(_normalise(net, x, width), width, 3 * width)
-    gate = net.add("Erf", [net.add("Div", [y, net.constant(np.float32(2**0.5))])])
-    y = net.add("Mul", [y, net.add("Add", [gate, net.constant(np.float32(1.0))])])
-    return net.add("Add", [x, net.linear(net.add("Mul", [y, net.constant(np.float32(0.5))]), 3 * width, width)])
 
 
 def _add_classes(net: Net, x: str, width: int, classes: int) -> None:

@@ -18,7 +18,7 @@ from typing import IO, Annotated, Literal
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, write_file, write_new
+from edgekit._files import open_regular, read_chunks, write_file, write_new
 from edgekit._ort import Level
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, DeviceState
@@ -35,7 +35,6 @@ MAX_TRACE_BYTES = 1 << 28
 TRACE = "trace.json"
 
 _RUN = "run.json"
-_CHUNK_BYTES = 1 << 20
 
 # Beyond 2^53 readers of JSON, whose numbers are doubles, do not keep whole numbers exact (RFC 8259, 6).
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -226,12 +225,11 @@ def receive_trace(stream: IO[bytes], path: Path, size_bytes: int) -> None:
 
 def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iterator[bytes]:
     yield line
-    while left:
-        chunk = stream.read(min(left, _CHUNK_BYTES))
-        if not chunk:
-            raise _malformed(path, "it ends early")
+    for chunk in read_chunks(stream, left):
         yield chunk
         left -= len(chunk)
+    if left:
+        raise _malformed(path, "it ends early")
 
 
 def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:

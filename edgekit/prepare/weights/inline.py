@@ -7,9 +7,10 @@ from typing import BinaryIO, TypeVar
 import onnx
 from google.protobuf.message import Message
 
+from edgekit._files import read_chunks
+
 _MessageT = TypeVar("_MessageT", bound=Message)
 
-_BLOCK_BYTES = 1 << 20
 _LENGTH_DELIMITED = 2
 # Field numbers of onnx.proto.
 _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
@@ -89,9 +90,8 @@ def _varint(value: int) -> Iterator[int]:
 def _copy(source: Path, offset: int, length: int, out: BinaryIO) -> None:
     with source.open("rb") as file:
         file.seek(offset)
-        while length > 0:
-            block = file.read(min(length, _BLOCK_BYTES))
-            if not block:
-                raise OSError(f"'{source}' ends within a weight")
+        for block in read_chunks(file, length):
             out.write(block)
             length -= len(block)
+    if length:
+        raise OSError(f"'{source}' ends within a weight")

@@ -202,10 +202,16 @@ def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
             name: tuple(size for place, size in enumerate(shape) if place != 4 + axis) for name, shape in shapes.items()
         }
         whole = {name: Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis]) for name, shape in shapes.items()}
-        for names in permutations(shapes, 3):
-            alike = len({places[name] for name in names}) == 1 and math.prod(places[names[0]]) >= _LEAST_ROWS
-            if alike and all(shapes[name][axis] == _BOX // 2 for name in names[:2]):
-                yield (whole[names[0]], whole[names[1]]), (whole[names[2]],)
+        # Those of two channels first: of a language model's cache every output has four dimensions.
+        halves = [
+            name
+            for name, shape in shapes.items()
+            if shape[axis] == _BOX // 2 and math.prod(places[name]) >= _LEAST_ROWS
+        ]
+        for shifts, sizes in permutations(halves, 2):
+            for scores in shapes if places[shifts] == places[sizes] else ():
+                if scores not in {shifts, sizes} and places[scores] == places[shifts]:
+                    yield (whole[shifts], whole[sizes]), (whole[scores],)
 
 
 def _find_tables(outputs: Tensors) -> Iterator[Columns]:

@@ -9,6 +9,7 @@ from onnx import helper, numpy_helper
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.tensors import Array
+from edgekit.prepare.tidy import import_contrib
 
 SWITCHES = "edgekit.switches"
 """The input that says which activations are quantized."""
@@ -77,8 +78,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
         proto.graph.node.extend(_switch(name, sites[name]))
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
-    if all(entry.domain != "com.microsoft" for entry in proto.opset_import):
-        proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    import_contrib(proto)
     return proto, names
 
 

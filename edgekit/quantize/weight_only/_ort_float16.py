@@ -1,15 +1,15 @@
 """The adapter to onnxruntime's float16 converter, the only module that imports it."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import onnx
 from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
-from edgekit.graph.graph import list_bodies
 from edgekit.graph.rewrite import set_nodes
+from edgekit.model.model import iterate_reads, order_nodes, rename_tensors
 
 _LOGGER = logging.getLogger(float16.__name__)
 # How the converter ends the names of the casts behind and before a kept node; before it stands the tensor's name.
@@ -53,7 +53,8 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
             continue
         seen.update(node.output)
         nodes.append(node)
-    set_nodes(graph, list(_in_order(nodes)))
+    set_nodes(graph, nodes)
+    set_nodes(graph, order_nodes(graph))
 
 
 def _join_kept(graph: onnx.GraphProto) -> None:
@@ -70,7 +71,7 @@ def _join_kept(graph: onnx.GraphProto) -> None:
     if not names:
         return
     restored = names.keys()
-    read = {name for node in graph.node if node.output[0] not in restored for name in _list_read(node)}
+    read = {name for node in graph.node if node.output[0] not in restored for name in iterate_reads(node)}
     read |= {output.name for output in graph.output}
     # Where nobody reads the half, the float takes its name: layers are compared by the names of their tensors.
     unread = {node.output[0]: node.input[0] for node in made.values() if node.name == node.output[0] + _TO_HALF}
@@ -78,47 +79,7 @@ def _join_kept(graph: onnx.GraphProto) -> None:
     renamed = {whole: half for half, whole in unread.items()}
     set_nodes(graph, [node for node in graph.node if node.output[0] not in {*restored, *unread}])
     renaming = {**{old: renamed.get(new, new) for old, new in names.items()}, **renamed}
-    for node in graph.node:
-        _rename(node, renaming)
-    kept = [value for value in graph.value_info if value.name not in {*restored, *unread}]
-    for value in kept:
-        value.name = renamed.get(value.name, value.name)
-    infos = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
+    infos = [value for value in graph.value_info if value.name not in {*restored, *unread}]
     del graph.value_info[:]
     graph.value_info.extend(infos)
-
-
-def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    for values in (node.input, node.output):
-        for place, name in enumerate(values):
-            values[place] = names.get(name, name)
-    for body in list_bodies(node):
-        for inner in body.node:
-            _rename(inner, names)
-
-
-def _in_order(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yields nodes each after those that it reads, as ONNX asks; the converter puts its casts at the end."""
-    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    done: set[int] = set()
-    for start in range(len(nodes)):
-        stack = [start]
-        while stack:
-            index = stack[-1]
-            wanted = sorted({makers[name] for name in _list_read(nodes[index]) if name in makers} - done - {index})
-            if wanted:
-                stack.extend(reversed(wanted))
-                continue
-            stack.pop()
-            if index not in done:
-                done.add(index)
-                yield nodes[index]
-
-
-def _list_read(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that a node and its bodies read."""
-    yield from node.input
-    for body in list_bodies(node):
-        yield from (output.name for output in body.output)
-        for inner in body.node:
-            yield from _list_read(inner)
+    rename_tensors(graph, renaming)

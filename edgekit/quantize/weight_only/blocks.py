@@ -14,10 +14,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.model.model import drop_unread
 from edgekit.model.tensors import Array
+from edgekit.prepare.tidy import import_contrib
 
-_CONTRIB = "com.microsoft"
 _LPBQ_STEPS = 16
 
 
@@ -77,8 +78,7 @@ def pack_weights(
         changed.append(node.name)
     _flatten_tables(graph)
     drop_unread(graph)
-    if changed and all(entry.domain != _CONTRIB for entry in proto.opset_import):
-        proto.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
+    import_contrib(proto)
     return tuple(changed)
 
 
@@ -191,13 +191,17 @@ def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int
     sizes: dict[str, Any] = {"K": shape[0], "N": shape[1], "bits": form.bits, "block_size": form.block}
     if form.accuracy_level:
         sizes["accuracy_level"] = form.accuracy_level
-    node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes))
+    node.CopyFrom(
+        helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=ORT_DOMAIN, **sizes)
+    )
 
 
 def _gather(node: onnx.NodeProto, names: tuple[str, str], _: tuple[int, int], form: BlockForm) -> None:
     sizes: dict[str, Any] = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
     inputs = [names[0], node.input[1], names[1]]
-    made = helper.make_node("GatherBlockQuantized", inputs, list(node.output), name=node.name, domain=_CONTRIB, **sizes)
+    made = helper.make_node(
+        "GatherBlockQuantized", inputs, list(node.output), name=node.name, domain=ORT_DOMAIN, **sizes
+    )
     node.CopyFrom(made)
 
 

@@ -15,7 +15,20 @@ WIDTH, HEIGHT = 1000.0, 320.0
 MOST_SPANS = 100_000
 """So many kernels the time line shows; more would make the page slow to load."""
 
-_HUES = 12
+HUES = (
+    "#2f6fde",
+    "#d9822b",
+    "#14804a",
+    "#8f4fd1",
+    "#c22f3d",
+    "#0f8a9d",
+    "#a88b00",
+    "#d0448f",
+    "#6b7a2f",
+    "#5b6b9b",
+    "#9b5b3b",
+    "#7d8894",
+)
 # Boxes below that share of the time could not be seen: they are drawn as one.
 _LEAST = 0.001
 _LETTER, _LINE = 6.2, 16.0
@@ -57,7 +70,7 @@ class RoofChart(msgspec.Struct, frozen=True, kw_only=True):
 def number_hues(profile: DeviceProfile) -> dict[str, int]:
     """Returns a colour for each operator: the first ones by time have their own, the last is that of all others."""
     ops = dict.fromkeys(one.op for one in profile.operators)
-    return {op: min(index, _HUES - 1) for index, op in enumerate(ops)}
+    return {op: min(index, len(HUES) - 1) for index, op in enumerate(ops)}
 
 
 def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
@@ -186,7 +199,7 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
         start, runs = start + run.duration_us, runs + 1
     return {
         "names": [f"{op} {name}" for op, name in places],
-        "hues": [hues.get(op, _HUES - 1) for op, _ in places],
+        "hues": [HUES[hues.get(op, -1)] for op, _ in places],
         "spans": spans,
         "rows": max(1, len(rows)),
         "end": max(1, start),

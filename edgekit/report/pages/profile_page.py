@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from edgekit.evidence import Evidence
 from edgekit.profile.profile import ProfileRun
 from edgekit.report.pages.pages import make_page
-from edgekit.report.pages.profile_charts import draw_roof, draw_treemap, list_spans, number_hues
+from edgekit.report.pages.profile_charts import HUES, draw_roof, draw_treemap, list_spans, number_hues
 from edgekit.report.tables import format_bytes, format_count
 from edgekit.report.timing.profile_text import (
     describe_cause,
@@ -41,6 +41,7 @@ def render_profile(run: ProfileRun) -> str:
         "profile",
         _FILTERS,
         script="profile.js",
+        hues=HUES,
         report=run.report,
         profiled=run.profiled,
         compared=None if comparison is None else describe_comparison(comparison),

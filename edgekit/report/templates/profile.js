@@ -1,6 +1,5 @@
 {% include "page.js" %}
 
-const hues = ["#2f6fde", "#d9822b", "#14804a", "#8f4fd1", "#c22f3d", "#0f8a9d", "#a88b00", "#d0448f", "#6b7a2f", "#5b6b9b", "#9b5b3b", "#7d8894"];
 for (const holder of document.querySelectorAll(".timeline")) {
   const data = JSON.parse(holder.querySelector("script").textContent);
   const { spans, names, rows, end } = data;
@@ -26,7 +25,7 @@ for (const holder of document.querySelectorAll(".timeline")) {
       const right = Math.max(x + wide, Math.floor(x) + 0.8);
       if (right <= last[row]) continue;
       last[row] = Math.max(right, last[row]);
-      pen.fillStyle = hues[data.hues[spans[4 * i]]];
+      pen.fillStyle = data.hues[spans[4 * i]];
       pen.fillRect(x, row * (height + rowGap), Math.max(0.8, wide - 0.4), height);
     }
     pen.fillStyle = getComputedStyle(document.body).color;

@@ -51,8 +51,7 @@ def list_bench_remarks(report: BenchReport) -> Iterator[str]:
         if run.failure is not None:
             yield f"{run.device} failed: {run.failure}"
         yield from (f"{run.device}: {warning}" for warning in run.warnings)
-    for skip in report.skipped:
-        yield f"{skip.device} skipped: {skip.reason}" + (f"; to run it: {skip.command}" if skip.command else "")
+    yield from map(str, report.skipped)
 
 
 def describe_comparison(found: Comparison) -> str:

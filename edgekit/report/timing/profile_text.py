@@ -118,7 +118,7 @@ def table_pairs(found: ProfileComparison, most: int) -> Table:
 def list_report_remarks(report: ProfileReport) -> Iterator[str]:
     """Yields what was assumed, and each device that is not there."""
     yield from report.notes
-    yield from report.skipped
+    yield from map(str, report.skipped)
 
 
 def describe_shapes(shapes: Sequence[str]) -> str:

@@ -201,7 +201,7 @@ def make_audio() -> Net:
     x = net.linear(net.add("Mul", [x, net.constant(np.float32(0.2))]), 40, width)
     x = net.add("Add", [x, net.constant(net.rng.normal(0, 0.1, (count, width)), "positions", trained=True)])
     for _ in range(2):
-        x = _add_block(net, x, count, width)
+        x = add_block(net, x, count, width, 3, layer_norm)
     x = net.add("ReduceMean", [layer_norm(net, x, width)], axes=[1], keepdims=0)
     net.outputs[
         net.add("Softmax", [rename_last(net, net.linear(x, width, 10), "logits")], "probabilities", axis=-1)
@@ -237,9 +237,10 @@ def layer_norm(net: Net, x: str, width: int) -> str:
     return net.add("Add", [y, net.constant(np.zeros(width), f"{name}.shift", trained=True)])
 
 
-def _add_block(net: Net, x: str, count: int, width: int) -> str:
-    heads, size = 3, width // 3
-    y, merged = layer_norm(net, x, width), net.constant(np.array([0, count, width]))
+def add_block(net: Net, x: str, count: int, width: int, heads: int, norm: Callable[[Net, str, int], str]) -> str:
+    """Adds a transformer's block: attention over `count` places of `width` numbers, and a GELU between two layers."""
+    size = width // heads
+    y, merged = norm(net, x, width), net.constant(np.array([0, count, width]))
     shape = net.constant(np.array([0, count, heads, size]))
     query, key, value = (
         net.add("Transpose", [net.add("Reshape", [net.linear(y, width, width), shape])], perm=perm)
@@ -249,7 +250,7 @@ def _add_block(net: Net, x: str, count: int, width: int) -> str:
     mixed = net.add("MatMul", [net.add("Softmax", [scores], axis=-1), value])
     mixed = net.add("Reshape", [net.add("Transpose", [mixed], perm=[0, 2, 1, 3]), merged])
     x = net.add("Add", [x, net.linear(mixed, width, width)])
-    y = net.linear(layer_norm(net, x, width), width, 3 * width)
+    y = net.linear(norm(net, x, width), width, 3 * width)
     gate = net.add("Erf", [net.add("Div", [y, net.constant(np.float32(2**0.5))])])
     gate = net.add("Add", [gate, net.constant(np.float32(1.0))])
     y = net.add("Mul", [net.add("Mul", [y, gate]), net.constant(np.float32(0.5))])
