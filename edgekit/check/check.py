@@ -218,7 +218,7 @@ def _list_nodes(
 
 
 def _are_fatal(refusals: Sequence[Refusal]) -> bool:
-    """Returns True where no session can be made: one quiet refusal leaves the unit to the CPU, but not after a crash."""
+    """Returns True where no session can be made: a quiet refusal leaves the unit to the CPU, but not after a crash."""
     for refusal in refusals:
         if refusal.crashes or not refusal.fatal:
             return refusal.crashes

@@ -48,7 +48,8 @@ class _Rule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
     """Fields of every rule: `note` is added to the reason; `fatal` means that the session cannot be made at all.
 
     A `fatal` rule counts where no other rule leaves the node to the CPU. One that `crashes` ends the process while the
-    provider looks at the node: rules listed after it are never reached. A `soft` rule refuses nothing: the node is taken, and the reason says how it runs, otherwise than in integers.
+    provider looks at the node: rules listed after it are never reached. A `soft` rule refuses nothing: the node is
+    taken, and the reason says how it runs, otherwise than in integers.
     """
 
     when: When = When()
