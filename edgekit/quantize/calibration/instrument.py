@@ -218,7 +218,8 @@ class _Builder:
         """Adds values of a tensor at fixed positions."""
         size = _count_pickable(self._graph, name)
         positions = self._constant(f"edgekit.positions.{size}.{count}", spread_positions(size, count))
-        return self._node("Gather", [self._flatten(name), positions])
+        # Of single values ONNX Runtime's Gather copies each by a call of memcpy, GatherElements by an assignment.
+        return self._node("GatherElements", [self._flatten(name), positions], axis=0)
 
     def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[Layer, PatchIndices]]:
         """Adds an output with patches of the input of each layer where sizes are known, and yields where these lie."""

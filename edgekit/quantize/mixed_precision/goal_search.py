@@ -118,11 +118,10 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
         if spared is not None:
             return spared.chosen.plan, spared
         first = _plan_first(search)
-    is_image_net = makes_images(read_float_graph(search.model), search.calibration.outputs)
-    if not search.memo.budget.allows(_MORE):
+    if not (search.memo.budget.allows(_MORE) and first.judged and is_relievable(first)):
         return first, None
-    is_sure = not first.judged or (first.judged[0].sqnr_db >= GOOD_DB and not is_image_net)
-    if is_sure or not is_relievable(first):
+    is_good = first.judged[0].sqnr_db >= GOOD_DB
+    if is_good and not makes_images(read_float_graph(search.model), search.calibration.outputs):
         return first, None
     goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
     trials = _run_trials(search, goal, first=first)

@@ -81,20 +81,27 @@ def shrink_moment(moment: Array, samples: int) -> Array:
     # there are samples had 38 dB on these and 0 dB on held-out ones.
     size = moment.shape[-1]
     rho = size / (size + samples / 4)
-    return np.asarray((1 - rho) * moment + rho * moment * np.eye(size))
+    return _add_to_diagonal((1 - rho) * moment, rho * np.diagonal(moment, axis1=1, axis2=2))
 
 
 def damp_moment(moment: Array) -> Array:
     """Returns a second moment with 1 % of the mean of its diagonal on the diagonal, so that it can be inverted."""
     damping = _DAMPING * np.diagonal(moment, axis1=1, axis2=2).mean(axis=1) + _LEAST
-    return np.asarray(moment + damping[:, None, None] * np.eye(moment.shape[-1]))
+    return _add_to_diagonal(moment, damping[:, None])
+
+
+def _add_to_diagonal(moment: Array, energy: Array | float) -> Array:
+    """Returns matrices [groups, inputs, inputs] with something added to each diagonal, [groups, inputs] or alike."""
+    added = moment.copy()
+    # A view of the diagonal: a unit matrix would take as much time as a product of the whole.
+    np.einsum("gii->gi", added)[...] += energy
+    return added
 
 
 def add_spread(moment: Array, spread: Array, samples: int) -> Array:
     """Returns a second moment with the energy of one more patch on its diagonal; `spread` is [groups, inputs]."""
     # An input may fire in a place that no patch was taken from.
-    energy = spread**2 / (samples + 1)
-    return np.asarray(moment + energy[:, :, None] * np.eye(moment.shape[-1]))
+    return _add_to_diagonal(moment, spread**2 / (samples + 1))
 
 
 def find_still(moment: Array, spread: Array) -> Array:
@@ -110,6 +117,8 @@ def find_still(moment: Array, spread: Array) -> Array:
 
 def free_still(moment: Array, still: Array) -> Array:
     """Returns a second moment without what inputs that stayed at zero have to do with others, so they take no error."""
+    if not still.any():
+        return moment
     moves = ~still
     together = moves[:, :, None] & moves[:, None, :]
     return np.asarray(moment * (together | np.eye(moment.shape[-1], dtype=bool)))
@@ -125,7 +134,7 @@ def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
     # uniform within a step and independent of x (B. Widrow's model of quantization), hence step^2 / 12.
     size = moment.shape[-1]
     energy = float(np.trace(moment, axis1=1, axis2=2).max())
-    noisy = moment + max(noise, 1e-9 * energy / size, _LEAST) * np.eye(size)
+    noisy = _add_to_diagonal(moment, max(noise, 1e-9 * energy / size, _LEAST))
     return np.swapaxes(np.linalg.solve(noisy, moment @ np.swapaxes(matrix, 1, 2)), 1, 2)
 
 
@@ -135,16 +144,14 @@ def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, l
     GPTQ (E. Frantar et al., arXiv:2210.17323), which solves OBQ (E. Frantar and D. Alistarh, arXiv:2208.11580) for all
     outputs in one order: that of falling energy of the inputs.
     """
-    size = moment.shape[-1]
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
     dead = _DEAD * float(diagonal.mean()) + _LEAST
     damping = np.maximum(np.maximum(noise, dead), _DAMPING * diagonal.mean(axis=1))
     # Errors move to inputs that come later, so those that matter most come first, while there is most to move them to
     # ("act-order" of the authors' code, github.com/IST-DASLab/gptq).
     order = np.argsort(-diagonal, axis=1, kind="stable")
-    hessian = np.take_along_axis(moment, order[:, :, None], axis=1)
-    hessian = np.take_along_axis(hessian, order[:, None, :], axis=2)
-    damped = hessian + damping[:, None, None] * np.eye(size)
+    groups = np.arange(len(moment))[:, None, None]
+    damped = _add_to_diagonal(moment[groups, order[:, :, None], order[:, None, :]], damping[:, None])
     # Only ratios within a row of the factor count; the division keeps float32 clear of its ends.
     upper = _inverse_factor((damped / damping.max()).astype(np.float32))
     rows = np.take_along_axis(matrix, order[:, None, :], axis=2).transpose(2, 0, 1).astype(np.float32)
