@@ -30,6 +30,7 @@ from edgekit.quantize.plan import QuantPlan
 from edgekit.recipe import Recipe
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.target import Target, TaskLimit
+from edgekit.tune.report import TuneReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
@@ -66,6 +67,7 @@ REPORTS: Mapping[str, tuple[type, str]] = {
     "edgekit compare": (ModelComparison, ""),
     "edgekit bench": (BenchReport, ""),
     "edgekit profile": (ProfileReport, ""),
+    "edgekit tune": (TuneReport, ""),
     "edgekit diff": (Delta, ""),
 }
 """What edgekit writes or prints with `--json`: the value, and where else it stands."""

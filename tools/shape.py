@@ -14,7 +14,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("app",),
         ("jobs",),
         ("report",),
-        ("inspect", "profile"),
+        ("inspect", "profile", "tune"),
         ("verify",),
         ("bench",),
         ("devices", "package"),

@@ -11,6 +11,7 @@ from edgekit.bench.latency import count_needed, find_steady
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.errors import DeviceError
+from edgekit.model.tensors import Tensors
 
 PRECISION = 0.02
 """How well the median is to be known, as a share of it on either side."""
@@ -32,8 +33,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How much to run.
 
     `runs` says how often; where it is None, until the median is known to PRECISION or `seconds` a device are over.
-    `threads` of 0 lets ONNX Runtime choose. `concurrency` runs are made at once in one session; with `io_binding`
-    inputs are bound and outputs written where those of the run before lie.
+    `threads` of 0 lets ONNX Runtime choose, or what the bundle was tuned to. `concurrency` runs are made at once in one
+    session; with `io_binding` inputs are bound and outputs written where those of the run before lie.
     """
 
     runs: int | None = None
@@ -45,14 +46,18 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, job: Job) -> Job:
         """Returns a job whose session runs as is asked for."""
         return msgspec.structs.replace(
-            job, threads=self.threads, concurrency=self.concurrency, io_binding=self.io_binding
+            job,
+            threads=self.threads or job.threads,
+            concurrency=self.concurrency,
+            io_binding=self.io_binding or job.io_binding,
         )
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """The times of steady runs in one session, in milliseconds, after those of warming up; `first_ms` is the first.
 
-    `pace_ms` is the time after which one more is done: less than a run takes, where several are made at once.
+    `pace_ms` is the time after which one more is done: less than a run takes, where several are made at once. `outputs`
+    are those of the sample.
     """
 
     latency_ms: tuple[float, ...]
@@ -60,6 +65,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int
     first_ms: float
     pace_ms: float
+    outputs: Tensors = {}
 
 
 def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
@@ -89,7 +95,7 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
     return max(
         _FAST_MS,
         median(
-            _run(device, job, slices=1, repeat=2 * job.concurrency, seconds=effort.seconds).latency_ms[
+            _run(device, job, slices=1, repeat=2 * job.concurrency, seconds=effort.seconds)[0].latency_ms[
                 job.concurrency :
             ]
         ),
@@ -113,23 +119,32 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
         # Starting threads is no part of what is measured: a slice is long beside it, and the first only warms up.
         repeat = job.concurrency * max(1, int(_SLICE_MS / guess_ms))
     slices = math.ceil((runs + most) / repeat) + (job.concurrency > 1)
-    run = _run(device, job, slices=slices, repeat=repeat, seconds=seconds)
+    run, outputs = _run(device, job, slices=slices, repeat=repeat, seconds=seconds)
     # A device that was slower than thought ran less: half of it still counts.
     warmup = find_steady(run.latency_ms, min(most, len(run.latency_ms) // 2))
     times = run.latency_ms[warmup : warmup + runs]
     steady = run.elapsed_ms[1:]
     pace_ms = median(steady) / repeat if steady else median(times)
-    return Block(latency_ms=times, run=run, warmup=warmup, first_ms=run.latency_ms[0], pace_ms=pace_ms)
+    return Block(
+        latency_ms=times,
+        run=run,
+        warmup=warmup,
+        first_ms=run.latency_ms[0],
+        pace_ms=pace_ms,
+        outputs=outputs,
+    )
 
 
-def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> DeviceRun:
+def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> tuple[DeviceRun, Tensors]:
+    """Returns a run, and the outputs of its first slice, which are those of every slice."""
     samples = _repeat(job.samples, slices)
     sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
     with work_folder() as work:
         run = device.run_job(sliced, work)
+        outputs = next(iter(run.outputs), {})
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
-    return run
+    return run, outputs
 
 
 def _repeat(samples: Samples, times: int) -> Samples:

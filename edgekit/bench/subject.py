@@ -16,7 +16,7 @@ from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.interface import read_interface
 from edgekit.data.random_samples import draw_samples
 from edgekit.data.samples import Samples, load_samples
-from edgekit.devices.bundled import make_job, plan_run
+from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.plain import plain_target
@@ -25,20 +25,24 @@ from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.shapes.unset import find_unset, size_inputs
-from edgekit.target import Target, load_target
+from edgekit.target import Form, Target, load_target
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """How a subject is opened: a model with the session options of a target, and with which sample.
 
     The sample is that of `data`, else a golden one of a bundle, else drawn, with the sizes that `dims` gives
-    to dynamic dimensions. `batch` stacks so many; None leaves the sample as it is.
+    to dynamic dimensions. `batch` stacks so many; None leaves the sample as it is. `form` is that of a
+    bundle to open, None for the one that is planned on the device; with `tuned` it is opened as it was tuned for this
+    kind of machine.
     """
 
     target: str | None = None
     data: str | None = None
     dims: Mapping[str, int] = {}
     batch: int | None = None
+    form: Form | None = None
+    tuned: bool = True
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +94,10 @@ def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
     sample = stack_samples(given, inputs, opening.batch)
 
     def job_for(device: Device) -> Job:
-        return make_job(private, plan_run(private, device, 1), sample)
+        plan, tuned = plan_run(private, device, 1), find_tuned(private.manifest, device) if opening.tuned else None
+        form = opening.form or (tuned.form if tuned else "") or plan.form
+        job = make_job(private, msgspec.structs.replace(plan, form=form), sample)
+        return job if tuned is None else set_job(job, tuned)
 
     return Subject(
         name=path.resolve().name,

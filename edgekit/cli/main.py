@@ -45,6 +45,7 @@ COMMANDS = {
     "schema": "Print the JSON Schema of edgekit.toml, and with --json every command with its options.",
     "sign": "Sign a bundle, so that tampering with any byte is found.",
     "targets": "List the targets, or show one.",
+    "tune": "Find what a session should be told: levels, threads, memory, provider options.",
     "verify": "Run a bundle on devices and compare with the float model.",
 }
 """Every command and its one line of help; `edgekit.cli.<name>` holds it, imported when it is used."""

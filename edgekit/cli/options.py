@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
 
+from edgekit._files import require_apart, require_place
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
@@ -69,7 +70,7 @@ TIME_BUDGET = click.option(
     "--time-budget",
     type=_Time(),
     metavar="60s",
-    help="Plan no longer than that (90s, 5m, 1h).",
+    help="Search no longer than that (90s, 5m, 1h).",
 )
 CUSTOM_OPS = click.option(
     "--custom-ops",
@@ -97,6 +98,19 @@ ALLOW_FAILED = click.option(
     "--allow-failed", is_flag=True, help="Take bundles that failed or were not verified; the result says so."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
+def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
+    """Refuses files to write that cannot be written or are read too, before any work is done.
+
+    Raises:
+        UsageError: an output is an input, or two outputs are one file.
+        OutputError: an output cannot be written.
+    """
+    written = [path for path in outputs if path is not None]
+    require_apart(written, [path for path in inputs if path is not None])
+    for path in written:
+        require_place(path)
 
 
 def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:

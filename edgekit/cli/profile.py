@@ -1,11 +1,10 @@
 """`edgekit profile`."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
-from edgekit._files import require_apart, require_place, write_file
+from edgekit._files import write_file
 from edgekit.bench.subject import Opening
 from edgekit.cli import options
 from edgekit.cli.limits import limit
@@ -74,7 +73,7 @@ def command(
 
     Exit code 0: everything was profiled. 1: not so. 2: the usage or an input is wrong.
     """
-    _require_places((trace, html), (subject, against))
+    options.require_places((trace, html), (subject, against))
     if no_roofline and probe_again:
         raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
@@ -90,13 +89,6 @@ def command(
         write_file(html, render_profile(found).encode())
     show_json(found.report) if as_json else show_profile(found.report, top)
     return YES if found.report.succeeded else NO
-
-
-def _require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
-    written = [path for path in outputs if path is not None]
-    require_apart(written, [path for path in inputs if path is not None])
-    for path in written:
-        require_place(path)
 
 
 def show_profile(report: ProfileReport, top: int) -> None:

@@ -1,8 +1,13 @@
-"""The job that runs a bundle on a device: the form, the samples and the options that an app would use."""
+"""The job that runs a bundle on a device: the form, the samples and the options that an app would use.
+
+A bundle may have been tuned for a kind of machine: then its session is told more than what its target asks for.
+"""
 
 import msgspec
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
+from edgekit.bundle.manifest.manifest import Manifest
+from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of, kind_of
@@ -13,6 +18,9 @@ from edgekit.target import Form, Verification
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 
 _NEEDING_ONNX = frozenset({"emulated"})
+
+OF_THIS_MACHINE = frozenset({"host", "host:native"})
+"""Devices that are this machine as it is, and stand for no other."""
 
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
@@ -46,6 +54,49 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
         check=check,
         samples=samples,
         digests_hold=True,
+    )
+
+
+def find_class(device: Device) -> MachineClass | None:
+    """Returns the kind of machine that a device is, None for one that stands for another, or does not say."""
+    return class_of_this_machine() if address_of(device) in OF_THIS_MACHINE else None
+
+
+def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
+    """Returns the setting that a bundle was tuned to for the kind of machine that a device is, None without one.
+
+    A device whose kind is not known has the setting that was found on that very device.
+    """
+    kind, address = find_class(device), address_of(device)
+    return next(
+        (
+            tuned.setting
+            for tuned in manifest.tuned or ()
+            if (tuned.machine.holds(kind) if kind else tuned.evidence.device == address)
+        ),
+        None,
+    )
+
+
+def set_job(job: Job, setting: SessionSetting) -> Job:
+    """Returns a job with a session as a setting says, beside what its target asks for."""
+    asked = job.target.session
+    session = msgspec.structs.replace(
+        asked,
+        config={**asked.config, **setting.config},
+        provider_options={**asked.provider_options, **setting.provider_options},
+    )
+    return msgspec.structs.replace(
+        job,
+        target=msgspec.structs.replace(job.target, session=session),
+        level=setting.level,
+        threads=setting.threads,
+        inter_threads=setting.inter_threads,
+        parallel=setting.parallel,
+        arena=setting.arena,
+        memory_pattern=setting.memory_pattern,
+        io_binding=setting.io_binding,
+        concurrency=setting.concurrency,
     )
 
 

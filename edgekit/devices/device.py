@@ -25,10 +25,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
     after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. It runs each
     sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding` outputs are
-    written where those of the run before lie. `threads` of 0 lets the device choose. `custom_ops` are libraries of this
-    machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the digest of
-    its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session optimises
-    the graph, as an app's would unless said. With `trace` ONNX Runtime's profiler watches every run.
+    written where those of the run before lie. `threads` of 0 lets the device choose; `inter_threads` run nodes side by
+    side where a session is `parallel`. `arena` and `memory_pattern` are ONNX Runtime's. `custom_ops` are libraries of
+    this machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the
+    digest of its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session
+    optimises the graph, as an app's would unless said. With `trace` ONNX Runtime's profiler watches every run.
     """
 
     model: Path
@@ -44,6 +45,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 1
     io_binding: bool = False
     threads: int = 0
+    inter_threads: int = 0
+    parallel: bool = False
+    arena: bool = True
+    memory_pattern: bool = True
     level: Level = Level.ALL
     digests_hold: bool = False
     trace: bool = False

@@ -14,7 +14,7 @@ from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, select_samples, spread_sequences
-from edgekit.devices.bundled import make_job, plan_run
+from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, find_present
 from edgekit.devices.labelled import kind_of
 from edgekit.devices.parallel import run_each, run_together
@@ -171,6 +171,9 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
     plan = plan_run(bundle, device, golden.samples)
     rows = spread_sequences(golden.samples, plan.samples, bundle.manifest.steps)
     job = make_job(bundle, plan, select_samples(read_inputs(golden), rows))
+    if (tuned := find_tuned(bundle.manifest, device)) is not None:
+        # The plan's file, one run at a time: what an app does around its session is no part of what is verified.
+        job = set_job(job, msgspec.structs.replace(tuned, concurrency=1))
     with work_folder() as work:
         begun = time.monotonic()
         try:

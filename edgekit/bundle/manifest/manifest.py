@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from edgekit.bundle.manifest.migrate import migrate_manifest
+from edgekit.bundle.manifest.tuned import TunedSession
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError, quote_error
 from edgekit.model.state import State, find_fault
@@ -129,7 +130,8 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
     `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
     edgekit's layout of ORT-format files, None without such a file. `state` says which outputs an app passes as inputs
-    of the next step, and how many golden samples make a sequence; a model without state has none.
+    of the next step, and how many golden samples make a sequence; a model without state has none. `tuned` are
+    settings that were found to be better on some machines: the first whose class is that of the machine counts.
     """
 
     # A version to come is refused, not guessed at: what it adds may change what the rest means.
@@ -165,6 +167,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     evidence: Literal["verify.json"] = "verify.json"
     # Not written where there is none: bundles keep the bytes that they had before.
     state: State | msgspec.UnsetType = msgspec.UNSET
+    tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def steps(self) -> int:

@@ -132,6 +132,15 @@ def check_requests(manifest: Manifest, source: str) -> None:
     _check_words(manifest.session_config, _SESSION, "session_config", source)
     options = PROVIDER_OPTIONS.get(manifest.provider)
     _check_words(manifest.provider_options, options, "provider_options", source)
+    for index, tuned in enumerate(manifest.tuned or ()):
+        place = f"tuned[{index}].setting"
+        _check_words(tuned.setting.config, _SESSION, f"{place}.config", source)
+        _check_words(tuned.setting.provider_options, options, f"{place}.provider_options", source)
+        if tuned.setting.form and tuned.setting.form not in manifest.forms:
+            raise BundleError(
+                f"'{source}' has no files of the form {tuned.setting.form!r}, which {place} wants",
+                hint="tune it again: edgekit tune BUNDLE --apply",
+            )
     # Versions end in POMs and Gradle files, where more than a word would be code.
     for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():
         if not re.fullmatch(_NAME, name) or not re.fullmatch(_VERSION, version):

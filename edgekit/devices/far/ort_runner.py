@@ -231,6 +231,11 @@ def _open_session(folder: Path, job: Json) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = _LEVELS[job["level"]]
     options.intra_op_num_threads = job["threads"]
+    options.inter_op_num_threads = job.get("inter_threads", 0)
+    if job.get("parallel"):
+        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    options.enable_cpu_mem_arena = job.get("arena", True)
+    options.enable_mem_pattern = job.get("memory_pattern", True)
     options.log_severity_level = 3
     options.enable_profiling = job["profile"] or job.get("trace", False)
     options.profile_file_prefix = str(folder / "profile")

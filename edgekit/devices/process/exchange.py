@@ -46,12 +46,14 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a far-side program is told; paths are as that program sees them.
 
     `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
-    choose. The program stops after `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the
-    placement from the profile of the first sample, for files of ORT format. `runtime` is where a runtime lies that the
-    program must find. The program runs each sample `repeat` times and gives a time for each of these runs. With a
-    `concurrency` above 1 so many threads share them, in one session. With `io_binding` inputs are bound and outputs are
-    written where those of the run before lie. `custom_ops` are libraries of operators. With `trace` the profiler
-    watches the whole session, and its file is given back.
+    choose, and so do `inter_threads`, which count where nodes run in `parallel`. Without `arena` memory is asked of the
+    system each time, without `memory_pattern` no block is planned for all of a run. The program stops after
+    `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the placement from the profile of the
+    first sample, for files of ORT format. `runtime` is where a runtime lies that the program must find. The program
+    runs each sample `repeat` times and gives a time for each of these runs. With a `concurrency` above 1 so many
+    threads share them, in one session. With `io_binding` inputs are bound and outputs are written where those of the
+    run before lie. `custom_ops` are libraries of operators. With `trace` the profiler watches the whole session, and
+    its file is given back.
     """
 
     model: str
@@ -61,6 +63,10 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     session_config: dict[str, str] = {}
     level: Level = Level.ALL
     threads: int = 0
+    inter_threads: int = 0
+    parallel: bool = False
+    arena: bool = True
+    memory_pattern: bool = True
     samples: int
     least_samples: int = LEAST_SAMPLES
     budget_s: float = 3600.0

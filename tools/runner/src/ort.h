@@ -31,10 +31,14 @@ struct OrtEpAssignedNode;
     (OrtSession*, const OrtRunOptions*, const char* const* input_names, const OrtValue* const* inputs,              \
      std::size_t input_count, const char* const* output_names, std::size_t output_count, OrtValue** outputs))       \
   X(CreateSessionOptions, 10, (OrtSessionOptions * *out))                                                           \
+  X(SetSessionExecutionMode, 13, (OrtSessionOptions*, std::int32_t mode))                                           \
   X(EnableProfiling, 14, (OrtSessionOptions*, const char* prefix))                                                  \
+  X(DisableMemPattern, 17, (OrtSessionOptions*))                                                                    \
+  X(DisableCpuMemArena, 19, (OrtSessionOptions*))                                                                   \
   X(SetSessionLogSeverityLevel, 22, (OrtSessionOptions*, int level))                                                \
   X(SetSessionGraphOptimizationLevel, 23, (OrtSessionOptions*, std::int32_t level))                                 \
   X(SetIntraOpNumThreads, 24, (OrtSessionOptions*, int threads))                                                    \
+  X(SetInterOpNumThreads, 25, (OrtSessionOptions*, int threads))                                                    \
   X(SessionGetInputCount, 30, (const OrtSession*, std::size_t* out))                                                \
   X(SessionGetOutputCount, 31, (const OrtSession*, std::size_t* out))                                               \
   X(SessionGetInputName, 36, (const OrtSession*, std::size_t index, OrtAllocator*, char** out))                     \

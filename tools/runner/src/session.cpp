@@ -14,6 +14,7 @@ namespace {
 constexpr const char* kNnapi = "NnapiExecutionProvider";
 constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int32_t kTensorType = 1;
+constexpr std::int32_t kSequential = 0, kParallel = 1;
 constexpr std::int32_t kArenaAllocator = 1;
 constexpr std::int32_t kDefaultMemory = 0;
 
@@ -59,6 +60,12 @@ struct Pairs {
   std::vector<const char*> values;
 };
 
+int read_threads(const Json& json, const char* name) {
+  const std::int64_t threads = json.whole_of(name, 0);
+  if (threads > kMaxThreads) throw Failure(quoted(name) + " is larger than 1024");
+  return static_cast<int>(threads);
+}
+
 template <typename T, typename Create>
 Owned<T> make(const Ort& ort, void (*release)(T*), Create create) {
   T* made = nullptr;
@@ -84,9 +91,11 @@ Job read_job(const Json& json) {
   job.provider_options = json.words_of("provider_options");
   job.session_config = json.words_of("session_config");
   job.level = json.text_of("level", "all");
-  const std::int64_t threads = json.whole_of("threads", 0);
-  if (threads > kMaxThreads) throw Failure("'threads' is larger than 1024");
-  job.threads = static_cast<int>(threads);
+  job.threads = read_threads(json, "threads");
+  job.inter_threads = read_threads(json, "inter_threads");
+  job.parallel = json.truth_of("parallel", false);
+  job.arena = json.truth_of("arena", true);
+  job.memory_pattern = json.truth_of("memory_pattern", true);
   job.least_samples = json.whole_of("least_samples", job.least_samples);
   job.budget_s = json.number_of("budget_s", job.budget_s);
   job.profile = json.truth_of("profile", false);
@@ -115,6 +124,10 @@ Session::Session(const Ort& ort, const Job& job)
   ort_.check(ort_.GetAllocatorWithDefaultOptions(&allocator_));
   ort_.check(ort_.SetSessionGraphOptimizationLevel(options_.get(), level_number(job.level)));
   ort_.check(ort_.SetIntraOpNumThreads(options_.get(), job.threads));
+  ort_.check(ort_.SetInterOpNumThreads(options_.get(), job.inter_threads));
+  ort_.check(ort_.SetSessionExecutionMode(options_.get(), job.parallel ? kParallel : kSequential));
+  if (!job.arena) ort_.check(ort_.DisableCpuMemArena(options_.get()));
+  if (!job.memory_pattern) ort_.check(ort_.DisableMemPattern(options_.get()));
   ort_.check(ort_.SetSessionLogSeverityLevel(options_.get(), 3));
   for (const auto& [key, value] : job.session_config) {
     ort_.check(ort_.AddSessionConfigEntry(options_.get(), key.c_str(), value.c_str()));

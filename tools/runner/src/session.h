@@ -25,6 +25,10 @@ struct Job {
   Words session_config;
   std::string level = "all";
   int threads = 0;
+  int inter_threads = 0;
+  bool parallel = false;
+  bool arena = true;
+  bool memory_pattern = true;
   std::int64_t least_samples = 4;
   double budget_s = 1e9;
   bool profile = false;

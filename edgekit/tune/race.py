@@ -1,0 +1,136 @@
+"""Races: settings in interleaved rounds, the slower half dropped after each heat, and a last one on fresh rounds.
+
+Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) finds the challenger; since the rounds that chose it
+flatter it, they prove nothing: whether it is taken is decided by rounds of its own, with the interval of `bench`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from edgekit.bench.interleaved import ROUNDS
+from edgekit.bench.latency import Ratio, compare_rounds
+from edgekit.tune.report import Decision, Entrant, Measured
+from edgekit.tune.space import Goal
+
+TakeRound = Callable[[Sequence[Entrant]], Sequence[Measured] | None]
+"""Measures each of some entrants once, one after another; None where there is no time left for it."""
+
+LEAST_GAIN = 0.01
+"""A setting that gains less than this is not worth being different from the defaults."""
+
+TIME_OVER = "the time was over before it was decided"
+
+_HEAT = 2
+# Half of the last rounds: where the challenger is not ahead by then, the others are saved. Stopping because there is
+# nothing to gain makes no false claim more likely.
+_FUTILE = ROUNDS // 2
+
+
+def cost_of(measured: Measured, goal: Goal) -> float:
+    """Returns what a goal wants to be small."""
+    costs: Mapping[Goal, float] = {
+        "latency": measured.median_ms,
+        "p99": measured.p99_ms,
+        "throughput": measured.pace_ms,
+        "memory": float(measured.peak_rss_bytes),
+        # The first run belongs to it: kernels leave work for it.
+        "load": measured.load_ms + measured.first_ms,
+    }
+    return costs[goal]
+
+
+def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: TakeRound, goal: Goal) -> Decision:
+    """Returns whether one of the challengers takes the place of the holder."""
+    out: dict[str, str] = {}
+    ratios: dict[str, list[float]] = {entrant.name: [] for entrant in challengers}
+    living, failure = list(challengers), ""
+    while living and not failure:
+        failure = _run_heat(holder, living, ratios, out, take, goal)
+        screened = {one.name: _mean(ratios[one.name]) for one in living if one.name not in out and ratios[one.name]}
+        ahead = [one for one in living if screened.get(one.name, 1.0) < 1 - LEAST_GAIN]
+        ahead.sort(key=lambda one: screened[one.name])
+        living = ahead[: max(1, len(living) // 2)]
+        if len(living) == 1:
+            break
+    known = {name: _mean(found) for name, found in ratios.items() if found and name not in out}
+    empty = Decision(group=group, holder=holder.name, screened=known)
+    if failure or not living:
+        return msgspec.structs.replace(empty, reason=failure or _explain_none(out, known))
+    return _decide(empty, holder, living[0], take, goal)
+
+
+def _run_heat(
+    holder: Entrant,
+    living: Sequence[Entrant],
+    ratios: Mapping[str, list[float]],
+    out: dict[str, str],
+    take: TakeRound,
+    goal: Goal,
+) -> str:
+    """Notes the ratios of a few rounds, and who is out; returns why there is no more to run, "" where there is."""
+    for _ in range(_HEAT):
+        racing = [entrant for entrant in living if entrant.name not in out]
+        found = take([holder, *racing])
+        if found is None:
+            return TIME_OVER
+        if found[0].fault is not None:
+            return found[0].fault
+        for entrant, measured in zip(racing, found[1:], strict=True):
+            if measured.fault is not None:
+                out[entrant.name] = measured.fault
+            else:
+                ratios[entrant.name].append(cost_of(measured, goal) / cost_of(found[0], goal))
+    return ""
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def compare_fresh(
+    holder: Entrant, challenger: Entrant, take: TakeRound, goal: Goal, futile: int = ROUNDS
+) -> Ratio | str:
+    """Returns how a challenger compares with the holder in rounds of their own, or why that is not known.
+
+    After `futile` rounds it ends where the challenger is not ahead.
+    """
+    rounds: list[tuple[float, float]] = []
+    for number in range(ROUNDS):
+        found = take([holder, challenger])
+        if found is None:
+            return TIME_OVER
+        fault = next((measured.fault for measured in found if measured.fault is not None), None)
+        if fault is not None:
+            return fault
+        rounds.append((cost_of(found[0], goal), cost_of(found[1], goal)))
+        if number + 1 == futile < ROUNDS and (ratio := compare_rounds(rounds)).value > 1 - LEAST_GAIN:
+            return ratio
+    return compare_rounds(rounds)
+
+
+def _decide(empty: Decision, holder: Entrant, challenger: Entrant, take: TakeRound, goal: Goal) -> Decision:
+    found = compare_fresh(holder, challenger, take, goal, _FUTILE)
+    named = msgspec.structs.replace(empty, challenger=challenger.name)
+    if isinstance(found, str):
+        return msgspec.structs.replace(named, reason=found)
+    low, high = found.interval
+    told = f"{found.value:.3f} times the cost, 95 % between {low:.3f} and {high:.3f}, {found.rounds} fresh rounds"
+    if found.rounds < ROUNDS:
+        reason = f"not ahead any more in fresh rounds: {told}"
+    elif high >= 1:
+        reason = f"no difference can be told: {told}"
+    elif found.value > 1 - LEAST_GAIN:
+        reason = f"gains less than {LEAST_GAIN:.0%}: {told}"
+    else:
+        return msgspec.structs.replace(named, ratio=found, taken=True, reason=told)
+    return msgspec.structs.replace(named, ratio=found, reason=reason)
+
+
+def _explain_none(out: Mapping[str, str], screened: Mapping[str, float]) -> str:
+    best = min(screened, key=lambda name: screened[name], default=None)
+    told = (
+        [] if best is None else [f"none was ahead by {LEAST_GAIN:.0%}: the best was '{best}' at {screened[best]:.3f}"]
+    )
+    return "; ".join([*told, *(f"'{name}' is out: {why}" for name, why in out.items())])

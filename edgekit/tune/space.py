@@ -1,0 +1,201 @@
+"""The search space as data: groups of settings that are raced against each other, and which of them make sense where.
+
+Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_config_keys.h; what each provider takes
+stands in its page on https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from edgekit._ort import Level
+from edgekit.bundle.manifest.tuned import SessionSetting
+from edgekit.target import Session
+
+Goal = Literal["latency", "p99", "throughput", "memory", "load"]
+GOALS: tuple[Goal, ...] = ("latency", "p99", "throughput", "memory", "load")
+
+_SPIN = "session.intra_op.allow_spinning"
+_BATCHES = (2, 4, 8)
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What is different about a setting: its name, the fields with their values, and another file or batch.
+
+    `config` and `provider_options` add to those of the setting that is changed.
+    """
+
+    name: str
+    level: Level | None = None
+    threads: int | None = None
+    inter_threads: int | None = None
+    parallel: bool | None = None
+    arena: bool | None = None
+    memory_pattern: bool | None = None
+    io_binding: bool | None = None
+    concurrency: int | None = None
+    config: Mapping[str, str] = {}
+    provider_options: Mapping[str, str] = {}
+    file: str | None = None
+    batch: int | None = None
+
+    @property
+    def touches(self) -> frozenset[str]:
+        """The fields and keys that it changes: two changes that touch the same are no two changes."""
+        fields = (name for name in (*_FIELDS, "file", "batch") if getattr(self, name) is not None)
+        return frozenset((*fields, *self.config, *self.provider_options))
+
+    def apply(self, setting: SessionSetting) -> SessionSetting:
+        """Returns a setting with this change."""
+        given = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
+        return msgspec.structs.replace(
+            setting,
+            config={**setting.config, **self.config},
+            provider_options={**setting.provider_options, **self.provider_options},
+            **given,
+        )
+
+
+_FIELDS = ("level", "threads", "inter_threads", "parallel", "arena", "memory_pattern", "io_binding", "concurrency")
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes that are raced together; where they are `apart`, one that won does not rule the others out."""
+
+    name: str
+    changes: tuple[Change, ...]
+    apart: bool = False
+
+
+class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
+    """What the search space depends on.
+
+    `files` are the other files of the model, `cores` those of the device, 0 where they are not known; `branches` says
+    that the graph has nodes which could run side by side, `free_batch` that the first axes of its inputs are free;
+    `asked` is what the target asks for already.
+    """
+
+    goal: Goal
+    provider: str
+    files: tuple[str, ...] = ()
+    cores: int = 0
+    branches: bool = True
+    free_batch: bool = False
+    asked: Session = Session()
+
+
+LEVELS = Group(
+    name="optimization level",
+    changes=tuple(
+        Change(name=level.value, level=level) for level in (Level.LAYOUT, Level.EXTENDED, Level.BASIC, Level.DISABLED)
+    ),
+)
+"""The levels below the default, which is all of them."""
+
+SWITCHES = Group(
+    name="switches",
+    changes=(
+        Change(name="IO binding", io_binding=True),
+        Change(name="no arena", arena=False),
+        Change(name="no memory pattern", memory_pattern=False),
+        Change(name="no prepacking", config={"session.disable_prepacking": "1"}),
+        Change(name="denormals as zero", config={"session.set_denormal_as_zero": "1"}),
+        Change(name="initializers beside the arena", config={"session.use_device_allocator_for_initializers": "1"}),
+    ),
+    apart=True,
+)
+
+# What a run costs does not show in these: IO binding and denormals change no memory and no loading.
+_SWITCHES_THAT_COUNT: Mapping[Goal, frozenset[str]] = {
+    "load": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
+    "memory": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
+}
+
+PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
+    "XnnpackExecutionProvider": tuple(
+        Change(name=f"{count} XNNPACK threads", provider_options={"intra_op_num_threads": str(count)})
+        for count in (1, 2, 3, 6, 8)
+    ),
+    "QNNExecutionProvider": (
+        *(
+            Change(name=f"HTP {mode}", provider_options={"htp_performance_mode": mode})
+            for mode in ("burst", "sustained_high_performance", "high_performance", "balanced")
+        ),
+        Change(name="RPC latency 100 us", provider_options={"rpc_control_latency": "100"}),
+        Change(name="VTCM 8 MB", provider_options={"vtcm_mb": "8"}),
+        Change(name="finalization 3", provider_options={"htp_graph_finalization_optimization_mode": "3"}),
+    ),
+    "CoreMLExecutionProvider": (
+        Change(name="CPU and Neural Engine", provider_options={"MLComputeUnits": "CPUAndNeuralEngine"}),
+        Change(name="CPU and GPU", provider_options={"MLComputeUnits": "CPUAndGPU"}),
+        Change(name="fast prediction", provider_options={"SpecializationStrategy": "FastPrediction"}),
+    ),
+    "NnapiExecutionProvider": (
+        Change(name="no NNAPI CPU", provider_options={"NNAPI_FLAG_CPU_DISABLED": "1"}),
+        Change(name="relaxed to fp16", provider_options={"NNAPI_FLAG_USE_FP16": "1"}),
+    ),
+    "OpenVINOExecutionProvider": (
+        Change(name="2 streams", provider_options={"num_streams": "2"}),
+        Change(name="1 OpenVINO thread", provider_options={"num_of_threads": "1"}),
+        Change(name="precision FP16", provider_options={"precision": "FP16"}),
+    ),
+    "WebGpuExecutionProvider": (Change(name="NHWC", provider_options={"preferredLayout": "NHWC"}),),
+}
+
+
+def list_groups(given: Circumstances) -> Iterator[Group]:
+    """Yields the groups in the order in which they are raced: what changes the graph before what runs it."""
+    for group in _list_all(given):
+        changes = tuple(change for change in group.changes if not _is_asked(change, given.asked))
+        if changes:
+            yield msgspec.structs.replace(group, changes=changes)
+
+
+def _is_asked(change: Change, asked: Session) -> bool:
+    """Returns True if a change is none, because the target asks for it."""
+    have = {**asked.config, **asked.provider_options}
+    want = {**change.config, **change.provider_options}
+    return change.touches == want.keys() and want.items() <= have.items()
+
+
+def _list_all(given: Circumstances) -> Iterator[Group]:
+    if given.files:
+        yield Group(name="file", changes=tuple(Change(name=f"file {name}", file=name) for name in given.files))
+    yield LEVELS
+    options = PROVIDER_CHANGES.get(given.provider, ())
+    if options:
+        yield Group(name="provider options", changes=options, apart=True)
+    yield Group(name="threads", changes=tuple(_list_threads(given.cores)))
+    if given.branches and given.goal not in {"load", "memory"}:
+        yield Group(name="execution", changes=tuple(_list_parallel(given.cores)))
+    counting = _SWITCHES_THAT_COUNT.get(given.goal)
+    kept = tuple(change for change in SWITCHES.changes if counting is None or change.name in counting)
+    yield msgspec.structs.replace(SWITCHES, changes=kept)
+    if given.goal == "throughput":
+        yield Group(name="calls", changes=tuple(_list_calls(given)))
+
+
+def _list_threads(cores: int) -> Iterator[Change]:
+    """Yields thread counts below that of the cores, which is the default, each with and without spinning."""
+    yield Change(name="no spinning", config={_SPIN: "0"})
+    for count in (1, 2, 4, 8, 16):
+        # Where the cores are not known, a phone of today has eight.
+        if count < (cores or 8):
+            yield Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count)
+            if count > 1:
+                yield Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"})
+
+
+def _list_parallel(cores: int) -> Iterator[Change]:
+    yield Change(name="parallel", parallel=True)
+    if cores != 1:
+        yield Change(name="parallel, 2 by 1 threads", parallel=True, inter_threads=2, threads=1)
+
+
+def _list_calls(given: Circumstances) -> Iterator[Change]:
+    for count in (2, 4):
+        yield Change(name=f"{count} runs at once", concurrency=count)
+        yield Change(name=f"{count} runs at once, 1 thread each", concurrency=count, threads=1)
+    if given.free_batch:
+        yield from (Change(name=f"batch {count}", batch=count) for count in _BATCHES)

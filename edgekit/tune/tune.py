@@ -1,0 +1,293 @@
+"""Searching for what a session should be told on a device: groups of settings raced one after another."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import work_folder
+from edgekit._ort import Level
+from edgekit.bench.blocks import Block, Effort, guess_time, run_block
+from edgekit.bench.interleaved import ROUNDS
+from edgekit.bench.latency import Ratio
+from edgekit.bench.subject import Opening, Subject
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden.golden import read_inputs, read_outputs
+from edgekit.bundle.manifest.tuned import MachineClass, TunedSession, TuningEvidence
+from edgekit.data.samples import select_samples
+from edgekit.devices.bundled import OF_THIS_MACHINE, find_class
+from edgekit.devices.device import Device
+from edgekit.devices.labelled import address_of
+from edgekit.devices.process.child import require_device
+from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.errors import UsageError
+from edgekit.evidence import Evidence
+from edgekit.machine import count_cores
+from edgekit.progress import Progress, say_nothing
+from edgekit.target import Thresholds
+from edgekit.tune.apply import apply_setting, require_bundle
+from edgekit.tune.files import has_branches, make_jobs, open_batches, open_files
+from edgekit.tune.front import mark_front, sum_up
+from edgekit.tune.journal import Journal
+from edgekit.tune.levels import list_levels
+from edgekit.tune.measure import GATE, Course, hold_outputs, measure
+from edgekit.tune.race import LEAST_GAIN, compare_fresh, race
+from edgekit.tune.report import Decision, Entrant, TuneReport
+from edgekit.tune.space import LEVELS, Change, Circumstances, Goal, Group, list_groups
+
+DEFAULTS = Entrant(name="defaults")
+_MOST_GOLDEN = 16
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search is for: the goal, how long it may take, other files that may be loaded, and what is done with it.
+
+    `min_sqnr_db` is how near outputs must lie to the reference; None is the bundle's own limit, or that of `GATE`.
+    `state` is a file that keeps the measurements. With `apply` the result is written into the bundle.
+    """
+
+    goal: Goal = "latency"
+    budget_s: float = 300.0
+    candidates: tuple[Path, ...] = ()
+    min_sqnr_db: float | None = None
+    state: Path | None = None
+    apply: bool = False
+
+
+class _Search(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a search works with."""
+
+    course: Course
+    journal: Journal
+    given: Circumstances
+    subject: Subject
+    first: Block
+    bundle: Bundle | None
+    notes: tuple[str, ...]
+    progress: Progress
+
+
+def tune_on(
+    path: Path, choice: DeviceChoice, asked: Tuning, opening: Opening, *, progress: Progress | None = None
+) -> TuneReport:
+    """Returns which settings serve a goal on a device, and how sure that is; with `apply` they stand in the bundle.
+
+    Raises:
+        EdgekitError: the subject, a candidate, the data, the state or the name of a device is wrong, or the device is
+            not there.
+    """
+    if asked.apply:
+        require_bundle(path)
+    busy = _read_load()
+    with work_folder() as work:
+        search = _prepare(path, choice, asked, opening, work, progress or say_nothing)
+        report = _describe(_search(search), search, work)
+    report = msgspec.structs.replace(report, busy=None if busy is None else (busy, _read_load() or 0.0))
+    return _apply(report, path, search.course.device) if asked.apply else report
+
+
+def _prepare(
+    path: Path, choice: DeviceChoice, asked: Tuning, opening: Opening, work: Path, progress: Progress
+) -> _Search:
+    plain = msgspec.structs.replace(opening, tuned=False)
+    opened, device, notes = open_files(path, work, plain, asked.candidates, partial(_choose_device, choice))
+    require_device(device.name, device.find_missing())
+    batches = open_batches(path, work, plain, (2, 4, 8)) if asked.goal == "throughput" else {}
+    job_for = make_jobs(opened, batches, device)
+    job = job_for(DEFAULTS)
+    progress(f"measure {opened[''].name} on {device.name} with the defaults")
+    guess_ms = guess_time(device, job, Effort())
+    first = run_block(device, job, 3, 20.0, guess_ms)
+    bundle = open_bundle(path) if path.is_dir() else None
+    # What the float model gives; without it, what the defaults give.
+    known = bundle is not None and opening.data is None
+    course = Course(
+        device=device,
+        goal=asked.goal,
+        job_for=job_for,
+        reference=next(iter(read_outputs(bundle.golden))) if bundle is not None and known else first.outputs,
+        gate=_choose_gate(bundle if known else None, asked.min_sqnr_db),
+        guess_ms=guess_ms,
+    )
+    given = Circumstances(
+        goal=asked.goal,
+        provider=job.target.provider,
+        files=tuple(name for name in opened if name),
+        cores=count_cores() if find_class(device) else 0,
+        branches=has_branches(job),
+        free_batch=bool(batches),
+        asked=job.target.session,
+    )
+    key = {"goal": asked.goal, "device": address_of(device), "model": job.check.sha256, "files": ", ".join(opened)}
+    journal = Journal(partial(measure, course), asked.budget_s, asked.state, key)
+    return _Search(
+        course=course,
+        journal=journal,
+        given=given,
+        subject=opened[""],
+        first=first,
+        bundle=bundle if known else None,
+        notes=(*opened[""].notes, *notes),
+        progress=progress,
+    )
+
+
+def _choose_device(choice: DeviceChoice, subject: Subject) -> Device:
+    devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
+    if len(devices) != 1:
+        raise UsageError("tune races on one device at a time", hint="give one --on; each device has its own best")
+    return devices[0]
+
+
+def _choose_gate(bundle: Bundle | None, min_sqnr_db: float | None) -> Thresholds:
+    gate = GATE if bundle is None else bundle.manifest.thresholds
+    return gate if min_sqnr_db is None else msgspec.structs.replace(gate, min_sqnr_db=min_sqnr_db, min_cosine=-1.0)
+
+
+def _search(search: _Search) -> TuneReport:
+    """Races each group, and then what was chosen against the defaults."""
+    held, decisions = DEFAULTS, list[Decision]()
+    for group in list_groups(search.given):
+        held, made = _race_group(search, held, group)
+        decisions += made
+    final: Ratio | str | None = None
+    if held != DEFAULTS:
+        search.progress(f"race '{held.name}' against the defaults")
+        final = compare_fresh(DEFAULTS, held, search.journal.take, search.given.goal)
+    lost = _refuse(search, held, final)
+    return TuneReport(
+        subject=search.subject.name,
+        device=search.course.device.name,
+        evidence=search.course.device.evidence,
+        provider=search.given.provider,
+        goal=search.given.goal,
+        defaults=DEFAULTS,
+        chosen=DEFAULTS if lost else held,
+        final=None if isinstance(final, str) else final,
+        decisions=tuple(decisions),
+        notes=(*search.notes, *([f"'{held.name}' is not chosen: {lost}"] if lost else [])),
+    )
+
+
+def _race_group(search: _Search, held: Entrant, group: Group) -> tuple[Entrant, list[Decision]]:
+    """Returns what is held after a group: one of its changes at most, or one after another where they are apart."""
+    take = partial(search.journal.take, reserve=2 * ROUNDS)
+    changes, decisions = list(group.changes), list[Decision]()
+    while changes:
+        search.progress(f"race {group.name}: {len(changes)} beside '{held.name}'")
+        entrants = {change.name: extend(held, change) for change in changes}
+        found = race(group.name, held, tuple(entrants.values()), take, search.given.goal)
+        decisions.append(found)
+        if not found.taken:
+            break
+        winner = next(change for change in changes if entrants[change.name].name == found.challenger)
+        held = entrants[winner.name]
+        changes = [
+            change
+            for change in changes
+            if group.apart
+            and not change.touches & winner.touches
+            and found.screened.get(entrants[change.name].name, 1.0) < 1 - LEAST_GAIN
+        ]
+    return held, decisions
+
+
+def extend(held: Entrant, change: Change) -> Entrant:
+    """Returns an entrant with one change more."""
+    return Entrant(
+        name=change.name if held == DEFAULTS else f"{held.name} + {change.name}",
+        setting=change.apply(held.setting),
+        file=held.file if change.file is None else change.file,
+        batch=change.batch or held.batch,
+    )
+
+
+def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
+    """Returns why the defaults stay, "" where what is held is proven."""
+    if final is None or isinstance(final, str):
+        return final or ""
+    low, high = final.interval
+    if high >= 1:
+        return f"no difference from the defaults can be told, 95 % between {low:.3f} and {high:.3f}"
+    if search.bundle is None:
+        return ""
+    golden = search.bundle.golden
+    job = search.course.job_for(held)
+    count = min(golden.samples, _MOST_GOLDEN)
+    every = msgspec.structs.replace(
+        job, samples=select_samples(read_inputs(golden), range(count)), concurrency=1, timeout_s=3600.0
+    )
+    with work_folder() as work:
+        run = search.course.device.run_job(every, work)
+        if run.failure is not None:
+            return run.failure
+        _, fault = hold_outputs(select_samples(read_outputs(golden), range(count)), run.outputs, search.course.gate)
+    return fault or ""
+
+
+def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
+    """Returns the report with all that was measured."""
+    tried = sum_up(search.journal.rounds)
+    by_level = {
+        Level.ALL: tried.get(DEFAULTS.name),
+        **{change.level: tried.get(change.name) for change in LEVELS.changes if change.level is not None},
+    }
+    known = {level: one for level, one in by_level.items() if one is not None}
+    return msgspec.structs.replace(
+        found,
+        machine=find_class(search.course.device) or _read_class(search.first.run.versions),
+        tried=mark_front(tuple(tried.values())),
+        levels=tuple(list_levels(search.course.job_for(DEFAULTS), known, work / "levels")),
+        seconds=search.journal.seconds,
+        measurements=search.journal.measurements,
+        cores=search.given.cores,
+        versions=dict(sorted(search.first.run.versions.items())),
+    )
+
+
+def _read_class(versions: Mapping[str, str]) -> MachineClass | None:
+    """Returns the kind of a machine from what its runner says of it, such as `Linux 6.1.0 aarch64`."""
+    words = versions.get("system", "").lower().split()
+    return MachineClass(system=words[0], machine=words[-1]) if len(words) > 1 else None
+
+
+def _read_load() -> float | None:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
+    lack = _find_lack(found)
+    if lack:
+        return msgspec.structs.replace(found, applied=f"nothing: {lack}")
+    if found.machine is None or found.final is None:
+        return found
+    done = apply_setting(
+        path,
+        TunedSession(
+            machine=found.machine,
+            setting=msgspec.structs.replace(found.chosen.setting, form=found.chosen.file),
+            evidence=TuningEvidence(
+                goal=found.goal,
+                device=address_of(device),
+                evidence=found.evidence,
+                ratio=found.final.value,
+                interval=found.final.interval,
+                rounds=found.final.rounds,
+                changes=tuple(found.chosen.name.split(" + ")),
+                versions=found.versions,
+            ),
+        ),
+    )
+    return msgspec.structs.replace(found, applied=done)
+
+
+def _find_lack(found: TuneReport) -> str:
+    """Returns why nothing can be written into a bundle, "" where something can."""
+    if found.chosen == found.defaults:
+        return "the defaults stay"
+    # An emulator's clock is that of the machine that it runs on.
+    if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
+        return f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
+    return "" if found.machine else f"'{found.device}' does not say what kind of machine it is"

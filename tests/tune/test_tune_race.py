@@ -1,0 +1,213 @@
+"""Races decide by fresh rounds, and keep no promise that the noise could break."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgekit._ort import Level
+from edgekit.bench.interleaved import ROUNDS
+from edgekit.bundle.manifest.tuned import SessionSetting
+from edgekit.data.samples import Samples
+from edgekit.errors import UsageError
+from edgekit.target import Session
+from edgekit.tune.front import mark_front, sum_up
+from edgekit.tune.journal import Journal
+from edgekit.tune.measure import GATE, hold_outputs
+from edgekit.tune.race import LEAST_GAIN, TIME_OVER, compare_fresh, race
+from edgekit.tune.report import Entrant, Measured, TriedSetting
+from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
+
+HELD = Entrant(name="held")
+Take = Callable[[Sequence[Entrant]], Sequence[Measured]]
+
+
+def entrants(*names: str) -> list[Entrant]:
+    return [Entrant(name=name) for name in names]
+
+
+def noisy(costs: Mapping[str, float], seed: int, spread: float = 0.03) -> Take:
+    """Times of settings on a machine that is loud, and gets slower for all from round to round."""
+    rng, rounds = np.random.default_rng(seed), [0]
+
+    def take(asked: Sequence[Entrant]) -> Sequence[Measured]:
+        rounds[0] += 1
+        slower = 1 + 0.02 * rounds[0]
+        return [
+            Measured(median_ms=slower * costs.get(one.name, 1.0) * float(np.exp(rng.normal(0, spread))))
+            for one in asked
+        ]
+
+    return take
+
+
+def test_the_fastest_is_found_and_proven() -> None:
+    names = {"slow": 1.5, "fast": 0.8, "faster": 0.7, "equal": 1.0, "bad": 3.0}
+    found = race("group", HELD, entrants(*names), noisy(names, 1), "latency")
+    assert (found.taken, found.challenger) == (True, "faster")
+    assert found.ratio is not None
+    assert found.ratio.interval[1] < 1
+    assert found.ratio.rounds == ROUNDS
+
+
+def test_equal_settings_are_hardly_ever_taken() -> None:
+    taken = sum(
+        race("group", HELD, entrants("a", "b", "c", "d"), noisy({}, seed), "latency").taken for seed in range(200)
+    )
+    # Each decision is at 95 %, on both sides; only one side takes.
+    assert taken <= 10
+
+
+def test_a_gain_of_no_account_is_not_taken() -> None:
+    found = race("group", HELD, entrants("a"), noisy({"a": 0.97}, 3, spread=1e-4), "latency")
+    assert found.taken
+    near = 1 - LEAST_GAIN / 2
+    found = race("group", HELD, entrants("a"), noisy({"a": near}, 3, spread=1e-4), "latency")
+    assert (found.taken, found.challenger) == (False, "")
+    assert "none was ahead by 1%" in found.reason
+
+
+def test_what_fails_is_out_and_says_why() -> None:
+    def take(asked: Sequence[Entrant]) -> Sequence[Measured]:
+        return [
+            Measured(median_ms=0.5, fault="failed: no") if one.name == "bad" else Measured(median_ms=1.0)
+            for one in asked
+        ]
+
+    found = race("group", HELD, entrants("bad", "good"), take, "latency")
+    assert not found.taken
+    assert "'bad' is out: failed: no" in found.reason
+    assert race("group", Entrant(name="bad"), entrants("good"), take, "latency").reason == "failed: no"
+    assert compare_fresh(HELD, Entrant(name="bad"), take, "latency") == "failed: no"
+
+
+def test_no_time_decides_nothing() -> None:
+    assert race("group", HELD, entrants("a"), lambda _: None, "latency").reason == TIME_OVER
+    assert compare_fresh(HELD, HELD, lambda _: None, "latency") == TIME_OVER
+
+
+def test_rounds_are_kept_and_read_again(tmp_path: Path) -> None:
+    file, counts = tmp_path / "state.json", [0]
+
+    def measure(_: Entrant) -> Measured:
+        counts[0] += 1
+        return Measured(median_ms=float(counts[0]))
+
+    first = Journal(measure, 60.0, file, {"goal": "latency"})
+    rounds = [first.take(entrants("a", "b")), first.take(entrants("a", "b"))]
+    again = Journal(measure, 60.0, file, {"goal": "latency"})
+    assert [tuple(again.take(entrants("a", "b")) or ()) for _ in range(2)] == [tuple(one or ()) for one in rounds]
+    assert counts[0] == 4
+    assert again.take(entrants("c")) is not None
+    assert (counts[0], again.measurements) == (5, 5)
+    with pytest.raises(UsageError, match="another goal"):
+        Journal(measure, 60.0, file, {"goal": "load"})
+    stored = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**stored, "rounds": 3}))
+    with pytest.raises(UsageError, match="no state of a search"):
+        Journal(measure, 60.0, file, {"goal": "latency"})
+
+
+def test_the_order_is_turned_from_round_to_round() -> None:
+    seen: list[str] = []
+
+    def measure(entrant: Entrant) -> Measured:
+        seen.append(entrant.name)
+        return Measured(median_ms=1.0)
+
+    journal = Journal(measure, 60.0)
+    for _ in range(6):
+        journal.take(entrants("a", "b", "c"))
+    firsts = [seen[index] for index in range(0, len(seen), 3)]
+    assert set(firsts) == {"a", "b", "c"}
+
+
+def test_a_journal_leaves_time_for_what_comes_after() -> None:
+    journal = Journal(lambda _: Measured(median_ms=1.0), 1e-9)
+    assert journal.take(entrants("a")) is not None
+    assert journal.take(entrants("a")) is None
+    endless = Journal(lambda _: Measured(median_ms=1.0), 60.0)
+    endless.take(entrants("a"))
+    assert endless.take(entrants("a"), reserve=10**12) is None
+
+
+def test_the_front_leaves_out_what_another_beats() -> None:
+    def tried(name: str, ms: float, size: int, db: float | None, fault: str | None = None) -> TriedSetting:
+        return TriedSetting(
+            entrant=Entrant(name=name), measurements=1, median_ms=ms, peak_rss_bytes=size, sqnr_db=db, fault=fault
+        )
+
+    rows = [
+        tried("fast", 1, 30, 120.0),
+        tried("small", 3, 10, 200.0),
+        tried("worse", 4, 30, 200.0),
+        tried("lossy", 0.5, 30, 40.0),
+        tried("out", 0.1, 1, 200.0, "failed"),
+    ]
+    assert [one.entrant.name for one in mark_front(rows) if one.pareto] == ["fast", "small", "lossy"]
+
+
+def test_measurements_are_summed_up_by_medians() -> None:
+    journal = Journal(iter_measured([1.0, 9.0, 2.0]), 60.0)
+    for _ in range(3):
+        journal.take(entrants("a"))
+    one = sum_up(journal.rounds)["a"]
+    assert (one.median_ms, one.measurements) == (2.0, 3)
+
+
+def iter_measured(times: Sequence[float]) -> Callable[[Entrant], Measured]:
+    left = iter(times)
+    return lambda _: Measured(median_ms=next(left), pace_ms=1.0)
+
+
+def test_outputs_beyond_the_gate_are_told() -> None:
+    wanted = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
+
+    def one(value: np.ndarray) -> Samples:
+        return Samples(source="t", count=1, read=lambda: iter(({"y": value},)))
+
+    assert hold_outputs(one(wanted), one(wanted), GATE) == (200.0, None)
+    near, fault = hold_outputs(one(wanted), one(wanted * np.float32(1.001)), GATE)
+    assert near is not None
+    assert (round(near), fault) == (60, None)
+    far, fault = hold_outputs(one(wanted), one(wanted[:, ::-1].copy()), GATE)
+    assert far is not None
+    assert far < 0
+    assert fault is not None
+    assert fault.startswith("its outputs differ: output 'y'")
+
+
+def names_of(given: Circumstances) -> dict[str, list[str]]:
+    return {group.name: [change.name for change in group.changes] for group in list_groups(given)}
+
+
+def test_the_space_fits_goal_provider_and_machine() -> None:
+    plain = names_of(Circumstances(goal="latency", provider="CPUExecutionProvider", cores=2, branches=False))
+    assert list(plain) == ["optimization level", "threads", "switches"]
+    assert plain["threads"] == ["no spinning", "1 thread"]
+    assert "IO binding" in plain["switches"]
+    small = names_of(Circumstances(goal="memory", provider="CPUExecutionProvider", cores=4))
+    assert "IO binding" not in small["switches"]
+    assert "2 threads, no spinning" in small["threads"]
+    many = names_of(
+        Circumstances(goal="throughput", provider="QNNExecutionProvider", files=("full",), cores=8, free_batch=True)
+    )
+    assert {"file", "provider options", "execution", "calls"} <= many.keys()
+    assert {"batch 8", "2 runs at once"} <= set(many["calls"])
+
+
+def test_what_the_target_asks_for_is_no_change() -> None:
+    asked = Session(config={"session.intra_op.allow_spinning": "0"}, provider_options={"intra_op_num_threads": "2"})
+    found = names_of(Circumstances(goal="latency", provider="XnnpackExecutionProvider", cores=2, asked=asked))
+    assert found["threads"] == ["1 thread"]
+    assert "2 XNNPACK threads" not in found["provider options"]
+
+
+def test_changes_add_up_and_know_what_they_touch() -> None:
+    held = SessionSetting(config={"a": "1"}, level=Level.BASIC)
+    change = Change(name="x", threads=2, config={"b": "0"})
+    assert change.apply(held) == SessionSetting(config={"a": "1", "b": "0"}, level=Level.BASIC, threads=2)
+    assert change.touches == {"threads", "b"}
+    assert all(one.touches for one in SWITCHES.changes)

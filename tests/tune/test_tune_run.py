@@ -1,0 +1,250 @@
+"""Settings on real sessions: told to the runners, raced, held against the reference, written into a bundle."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bundle_models import PASSED, make_bundle
+from far_root.keeper import require
+from tiny_models import parse_model
+
+from edgekit._ort import Level
+from edgekit.bench.blocks import Effort
+from edgekit.bench.subject import Opening, open_subject
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.manifest.tuned import (
+    MachineClass,
+    SessionSetting,
+    TunedSession,
+    TuningEvidence,
+    class_of_this_machine,
+)
+from edgekit.bundle.multi import join_bundles
+from edgekit.bundle.opening import sign_bundle
+from edgekit.bundle.sign import make_key
+from edgekit.cli.main import run_command
+from edgekit.devices.bundled import find_tuned, set_job
+from edgekit.devices.device import Device
+from edgekit.devices.find import find_device
+from edgekit.devices.local.runner import build_runner, host_abi
+from edgekit.errors import BundleError
+from edgekit.evidence import Evidence
+from edgekit.profile.events import read_trace
+from edgekit.report.pages.tune_page import draw_front, render_tuning
+from edgekit.target import load_target
+from edgekit.tune.apply import apply_setting, require_bundle
+from edgekit.tune.files import has_branches
+from edgekit.tune.report import Entrant, TriedSetting, TuneReport
+
+pytestmark = pytest.mark.slow
+
+EVERYTHING = SessionSetting(
+    level=Level.BASIC,
+    threads=1,
+    inter_threads=2,
+    parallel=True,
+    arena=False,
+    memory_pattern=False,
+    io_binding=True,
+    config={"session.disable_prepacking": "1"},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runner() -> None:
+    require("cmake", "cmake")
+    build_runner(host_abi(), lambda _: None)
+
+
+@pytest.fixture(params=["host", "host:native"])
+def device(request: pytest.FixtureRequest) -> Device:
+    return find_device(request.param, load_target("cpu"))
+
+
+def branches(path: Path) -> Path:
+    """Eight products side by side, and their sum."""
+    products = " ".join(
+        f"t{i} = MatMul(x, x)" if i == 0 else f"s{i} = Add(x, x) t{i} = MatMul(s{i}, x)" for i in range(8)
+    )
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[128,128] x) => (float[128,128] y)'
+        f" {{ {products} y = Sum({', '.join(f't{i}' for i in range(8))}) }}"
+    )
+    return parse_model(text, path)
+
+
+def tuned(setting: SessionSetting, **machine: object) -> TunedSession:
+    kind = msgspec.structs.replace(class_of_this_machine(), **machine)
+    evidence = TuningEvidence(
+        goal="latency",
+        device="host",
+        evidence=Evidence.EMULATED,
+        ratio=0.8,
+        interval=(0.7, 0.9),
+        rounds=8,
+        changes=("1 thread",),
+        versions={},
+    )
+    return TunedSession(machine=kind, setting=setting, evidence=evidence)
+
+
+def test_runners_do_as_a_setting_says(device: Device, tmp_path: Path) -> None:
+    model = branches(tmp_path / "m.onnx")
+    plain = open_subject(model, tmp_path / "w", Opening()).job_for(device)
+    told = set_job(plain, EVERYTHING)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (one,) = device.run_job(plain, tmp_path / "a").outputs
+    run = device.run_job(msgspec.structs.replace(told, trace=True), tmp_path / "b")
+    (other,) = run.outputs
+    np.testing.assert_allclose(one["y"], other["y"], rtol=1e-4)
+    assert run.trace is not None
+    threads = {event["tid"] for event in json.loads(run.trace.read_bytes()) if event.get("cat") == "Node"}
+    main = {event["tid"] for event in json.loads(run.trace.read_bytes()) if event["name"] == "model_run"}
+    # Sequential nodes run where the call came from; parallel ones in a pool of their own.
+    assert not threads <= main
+    assert read_trace(run.trace).executions
+
+
+def test_a_setting_beyond_reason_is_refused(tmp_path: Path) -> None:
+    model, device = branches(tmp_path / "m.onnx"), find_device("host:native", load_target("cpu"))
+    job = open_subject(model, tmp_path / "w", Opening()).job_for(device)
+    (tmp_path / "a").mkdir()
+    run = device.run_job(msgspec.structs.replace(job, inter_threads=2000), tmp_path / "a")
+    assert "'inter_threads' is larger than 1024" in str(run.failure)
+
+
+def test_branches_are_seen(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y) { a = Relu(x) y = Add(a, x) }'
+    chain = parse_model(text, tmp_path / "chain.onnx")
+    host = find_device("host", load_target("cpu"))
+    jobs = [open_subject(path, tmp_path, Opening()).job_for(host) for path in (chain, branches(tmp_path / "b.onnx"))]
+    assert [has_branches(job) for job in jobs] == [False, True]
+
+
+def test_tune_keeps_its_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = branches(tmp_path / "m.onnx")
+    (page, state) = tmp_path / "t.html", tmp_path / "s.json"
+    arguments = ["tune", str(model), "--on", "host:native", "--time-budget", "2s", "-q", "--html", str(page)]
+    assert run_command([*arguments, "--state", str(state), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["goal"] == "latency"
+    assert {"decisions", "levels", "tried", "chosen", "final", "machine", "busy"} <= report.keys()
+    assert report["levels"][0]["level"] == "all"
+    assert report["levels"][0]["nodes"] > 0
+    assert {one["entrant"]["name"] for one in report["tried"]} >= {"defaults", "file ORT format"}
+    # What was not decided says so, and nothing is claimed.
+    assert any("time was over" in one["reason"] for one in report["decisions"])
+    assert "<script src" not in page.read_text()
+    assert "http" not in page.read_text().replace("http-equiv", "")
+    assert run_command([*arguments, "--state", str(state)]) == 0
+    assert "the defaults stay" in capsys.readouterr().out
+
+
+def test_one_device_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = branches(tmp_path / "m.onnx")
+    assert run_command(["tune", str(model), "--on", "host", "--on", "host:native"]) == 2
+    assert "one device at a time" in capsys.readouterr().err
+    assert run_command(["tune", str(model), "--apply"]) == 2
+    assert "--apply writes into a bundle" in capsys.readouterr().err
+
+
+def test_a_setting_in_a_bundle_holds_on_its_machines_only(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path, target="xnnpack")
+    before = bundle.manifest
+    done = apply_setting(bundle.folder, tuned(EVERYTHING))
+    assert done == f"'{bundle.folder / 'manifest.json'}'"
+    after = open_bundle(bundle.folder).manifest
+    assert msgspec.structs.replace(after, tuned=msgspec.UNSET) == before
+    host, arm = find_device("host", load_target("cpu")), find_device("arm64", load_target("cpu"))
+    assert find_tuned(after, host) == EVERYTHING
+    assert find_tuned(after, arm) is None
+    job = open_subject(bundle.folder, tmp_path / "w", Opening()).job_for(host)
+    assert (job.level, job.threads, job.parallel, job.arena) == (Level.BASIC, 1, True, False)
+    assert Effort(threads=2).apply(job).threads == 2
+    assert Effort().apply(job).threads == 1
+    plain = open_subject(bundle.folder, tmp_path / "p", Opening(tuned=False)).job_for(host)
+    assert (plain.level, plain.threads) == (Level.ALL, 0)
+    # The same machines again: it takes the place of the one before.
+    apply_setting(bundle.folder, tuned(SessionSetting(threads=3)))
+    apply_setting(bundle.folder, tuned(SessionSetting(threads=4), cores=0))
+    again = open_bundle(bundle.folder).manifest
+    assert [one.setting.threads for one in again.tuned or ()] == [3, 4]
+    assert find_tuned(again, host) == SessionSetting(threads=3)
+
+
+def test_a_signature_goes_with_the_bundle_that_it_was_of(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path, target="cpu")
+    public = make_key(tmp_path / "k")
+    sign_bundle(bundle.folder, tmp_path / "k", PASSED)
+    open_bundle(bundle.folder, key=public)
+    assert "edgekit sign" in apply_setting(bundle.folder, tuned(EVERYTHING))
+    with pytest.raises(BundleError, match="not signed"):
+        open_bundle(bundle.folder, key=public)
+
+
+def test_a_joined_bundle_is_left_alone(tmp_path: Path) -> None:
+    joined = join_bundles([make_bundle(tmp_path, target="cpu")], tmp_path / "j")
+    with pytest.raises(BundleError, match="tune the bundle before you join it"):
+        require_bundle(joined.folder / joined.index.variants[0].folder)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        SessionSetting(config={"ep.context_file_path": "1"}),
+        SessionSetting(config={"session.disable_prepacking": "../x"}),
+        SessionSetting(provider_options={"backend_path": "x"}),
+        SessionSetting(form="full/../x"),
+    ],
+)
+def test_a_setting_may_ask_for_no_more_than_a_bundle(setting: SessionSetting, tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path, target="cpu")
+    with pytest.raises(BundleError):
+        apply_setting(bundle.folder, tuned(setting))
+    assert open_bundle(bundle.folder).manifest == bundle.manifest
+    forge(bundle, tuned(setting))
+    with pytest.raises(BundleError):
+        open_bundle(bundle.folder)
+
+
+def forge(bundle: Bundle, entry: TunedSession) -> None:
+    manifest = msgspec.structs.replace(bundle.manifest, tuned=(entry,))
+    (bundle.folder / "manifest.json").write_bytes(encode_json(manifest))
+
+
+def test_a_class_holds_for_its_machines() -> None:
+    own = MachineClass(system="linux", machine="x86_64", cores=2)
+    assert own.holds(own)
+    assert not own.holds(msgspec.structs.replace(own, cores=4))
+    assert msgspec.structs.replace(own, cores=0).holds(own)
+    assert not own.holds(msgspec.structs.replace(own, machine="aarch64"))
+
+
+def test_the_page_draws_the_front() -> None:
+    def tried(name: str, ms: float, size: int, *, pareto: bool) -> TriedSetting:
+        return TriedSetting(
+            entrant=Entrant(name=name), measurements=2, median_ms=ms, peak_rss_bytes=size, sqnr_db=45.0, pareto=pareto
+        )
+
+    report = TuneReport(
+        subject="<b>m</b>",
+        device="host",
+        evidence=Evidence.EMULATED,
+        provider="CPUExecutionProvider",
+        goal="latency",
+        defaults=Entrant(name="defaults"),
+        chosen=Entrant(name="fast"),
+        tried=(tried("defaults", 2, 3 << 20, pareto=False), tried("fast", 1, 2 << 20, pareto=True)),
+    )
+    chart = draw_front(report)
+    assert chart is not None
+    slow, fast = chart.dots
+    assert fast.x < slow.x
+    assert fast.y > slow.y
+    assert (fast.chosen, fast.front, slow.front) == (True, True, False)
+    assert "<b>m</b>" not in render_tuning(report)
+    assert draw_front(msgspec.structs.replace(report, tried=report.tried[:1])) is None
