@@ -141,10 +141,10 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) 
     sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
     with work_folder() as work:
         run = device.run_job(sliced, work)
-        outputs = next(iter(run.outputs), {})
+        outputs = next(iter(run.outputs), None)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
-    return run, outputs
+    return run, outputs or {}
 
 
 def _repeat(samples: Samples, times: int) -> Samples:
