@@ -1,6 +1,6 @@
 """What to build and how: the options of a build, which a recipe file can hold as well."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,7 +11,7 @@ from edgekit.errors import UsageError
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.plain import read_toml
-from edgekit.target import Precision, Target, TaskLimit, Thresholds, load_target, target_names
+from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, load_target, target_names
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionChoice)
@@ -65,6 +65,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     With `fix` each target gets the rewrites of the graph by which it takes more.
     `outputs` says what outputs are, by name: else that is guessed from their values. `state` says how many samples are
     the steps of a sequence, and which outputs become inputs of the next step: else that is told by their names.
+    `forms` are those that a bundle may hold, of the ones that a target loads; all of them where it is empty.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
 
@@ -82,6 +83,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fix: bool = True
     outputs: dict[str, OutputKind | StatedOutput] = {}
     state: State | None = None
+    forms: tuple[Form, ...] = ()
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -153,7 +155,7 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
 
 def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     mine: Mapping[str, str] = {key: value for key, value in recipe.settings.items() if key in target.parameters}
-    target = load_target(name, mine)
+    target = _keep_forms(load_target(name, mine), recipe.forms)
     choose_precision(target, recipe.precision)
     thresholds = _change_limits(target, recipe.thresholds.get(target.name, {}))
     if recipe.max_drop is not None:
@@ -162,6 +164,25 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     if recipe.metric is not None:
         thresholds = msgspec.structs.replace(thresholds, task=recipe.metric)
     return msgspec.structs.replace(target, thresholds=thresholds)
+
+
+def _keep_forms(target: Target, wanted: Collection[Form]) -> Target:
+    """Returns a target that loads only the wanted forms, on devices too."""
+    forms = tuple(form for form in target.conversion.forms if not wanted or form in wanted)
+    if not forms:
+        loads = ", ".join(target.conversion.forms)
+        raise UsageError(
+            f"target '{target.name}' loads none of the forms {', '.join(wanted)}", hint=f"it loads {loads}"
+        )
+    if forms == target.conversion.forms:
+        return target
+    return msgspec.structs.replace(
+        target,
+        conversion=msgspec.structs.replace(target.conversion, forms=forms, reason="the recipe leaves out other forms"),
+        verification=tuple(
+            each if each.form in forms else msgspec.structs.replace(each, form=forms[0]) for each in target.verification
+        ),
+    )
 
 
 def _change_limits(target: Target, changes: Mapping[str, Any]) -> Thresholds:

@@ -15,6 +15,7 @@ from docs_types import describe_default, describe_type, find_structs, list_prope
 import edgekit
 from edgekit.app.config import AppTable
 from edgekit.bench.report import BenchReport
+from edgekit.bundle.group.group import GroupManifest
 from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.bundle.statement import Statement
 from edgekit.check.report import CheckReport
@@ -24,13 +25,16 @@ from edgekit.devices.android.nnapi.driver import Driver
 from edgekit.devices.register import ListedDevice
 from edgekit.inspect.diff import Delta
 from edgekit.jobs.convert import ConvertReport
+from edgekit.jobs.group_file import GroupFile
 from edgekit.jobs.prepare import PrepareReport
 from edgekit.profile.report import ProfileReport
 from edgekit.quantize.plan import QuantPlan
 from edgekit.recipe import Recipe
+from edgekit.report.grouped import GroupBuild
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.target import Target, TaskLimit
 from edgekit.tune.report import TuneReport
+from edgekit.verify.groups import GroupReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
@@ -40,6 +44,7 @@ WRITTEN: Mapping[str, tuple[type, str]] = {
         Recipe,
         "`build --recipe FILE`, `quantize --recipe FILE`: the options of a build, to keep in the repository.",
     ),
+    "group.toml": (GroupFile, "`edgekit group build FILE`: see [several models](../how-to/groups.md)."),
     "preprocess.toml": (Preprocess, "`--preprocess FILE`: how the model wants images. An app must do the same."),
     "metric.toml": (TaskLimit, "`--metric FILE.toml`, and `[metric]` of a recipe."),
     "devices.toml": (ListedDevice, "`--on-file FILE`: one `[[device]]` each, with these keys."),
@@ -49,7 +54,10 @@ WRITTEN: Mapping[str, tuple[type, str]] = {
 }
 """Files that a user writes or edits: what each holds and which option takes it."""
 
-SCHEMAS = ("edgekit.toml", "recipe.toml", "preprocess.toml", "metric.toml", "devices.toml", "driver.toml", "plan.json")
+SCHEMAS = (
+    "edgekit.toml", "recipe.toml", "group.toml", "preprocess.toml", "metric.toml", "devices.toml", "driver.toml",
+    "plan.json",
+)  # fmt: skip
 """Those of which there is a JSON Schema; a target.toml has keys that are set while it is read."""
 
 REPORTS: Mapping[str, tuple[type, str]] = {
@@ -58,7 +66,10 @@ REPORTS: Mapping[str, tuple[type, str]] = {
         Statement,
         "What `edgekit sign` signs, an in-toto statement; in the file it is the payload of a DSSE envelope, in base64.",
     ),
+    "group.json": (GroupManifest, "In the folder of a group, beside the manifests of its members."),
     "edgekit build": (BuildReport, "Also `report.json` beside the bundles."),
+    "edgekit group build": (GroupBuild, "Also `report.json` beside the folders."),
+    "edgekit group verify": (GroupReport, "Also `verify.json` in the folder of a group."),
     "edgekit prepare": (PrepareReport, ""),
     "edgekit check": (CheckReport, "One of these a target, in `targets`; also `check.json` of a bundle."),
     "edgekit quantize": (QuantizeReport, ""),

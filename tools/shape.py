@@ -39,12 +39,19 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "bundle": (
         ("opening",),
+        ("group",),
         ("multi", "snapshot"),
         ("folder",),
         ("archive", "describe", "readme"),
         ("golden", "members", "sign", "snippets"),
         ("statement",),
         ("manifest",),
+    ),
+    "bundle/group": (
+        ("group",),
+        ("pipeline", "readme", "settle"),
+        ("crops", "weights"),
+        ("wiring",),
     ),
     "check": (
         ("integers",),
@@ -102,13 +109,14 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("_ort_model", "graph"),
     ),
     "report": (
-        ("junit", "markdown", "pages"),
+        ("grouped", "junit", "markdown", "pages"),
         ("headline",),
         ("text",),
         ("changes", "checked", "packaged", "quantization_text", "quantized", "timing"),
         ("summary", "tables"),
     ),
     "verify": (
+        ("groups",),
         ("on_devices",),
         ("run",),
         ("saved", "stand_in", "stepping"),

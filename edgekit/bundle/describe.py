@@ -214,7 +214,7 @@ def _describe_provenance(contents: Contents) -> Provenance:
     # Names of files would tell of the machine that built, and change the bytes: they are left as words in capitals.
     words += [] if contents.preprocess is None else ["--preprocess", "FILE"]
     words += [] if recipe.fix else ["--no-fix"]
-    words += ["--recipe", "FILE"] if recipe.outputs or recipe.state else []
+    words += ["--recipe", "FILE"] if recipe.outputs or recipe.state or recipe.forms else []
     written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
     # A bundle has the bytes that it had before these could be stated.
     if not recipe.outputs:
@@ -223,6 +223,8 @@ def _describe_provenance(contents: Contents) -> Provenance:
         del written["state"]
     if recipe.fix:
         del written["fix"]
+    if not recipe.forms:
+        del written["forms"]
     return Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)
 
 

@@ -1,7 +1,7 @@
 """Writing a bundle and opening one: what is opened is exactly what was written, or it is refused."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,12 +104,38 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         write_file(out / LAYERS, contents.layers)
     # Before the manifest: it names the digests of what is written here.
     golden = _make_self_test(contents, out)
-    draft = describe_contents(contents, golden, {}, digest_file(out / CHECK))
-    snippets = dict(render_snippets(contents.target, draft))
+    return _conclude(describe_contents(contents, golden, {}, digest_file(out / CHECK)), contents.target, out)
+
+
+def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: Path, out: Path) -> Bundle:
+    """Writes a bundle again into the folder `out`, with other files for one form of its model.
+
+    What the model gives must be the same to the bit: the self-test is taken over. `templates` is the folder of the
+    target, whose pages and code name the files.
+
+    Raises:
+        OutputError: `out` cannot be written, or two files want the same name.
+    """
+    manifest = bundle.manifest
+    old = set(manifest.forms[form])
+    for name in manifest.files:
+        if name not in old and name != README and not name.startswith(f"{APP}/"):
+            _copy_file(bundle.folder / name, out / name)
+    _copy_models({form: tuple(files)}, out)
+    forms = {**manifest.forms, form: tuple(path.name for path in files)}
+    draft = msgspec.structs.replace(manifest, forms=forms, files={})
+    size_bytes = sum((out / name).stat().st_size for name in forms[manifest.form])
+    target = msgspec.structs.replace(read_target(bundle), folder=templates)
+    return _conclude(msgspec.structs.replace(draft, model_size_bytes=size_bytes), target, out)
+
+
+def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
+    """Writes the pages, the code and at last the manifest of a bundle whose other files are there."""
+    snippets = dict(render_snippets(target, draft))
     notes = snippets.pop(NOTES, "")
     for name, text in snippets.items():
         write_file(out / APP / name, text.encode())
-    write_file(out / README, render_readme(contents.target, draft, notes, snippets).encode())
+    write_file(out / README, render_readme(target, draft, notes, snippets).encode())
     manifest = msgspec.structs.replace(draft, files=_digest_files(out))
     # What no bundle may ask for is not written either: it could not be opened again.
     check_requests(manifest, str(out / MANIFEST))

@@ -75,14 +75,15 @@ def _swift_character(character: str) -> str:
     return character if " " <= character <= "~" else f"\\u{{{ord(character):x}}}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Returns text for Markdown, without what could steer a terminal or end a line."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def describe_interface(manifest: Manifest) -> str:
     """Returns the inputs and outputs as a Markdown table."""
     rows = [("input", spec) for spec in manifest.inputs] + [("output", spec) for spec in manifest.outputs]
-    lines = [f"| {side} | `{_plain(spec.name)}` | {spec.dtype} | [{_dims(spec)}] |" for side, spec in rows]
+    lines = [f"| {side} | `{plain(spec.name)}` | {spec.dtype} | [{_dims(spec)}] |" for side, spec in rows]
     return "\n".join(("| | name | type | shape |", "|---|---|---|---|", *lines, ""))
 
 
@@ -98,7 +99,7 @@ def make_environment(folder: Path) -> SandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update({"kotlin": quote_kotlin, "swift": quote_swift, "cpp": quote_cpp, "plain": _plain})
+    environment.filters.update({"kotlin": quote_kotlin, "swift": quote_swift, "cpp": quote_cpp, "plain": plain})
     return environment
 
 

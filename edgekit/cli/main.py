@@ -31,6 +31,7 @@ COMMANDS = {
     "devices": "List, install or test what can run a bundle here.",
     "diff": "Say what is different between two versions of a bundle, or of a model.",
     "doctor": "Say what this machine has, what it lacks, and how to get it.",
+    "group": "Build or verify several models that belong together, as encoder and decoder.",
     "init": "Write an edgekit.toml for a model.",
     "inspect": "Print what a model contains, or where its bytes are.",
     "join": "Put bundles of several targets into one, and what they share once.",

@@ -83,7 +83,7 @@ def make_golden(
             inputs.append(sample)
             outputs.append(result)
     if labels is not None:
-        _write_labels(out, labels)
+        write_labels(out, labels)
     return Golden(
         folder=out, samples=inputs.count, inputs=inputs.specs, outputs=outputs.specs, has_labels=labels is not None
     )
@@ -176,7 +176,12 @@ def _read_array(path: Path) -> Sequence[Label]:
     return tuple(int(value) for value in values) if values.ndim == 1 else tuple(values)
 
 
-def _write_labels(folder: Path, labels: Sequence[Label]) -> None:
+def write_labels(folder: Path, labels: Sequence[Label]) -> None:
+    """Writes the label of each sample where `read_labels` finds it.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
     if isinstance(labels[0], str | Boxes):
         write_file(folder / WORDS, msgspec.json.encode(list(labels)) + b"\n")
         return

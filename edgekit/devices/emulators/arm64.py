@@ -19,6 +19,8 @@ from edgekit.devices.process.exchange import write_job
 from edgekit.devices.process.link import list_model_files
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
+from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto
+from edgekit.prepare.weights.inline import write_inline
 from edgekit.progress import Progress
 
 CPUS = ("cortex-a76", "cortex-a72")
@@ -160,7 +162,13 @@ def folder_in_arm64(root: Path) -> Generator[Path]:
 
 
 def _copy_model(model: Path, folder: Path) -> str:
-    """Copies the files of a model, and returns the name of the one to load."""
+    """Copies the files of a model, and returns the name of the one to load; weights go inside where 2 GB hold them."""
+    facts = load_model(model) if model.suffix == ".onnx" else None
+    if facts is not None and facts.external_files and facts.size_bytes <= MOST_INLINE_BYTES:
+        # ONNX Runtime 1.31 asks /proc/self/fd where a file beside the model really lies, and the root has no /proc.
+        folder.mkdir()
+        write_inline(read_proto(facts, weights=False), model.parent, folder / model.name)
+        return model.name
     for name, source in list_model_files(model).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, folder / name)

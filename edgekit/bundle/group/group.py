@@ -1,0 +1,275 @@
+"""The one folder of a group: the bundle of each member, what they share once, and what feeds what.
+
+`group.json` names everything in it. A file that several members have lies in `shared/` under its sha256; a model with
+weights beside it lies with them in `models/`, where several models may use the same.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from edgekit._files import digest_bytes, digest_file, replacing_file, staged_folder, write_file
+from edgekit.bundle.folder import GOLDEN, MANIFEST, VERIFY, Bundle, open_bundle
+from edgekit.bundle.golden.golden import Golden
+from edgekit.bundle.group.readme import render_group_readme
+from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
+from edgekit.bundle.manifest.checks import check_files, read_bounded
+from edgekit.bundle.manifest.manifest import (
+    BundledFile,
+    Manifest,
+    check_canonical,
+    convert_strictly,
+    decode_manifest,
+    decode_plain,
+    encode_json,
+)
+from edgekit.bundle.manifest.names import find_fault as find_name_fault
+from edgekit.bundle.readme import README
+from edgekit.errors import BundleError, UsageError
+from edgekit.model.tensors import TensorSpec
+from edgekit.target import TaskLimit
+
+GROUP = "group.json"
+_MEMBERS, _MODELS, _SHARED = "members", "models", "shared"
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Member(_Strict, frozen=True, kw_only=True):
+    """A graph of the group: the digest of its manifest, and the file to load, seen from `group.json`."""
+
+    manifest: BundledFile
+    model_file: str
+
+
+class GroupManifest(_Strict, frozen=True, kw_only=True):
+    """What a group is: its members, what feeds what, its golden samples, and by which metric it is judged.
+
+    `inputs` are the group's own; `outputs` what comes out of it. `files` are its own files, `shared` those of several
+    members by their sha256.
+    """
+
+    schema_version: Literal[1] = 1
+    name: str
+    target: str
+    wiring: Wiring
+    members: Annotated[dict[str, Member], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    samples: Annotated[int, msgspec.Meta(ge=1)]
+    metric: TaskLimit
+    files: dict[str, BundledFile]
+    shared: dict[str, BundledFile]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder with a group; `sha256` is the digest of `group.json`, and so of everything that it covers.
+
+    `manifests` are those of the members.
+    """
+
+    folder: Path
+    manifest: GroupManifest
+    manifests: Mapping[str, Manifest]
+    sha256: str
+
+    @property
+    def golden(self) -> Golden:
+        """The golden samples of the whole, with what the float models make of them and their labels."""
+        return Golden(
+            folder=self.folder / GOLDEN,
+            samples=self.manifest.samples,
+            inputs=self.manifest.inputs,
+            outputs=self.manifest.outputs,
+            has_labels=True,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the model files that an app loads; what several members load counts once."""
+        sizes: dict[str, int] = {}
+        for name, manifest in self.manifests.items():
+            places = _places(name, manifest, self.manifest.shared)
+            sizes |= {places[file]: manifest.files[file].size_bytes for file in manifest.forms[manifest.form]}
+        return sum(sizes.values())
+
+    @property
+    def interfaces(self) -> dict[str, Interface]:
+        """The inputs and outputs of each member."""
+        return _interfaces(self.manifests)
+
+
+class GroupContents(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes into a group beside its members; `wiring` is settled and has no fault."""
+
+    name: str
+    wiring: Wiring
+    golden: Golden
+    metric: TaskLimit
+
+
+def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Path) -> Group:
+    """Writes the group of these bundles, all for one target, into the folder `out` and opens it.
+
+    Raises:
+        UsageError: the bundles are for several targets, or two models with weights beside them want one name.
+        OutputError: `out` cannot be written.
+    """
+    manifests = {name: bundle.manifest for name, bundle in bundles.items()}
+    targets = {manifest.target for manifest in manifests.values()}
+    if len(targets) != 1:
+        named = ", ".join(sorted(targets))
+        raise UsageError("the members of a group are for one target", hint=f"these are for {named}")
+    shared = _find_shared(manifests)
+    _check_places(manifests, shared)
+    with staged_folder(out) as staging:
+        for name, bundle in bundles.items():
+            write_file(staging / _MEMBERS / name / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
+            for file, place in _places(name, bundle.manifest, shared).items():
+                _copy(bundle.folder / file, staging / place)
+        for path in contents.golden.files:
+            _copy(path, staging / GOLDEN / path.name)
+        draft = GroupManifest(
+            name=contents.name,
+            target=targets.pop(),
+            wiring=contents.wiring,
+            members={name: _describe_member(name, bundle, shared) for name, bundle in bundles.items()},
+            inputs=contents.golden.inputs,
+            outputs=contents.golden.outputs,
+            samples=contents.golden.samples,
+            metric=contents.metric,
+            files={},
+            shared=shared,
+        )
+        models = {name: member.model_file for name, member in draft.members.items()}
+        readme = render_group_readme(draft.name, draft.target, draft.wiring, models)
+        write_file(staging / README, readme.encode())
+        own = (README, *(f"{GOLDEN}/{path.name}" for path in contents.golden.files))
+        files = {name: _measure(staging / name) for name in own}
+        write_file(staging / GROUP, encode_json(msgspec.structs.replace(draft, files=files)))
+    return open_group(out)
+
+
+def open_group(path: Path) -> Group:
+    """Opens the folder of a group after checking every file in it, and its wiring.
+
+    Raises:
+        BundleError: `group.json` or a manifest is missing, malformed or altered; a file is missing, altered, unlisted,
+            a link, or bears an unsafe name; the wiring does not fit the members; the metric is code.
+    """
+    data = read_bounded(path, GROUP)
+    source = str(path / GROUP)
+    raw = decode_plain(data, source)
+    group = convert_strictly(raw, GroupManifest, source)
+    check_canonical(raw, data, source)
+    manifests = {name: _read_member(path, name, member, group) for name, member in group.members.items()}
+    if ":" in group.metric.name:
+        # `module:function` imports and runs Python.
+        words = f"'{source}' asks for the metric {group.metric.name[:200]!r}, code that no bundle may run"
+        raise BundleError(words, hint="name a metric that edgekit has")
+    fault = find_fault(group.wiring, _interfaces(manifests))
+    if fault is not None:
+        raise BundleError(f"the wiring in '{source}' {fault[0]}", hint="build the group again")
+    check_files(path, _expect(group, manifests), {GROUP, VERIFY})
+    return Group(folder=path, manifest=group, manifests=manifests, sha256=digest_bytes(data))
+
+
+def extract_member(group: Group, name: str, out: Path) -> Bundle:
+    """Writes the bundle of one member, as it was before it was grouped, into the folder `out` and opens it.
+
+    Raises:
+        BundleError: the group was altered since it was opened.
+        OutputError: `out` cannot be written.
+    """
+    with staged_folder(out) as staging:
+        for file, place in _places(name, group.manifests[name], group.manifest.shared).items():
+            _copy(group.folder / place, staging / file)
+        write_file(staging / MANIFEST, read_bounded(group.folder / _MEMBERS / name, MANIFEST))
+    bundle = open_bundle(out)
+    if bundle.sha256 != group.manifest.members[name].manifest.sha256:
+        raise BundleError(f"member '{name}' of '{group.folder}' was altered", hint="build the group again")
+    return bundle
+
+
+def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
+    return {
+        name: describe_interface([tensor.spec for tensor in each.inputs], [tensor.spec for tensor in each.outputs])
+        for name, each in manifests.items()
+    }
+
+
+def _describe_member(name: str, bundle: Bundle, shared: Mapping[str, BundledFile]) -> Member:
+    file = BundledFile(sha256=bundle.sha256, size_bytes=(bundle.folder / MANIFEST).stat().st_size)
+    model_file = _places(name, bundle.manifest, shared)[bundle.manifest.model_file]
+    return Member(manifest=file, model_file=model_file)
+
+
+def _measure(path: Path) -> BundledFile:
+    return BundledFile(sha256=digest_file(path), size_bytes=path.stat().st_size)
+
+
+def _read_member(path: Path, name: str, member: Member, group: GroupManifest) -> Manifest:
+    # Before it is opened: what bears the name of a folder may lead out of it.
+    if "/" in name or find_name_fault(name):
+        raise BundleError(f"'{path / GROUP}' has no safe folder for {name[:99]!r}", hint="build the group again")
+    data = read_bounded(path / _MEMBERS / name, MANIFEST)
+    place = f"{_MEMBERS}/{name}/{MANIFEST}"
+    if digest_bytes(data) != member.manifest.sha256:
+        raise BundleError(f"'{place}' of '{path}' was altered: its sha256 is another", hint="build the group again")
+    manifest = decode_manifest(data, str(path / place))
+    told = manifest.target, _places(name, manifest, group.shared)[manifest.model_file]
+    if told != (group.target, member.model_file):
+        raise BundleError(f"'{path / GROUP}' contradicts '{place}'", hint="build the group again")
+    return manifest
+
+
+def _expect(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
+    """Returns every file that has to be there, by its place."""
+    expected = dict(group.files)
+    for name, manifest in manifests.items():
+        expected[f"{_MEMBERS}/{name}/{MANIFEST}"] = group.members[name].manifest
+        expected |= {place: manifest.files[file] for file, place in _places(name, manifest, group.shared).items()}
+    return expected
+
+
+def _find_shared(manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
+    entries = {entry.sha256: entry for manifest in manifests.values() for entry in manifest.files.values()}
+    held = ({entry.sha256 for entry in manifest.files.values()} for manifest in manifests.values())
+    counts = Counter(digest for digests in held for digest in digests)
+    return {digest: entries[digest] for digest in sorted(counts) if counts[digest] > 1}
+
+
+def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
+    """Returns where each file of a member lies, seen from `group.json`."""
+    bound = [names for names in manifest.forms.values() if len(names) > 1]
+    # A model names its weights by their place: where others use these too, all of them lie in one folder.
+    beside = {name for names in bound if any(manifest.files[each].sha256 in shared for each in names) for name in names}
+    apart = {name for names in bound for name in names}
+
+    def place(name: str, digest: str) -> str:
+        if name in beside:
+            return f"{_MODELS}/{name}"
+        return f"{_SHARED}/{digest}" if digest in shared and name not in apart else f"{_MEMBERS}/{member}/{name}"
+
+    return {name: place(name, entry.sha256) for name, entry in manifest.files.items()}
+
+
+def _check_places(manifests: Mapping[str, Manifest], shared: Mapping[str, object]) -> None:
+    taken: dict[str, str] = {}
+    for member, manifest in manifests.items():
+        for name, place in _places(member, manifest, shared).items():
+            digest = manifest.files[name].sha256
+            if taken.setdefault(place, digest) != digest:
+                raise UsageError(f"two members have a file '{name}'", hint="give the models of a group different names")
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not target.exists():
+        with replacing_file(target) as temporary:
+            shutil.copyfile(source, temporary)

@@ -1,0 +1,166 @@
+"""Weights that several graphs of a group have, stored once: in a file that their models all name."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._files import write_new
+from edgekit.bundle.folder import Bundle, replace_model
+from edgekit.model.model import Model, load_model, read_proto
+
+_PAGE_BYTES = 4096
+# Smaller ones stay inside: shape inference reads them, and cannot from another file.
+_LEAST_BYTES = 1024
+_BLOCK_BYTES = 1 << 20
+
+
+class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The bundles of a group with their equal weights in one file, and how many bytes are in it."""
+
+    bundles: dict[str, Bundle]
+    size_bytes: int = 0
+
+
+class _Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the bytes of a weight lie: in the tensor itself, or so many at an offset of a file."""
+
+    tensor: onnx.TensorProto
+    file: Path | None
+    offset: int
+    size_bytes: int
+
+    def read(self) -> Iterator[bytes]:
+        """Yields the bytes, a block at a time."""
+        if self.file is None:
+            yield self.tensor.raw_data
+            return
+        left = self.size_bytes
+        with self.file.open("rb") as source:
+            source.seek(self.offset)
+            while left > 0 and (block := source.read(min(left, _BLOCK_BYTES))):
+                left -= len(block)
+                yield block
+
+
+def find_equal_weights(models: Sequence[Model]) -> int:
+    """Returns how many bytes of weights more than one of these models has, each counted once."""
+    found = [_digest_weights(model, read_proto(model, weights=False)) for model in models]
+    return sum(size for _, size in _find_equal(found))
+
+
+def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> SharedWeights:
+    """Returns bundles whose ONNX models name one file, `weights-DIGEST.data`, for the weights that several have.
+
+    They are written into `folder`; those that share nothing are returned as they are. `templates` is the folder of the
+    target.
+
+    Raises:
+        OutputError: `folder` cannot be written.
+    """
+    models = {
+        name: load_model(each.find_model("onnx")) for name, each in bundles.items() if "onnx" in each.manifest.forms
+    }
+    protos = {name: read_proto(model, weights=False) for name, model in models.items()}
+    weights = {name: _digest_weights(model, protos[name]) for name, model in models.items()}
+    equal = dict(_find_equal(list(weights.values())))
+    if not equal:
+        return SharedWeights(bundles=dict(bundles))
+    file = folder / f"weights-{_name(equal)}.data"
+    offsets = _write_weights(file, {digest: _find(digest, weights.values()) for digest in equal})
+    made = dict(bundles)
+    for name, proto in protos.items():
+        mine = {digest: places for digest, places in weights[name].items() if digest in offsets}
+        if mine:
+            for digest, places in mine.items():
+                _point_to(places, file.name, offsets[digest])
+            # Under the member's name: in a group the models lie beside each other.
+            path = folder / name / "model" / f"{name}.onnx"
+            own = _move_others(proto, models[name], file.name, path.with_name(f"{path.name}.data"))
+            write_new(path, [proto.SerializeToString(deterministic=True)])
+            files = (path, file, *own)
+            made[name] = replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
+    return SharedWeights(bundles=made, size_bytes=sum(equal.values()))
+
+
+def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Place]]:
+    """Returns the large weights of a model by the sha256 of their bytes."""
+    found: dict[str, list[_Place]] = {}
+    for tensor in proto.graph.initializer:
+        place = _locate(tensor, model.path.parent)
+        if place.size_bytes > _LEAST_BYTES:
+            digest = hashlib.sha256()
+            for block in place.read():
+                digest.update(block)
+            found.setdefault(digest.hexdigest(), []).append(place)
+    return found
+
+
+def _locate(tensor: onnx.TensorProto, folder: Path) -> _Place:
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return _Place(tensor=tensor, file=None, offset=0, size_bytes=len(tensor.raw_data))
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    offset, length = int(entries.get("offset", "0")), int(entries.get("length", "0"))
+    return _Place(tensor=tensor, file=folder / entries["location"], offset=offset, size_bytes=length)
+
+
+def _find_equal(weights: Sequence[Mapping[str, Sequence[_Place]]]) -> Iterator[tuple[str, int]]:
+    counts = Counter(digest for found in weights for digest in found)
+    sizes = {digest: places[0].size_bytes for found in weights for digest, places in found.items()}
+    yield from ((digest, sizes[digest]) for digest in sorted(counts) if counts[digest] > 1)
+
+
+def _name(equal: Mapping[str, int]) -> str:
+    # Of what is in it, so that the file of another group has another name.
+    return hashlib.sha256("".join(sorted(equal)).encode()).hexdigest()[:16]
+
+
+def _find(digest: str, weights: Iterable[Mapping[str, Sequence[_Place]]]) -> _Place:
+    return next(found[digest][0] for found in weights if digest in found)
+
+
+def _write_weights(file: Path, places: Mapping[str, _Place]) -> dict[str, int]:
+    """Writes weights one after another and returns the offset of each; each begins a page, so that it can be mapped."""
+    offsets: dict[str, int] = {}
+
+    def write() -> Iterator[bytes]:
+        end = 0
+        for key, place in places.items():
+            yield bytes(-end % _PAGE_BYTES)
+            offsets[key] = end + -end % _PAGE_BYTES
+            yield from place.read()
+            end = offsets[key] + place.size_bytes
+
+    write_new(file, write())
+    return offsets
+
+
+def _point_to(places: Iterable[_Place], name: str, offset: int) -> None:
+    for place in places:
+        tensor = place.tensor
+        tensor.ClearField("raw_data")
+        del tensor.external_data[:]
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in {"location": name, "offset": str(offset), "length": str(place.size_bytes)}.items():
+            tensor.external_data.add(key=key, value=value)
+
+
+def _move_others(proto: onnx.ModelProto, model: Model, shared: str, path: Path) -> tuple[Path, ...]:
+    """Writes the weights that lay beside the model and are shared with none to `path`, and returns it if there are."""
+    others = {
+        tensor.name: _locate(tensor, model.path.parent)
+        for tensor in proto.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL and not _lies_in(tensor, shared)
+    }
+    if not others:
+        return ()
+    for name, offset in _write_weights(path, others).items():
+        _point_to([others[name]], path.name, offset)
+    return (path,)
+
+
+def _lies_in(tensor: onnx.TensorProto, file: str) -> bool:
+    return any(entry.key == "location" and entry.value == file for entry in tensor.external_data)

@@ -1,0 +1,266 @@
+"""What feeds what in a group: stages in their order, as data that anybody may have written.
+
+A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, what an earlier stage gave.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from edgekit.errors import suggest_name
+from edgekit.model.state import MOST_FEEDS, fits
+from edgekit.model.tensors import TensorSpec
+
+DATA = "data"
+"""Stands for the group's own inputs where a source names a member."""
+CHOSEN = "chosen"
+"""The result of a group that chooses: numbers of tokens or classes, int64 [n]; n differs from sample to sample."""
+MOST_MEMBERS, MOST_TOKENS, MOST_CROPS = 16, 4096, 64
+"""Bounds for what a stranger's group may ask for."""
+
+MEMBER_NAME = r"[a-z][a-z0-9_]{0,31}"
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Feeds = Annotated[dict[str, _Name], msgspec.Meta(max_length=MOST_FEEDS)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+# What holds the number of any token.
+_WHOLE = ("int64", "int32")
+Fault = tuple[str, str]
+"""What is wrong, and a hint."""
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Text(_Strict, frozen=True, kw_only=True):
+    """How a stage reads the tokens so far, and gives the next one.
+
+    `input` takes their numbers, `mask` is 1 where one stands and 0 elsewhere, `positions` counts them from 0. With
+    `align = "right"` the last token stands at the end, as a cache that is a window wants it. Of `scores` [..., rows,
+    tokens] the largest in the row of the last token is the next one.
+    """
+
+    input: _Name
+    scores: _Name
+    mask: str = ""
+    positions: str = ""
+    align: Literal["left", "right"] | None = None
+
+
+class Crop(_Strict, frozen=True, kw_only=True):
+    """How a stage runs once for each of the best boxes of a picture.
+
+    `image` [1, C, H, W], `boxes` [..., N, 4] (left, top, right, bottom) and `scores` [..., N] are sources. At most
+    `most` boxes whose score is `least` or more are cut out, resized (bilinear, half-pixel centres) for `input`, and run
+    from left to right. Of `result` the largest is the class of the box.
+    """
+
+    input: _Name
+    image: _Name
+    boxes: _Name
+    scores: _Name
+    result: _Name
+    units: Literal["pixels", "shares"] = "pixels"
+    most: Annotated[int, msgspec.Meta(ge=1, le=MOST_CROPS)] = 16
+    least: float = 0.5
+
+
+class Stage(_Strict, frozen=True, kw_only=True):
+    """A member's turn: `feeds` gives inputs their source, `state` the output of the run before.
+
+    With `repeat` it runs until the end token or the most tokens; an input in `state` begins with its source, or zeros.
+    """
+
+    run: _Name
+    feeds: _Feeds = {}
+    state: _Feeds = {}
+    text: Text | None = None
+    crop: Crop | None = None
+    repeat: bool = False
+
+
+class Tokens(_Strict, frozen=True, kw_only=True):
+    """The tokens that a group begins with, numbers or a source `data.NAME`, and where they end.
+
+    `end` is the token that ends a text, None for none; at most `most` are generated. `pad` stands where none is.
+    """
+
+    start: Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)] | _Name
+    end: _Token | None = None
+    most: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)] = 64
+    pad: _Token = 0
+
+
+class Wiring(_Strict, frozen=True, kw_only=True):
+    """The stages of a group in the order in which they run, each member once."""
+
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    tokens: Tokens | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """True if the result is what was chosen, not the outputs of the last stage."""
+        return any(stage.text or stage.crop for stage in self.stages)
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """The inputs and outputs of a member, by name."""
+
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+
+
+def describe_interface(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Interface:
+    """Returns the interface of a model with these inputs and outputs."""
+    return Interface(inputs={spec.name: spec for spec in inputs}, outputs={spec.name: spec for spec in outputs})
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Returns the member (or "data") and the tensor that a source names; tensors may have dots in their names."""
+    member, _, tensor = source.partition(".")
+    return member, tensor
+
+
+def list_sources(stage: Stage) -> Iterator[str]:
+    """Yields every source that a stage reads."""
+    yield from stage.feeds.values()
+    if stage.crop is not None:
+        yield from (stage.crop.image, stage.crop.boxes, stage.crop.scores)
+
+
+def list_data(wiring: Wiring, members: Mapping[str, Interface]) -> tuple[TensorSpec, ...]:
+    """Returns the group's own inputs, by name; one that only boxes are cut from has no shape of its own."""
+    found: dict[str, TensorSpec] = {}
+    for stage in wiring.stages:
+        for name, source in stage.feeds.items():
+            owner, tensor = split_source(source)
+            if owner == DATA and name in members[stage.run].inputs:
+                found[tensor] = msgspec.structs.replace(members[stage.run].inputs[name], name=tensor)
+    for stage in wiring.stages:
+        if stage.crop is not None and stage.crop.image.startswith(f"{DATA}."):
+            tensor = split_source(stage.crop.image)[1]
+            found.setdefault(tensor, TensorSpec(name=tensor, dtype="float32", shape=(1, None, None, None)))
+    if wiring.tokens is not None and isinstance(wiring.tokens.start, str):
+        tensor = split_source(wiring.tokens.start)[1]
+        found.setdefault(tensor, TensorSpec(name=tensor, dtype="int64", shape=(1, None)))
+    return tuple(found[name] for name in sorted(found))
+
+
+def find_fault(wiring: Wiring, members: Mapping[str, Interface]) -> Fault | None:
+    """Returns what is wrong with the wiring of these members, and a hint, or None."""
+    return next(_list_faults(wiring, members), None)
+
+
+def _list_faults(wiring: Wiring, members: Mapping[str, Interface]) -> Iterator[Fault]:
+    for name in members:
+        if not re.fullmatch(MEMBER_NAME, name) or name == DATA:
+            yield f"has a member {name[:99]!r}", f"a name is like encoder, and not '{DATA}'"
+    runs = Counter(stage.run for stage in wiring.stages)
+    for name in (*runs, *members):
+        if name not in members:
+            yield f"runs '{name[:99]}', which is no member", suggest_name(name, members)
+        elif runs[name] != 1:
+            yield f"runs '{name}' in {runs[name]} stages", "each member has one stage"
+    yield from _judge_choice(wiring)
+    before: dict[str, Stage] = {}
+    for stage in wiring.stages:
+        for what, hint in _judge_stage(stage, before, members):
+            yield f"has a stage '{stage.run}' that {what}", hint
+        before[stage.run] = stage
+
+
+def _judge_choice(wiring: Wiring) -> Iterator[Fault]:
+    texts, crops = [stage for stage in wiring.stages if stage.text], [stage for stage in wiring.stages if stage.crop]
+    if bool(texts) != bool(wiring.tokens):
+        yield "has tokens and no stage with text, or the other way round", "[tokens] start = [1], and a stage's `text`"
+    if len(crops) > 1 or (crops and texts):
+        yield "has several stages that choose", "cut boxes out in one stage, or write text"
+    if wiring.tokens is not None and isinstance(wiring.tokens.start, str):
+        owner, tensor = split_source(wiring.tokens.start)
+        if owner != DATA or not tensor:
+            yield f"begins with {wiring.tokens.start[:99]!r}", f"numbers of tokens, or {DATA}.NAME"
+
+
+def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str, Interface]) -> Iterator[Fault]:
+    mine = members[stage.run]
+    roles = _list_roles(stage)
+    filled = Counter((*stage.feeds.keys() | stage.state.keys(), *roles))
+    for name in filled:
+        if name not in mine.inputs:
+            yield f"fills '{name[:99]}', which is no input", suggest_name(name, mine.inputs)
+        elif filled[name] > 1:
+            yield f"fills '{name}' twice", "name one source"
+    for name in mine.inputs:
+        if name not in filled:
+            yield f"leaves '{name}' empty", f'feeds = {{"{name}" = "{DATA}.NAME"}}, or MEMBER.OUTPUT'
+    if stage.repeat and stage.text is None:
+        yield "repeats and reads no text", "text = { input = ..., scores = ... }"
+    if stage.state and not stage.repeat:
+        yield "has state and runs once", "repeat = true"
+    for source in list_sources(stage):
+        yield from _judge_source(source, before, members)
+    yield from _judge_outputs(stage, mine)
+    for name in stage.feeds.keys() & mine.inputs.keys():
+        yield from _judge_feed(name, stage, members)
+
+
+def _list_roles(stage: Stage) -> list[str]:
+    """Returns the inputs that are filled by what the stage itself makes."""
+    text = () if stage.text is None else (stage.text.input, stage.text.mask, stage.text.positions)
+    return [*filter(None, text), *(() if stage.crop is None else (stage.crop.input,))]
+
+
+def _judge_source(source: str, before: Mapping[str, Stage], members: Mapping[str, Interface]) -> Iterator[Fault]:
+    owner, tensor = split_source(source)
+    if owner == DATA:
+        if not tensor:
+            yield f"is fed from {source[:99]!r}", f"{DATA}.NAME is an input of the group"
+        return
+    if owner not in before:
+        yield f"is fed from {source[:99]!r}, and no stage before it has that name", suggest_name(owner, before)
+    elif before[owner].repeat or before[owner].crop is not None:
+        yield f"is fed from '{owner}', which runs several times", "feed it from a stage that runs once"
+    elif tensor not in members[owner].outputs:
+        yield f"is fed from {source[:99]!r}, which is no output", suggest_name(tensor, members[owner].outputs)
+
+
+def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
+    for name, output in stage.state.items():
+        if output not in mine.outputs:
+            yield f"has state from '{output[:99]}', which is no output", suggest_name(output, mine.outputs)
+        elif name in mine.inputs and not fits(mine.inputs[name], mine.outputs[output]):
+            yield f"has state [{mine.inputs[name]}] from [{mine.outputs[output]}]", "all sizes but one must be the same"
+    read = [*([stage.text.scores] if stage.text else []), *([stage.crop.result] if stage.crop else [])]
+    for name in read:
+        if name not in mine.outputs:
+            yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, mine.outputs)
+    for name in _list_roles(stage):
+        spec = mine.inputs.get(name)
+        if spec is not None and not (spec.is_static and spec.shape and 0 not in spec.shape):
+            yield f"cannot fill [{spec}]", "give its dimensions sizes: dims = { NAME = 64 }"
+        elif spec is not None and name in _numbers(stage) and spec.dtype not in _WHOLE:
+            yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_WHOLE)}"
+        elif spec is not None and spec.dtype == "string":
+            yield f"cannot fill [{spec}]", "it takes numbers"
+
+
+def _numbers(stage: Stage) -> tuple[str, ...]:
+    return () if stage.text is None else (stage.text.input, stage.text.positions)
+
+
+def _judge_feed(name: str, stage: Stage, members: Mapping[str, Interface]) -> Iterator[Fault]:
+    owner, tensor = split_source(stage.feeds[name])
+    spec, made = members[stage.run].inputs[name], members[owner].outputs.get(tensor) if owner in members else None
+    if made is None:
+        return
+    # What begins a state is cut to its window; anything else has to fit as it is.
+    if not fits(spec, made) or (name not in stage.state and not _is_same(spec, made)):
+        yield f"feeds [{spec}] from [{made}]", "types and sizes must be the same"
+
+
+def _is_same(spec: TensorSpec, made: TensorSpec) -> bool:
+    pairs = zip(spec.shape or (), made.shape or (), strict=False)
+    return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)

@@ -1,0 +1,193 @@
+"""A group run on devices from its inputs to its result, and judged by the metric of its task.
+
+Each member is verified by itself too: where the whole does badly, that names the graph.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import work_folder, write_file
+from edgekit.bundle.folder import VERIFY, Bundle, read_target
+from edgekit.bundle.golden.golden import read_inputs, read_labels, read_outputs
+from edgekit.bundle.group.group import Group, extract_member
+from edgekit.bundle.group.pipeline import run_pipeline
+from edgekit.bundle.snapshot import snapshot_bundle
+from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.devices.bundled import make_job, plan_run
+from edgekit.devices.device import Device
+from edgekit.devices.parallel import run_each
+from edgekit.devices.register import DeviceChoice
+from edgekit.errors import BundleError, DeviceError, EdgekitError
+from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
+from edgekit.model.tensors import Tensors
+from edgekit.plain import Shown, to_json
+from edgekit.progress import Progress, say_nothing
+from edgekit.target import TaskLimit
+from edgekit.verify.on_devices import find_devices
+from edgekit.verify.report import VerifyReport, require_devices
+from edgekit.verify.run import verify_bundle
+from edgekit.verify.tasks.scores import TaskReport, judge_task
+from edgekit.verify.tasks.tasks import measure_task
+
+
+class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device made of whole samples: the metric of the task, and how often each member ran.
+
+    `failure` says what stopped it, None where it came to the end.
+    """
+
+    device: str
+    evidence: Evidence
+    samples: int
+    runs: dict[str, int]
+    task: TaskReport | None
+    limit: TaskLimit
+    failure: str | None = None
+
+    @property
+    def judgement(self) -> Judgement:
+        """Whether the run keeps the metric's limit, with a line for each reason why not."""
+        if self.failure is not None:
+            return Judgement(failures=(f"the group did not run to its end: {self.failure}",))
+        return judge_task(self.task, self.limit)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run passes, as far as that can be told."""
+        return self.judgement.verdict
+
+
+class GroupReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a group does on its devices what the float models do: each member by itself, and all of them together.
+
+    It passes if every member does, and every device that ran keeps the metric.
+    """
+
+    group: str
+    target: str
+    sha256: str
+    members: dict[str, VerifyReport]
+    runs: tuple[GroupRun, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the group passes, as far as that can be told."""
+        found: list[Verdict] = [*(report.verdict for report in self.members.values())]
+        found += [run.verdict for run in self.runs] or ["not proven"]
+        return worst_verdict(found)
+
+    @property
+    def passed(self) -> bool:
+        """True if nothing speaks against the group, and nothing was left open."""
+        return self.verdict == "pass"
+
+
+def choosing(choice: DeviceChoice) -> Callable[[Bundle], Sequence[Device]]:
+    """Returns what finds the chosen devices for a member, or where none is chosen those that its target names."""
+    return lambda bundle: find_devices(bundle, read_target(bundle), choice)
+
+
+def verify_group(
+    group: Group,
+    find: Callable[[Bundle], Sequence[Device]],
+    *,
+    required: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> GroupReport:
+    """Runs a group on the devices that `find` has for a member, and writes `verify.json` into its folder if one ran.
+
+    Raises:
+        UsageError: there is no such device, or it runs another provider.
+        BundleError: the group was altered since it was opened.
+        OutputError: the folder cannot be written.
+    """
+    say = progress or say_nothing
+    with work_folder() as work:
+        bundles = {name: extract_member(group, name, work / name) for name in group.manifests}
+        # All members are for one target, and a target's devices are the same for each.
+        devices = find(next(iter(bundles.values())))
+        members = {
+            name: require_devices(verify_bundle(bundle, devices, progress=say), required)
+            for name, bundle in bundles.items()
+        }
+        present = [device for device in devices if device.find_missing() is None]
+        runs = _run_devices(group, bundles, present, say)
+    report = GroupReport(
+        group=group.manifest.name, target=group.manifest.target, sha256=group.sha256, members=members, runs=runs
+    )
+    if report.runs:
+        write_file(group.folder / VERIFY, to_json(report).encode())
+    return report
+
+
+def _run_devices(
+    group: Group, bundles: Mapping[str, Bundle], devices: Sequence[Device], progress: Progress
+) -> tuple[GroupRun, ...]:
+    if not devices:
+        return ()
+
+    def run(device: Device) -> GroupRun:
+        progress(f"verify {group.manifest.name} end to end on {device.name}")
+        with work_folder() as place:
+            return _Runner(group, bundles, device, place).run()
+
+    return run_each(devices, run)
+
+
+class _Runner:
+    """A device that runs the members of a group: each call is a job of its own, with as many samples as there are."""
+
+    def __init__(self, group: Group, bundles: Mapping[str, Bundle], device: Device, work: Path) -> None:
+        self._group, self._device, self._work = group, device, work
+        count = group.manifest.samples
+        self._plans = {name: plan_run(bundle, device, count) for name, bundle in bundles.items()}
+        # What runs is a copy whose digests were just compared, as of a bundle of one graph.
+        self._bundles = {
+            name: snapshot_bundle(bundle, [self._plans[name].form], work / "members" / name)
+            for name, bundle in bundles.items()
+        }
+        self._runs = dict.fromkeys(bundles, 0)
+
+    def run(self) -> GroupRun:
+        """Returns what the device makes of the group's golden samples: as many as its target plans for each member."""
+        golden, manifest = self._group.golden, self._group.manifest
+        labels = read_labels(golden)
+        if labels is None:
+            raise BundleError(f"group '{self._group.folder}' has no labels", hint="build the group again")
+        rows = spread_indices(golden.samples, min(plan.samples for plan in self._plans.values()))
+        reference = select_samples(read_outputs(golden), rows)
+        found = GroupRun(
+            device=self._device.name,
+            evidence=self._device.evidence,
+            samples=len(rows),
+            runs={},
+            task=None,
+            limit=manifest.metric,
+        )
+        try:
+            samples = list(select_samples(read_inputs(golden), rows))
+            results = run_pipeline(manifest.wiring, self._group.interfaces, samples, self._run_member)
+            got = _keep(results, self._device.name)
+            task = measure_task(manifest.metric, reference, got, [labels[row] for row in rows])
+        except EdgekitError as error:
+            return msgspec.structs.replace(found, failure=str(error), runs=self._runs)
+        return msgspec.structs.replace(found, task=msgspec.structs.replace(task, labelled=len(labels)), runs=self._runs)
+
+    def _run_member(self, name: str, samples: Sequence[Tensors]) -> list[Tensors]:
+        place = self._work / "runs" / f"{name}-{self._runs[name]}"
+        place.mkdir(parents=True)
+        self._runs[name] += 1
+        given = Samples(source=name, count=len(samples), read=lambda: iter(samples))
+        job = make_job(self._bundles[name], self._plans[name], given)
+        # None may stop early: the next stage needs what every sample gave.
+        run = self._device.run_job(msgspec.structs.replace(job, budget_s=job.timeout_s), place)
+        if run.failure is not None or run.outputs.count != len(samples):
+            said = run.failure or f"{run.outputs.count} of {len(samples)} samples came back"
+            raise DeviceError(f"member '{name}': {said}", hint="see how it does by itself")
+        return list(run.outputs)
+
+
+def _keep(results: Sequence[Tensors], source: str) -> Samples:
+    return Samples(source=source, count=len(results), read=lambda: iter(results))

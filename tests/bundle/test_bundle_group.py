@@ -1,0 +1,334 @@
+"""Groups of models: the wiring is settled and judged, the pipeline does what an app would, the folder is checked."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from group_models import make_digits, make_talk, talk_on
+from tiny_models import parse_model
+
+from edgekit.bundle.golden.golden import read_inputs, read_outputs
+from edgekit.bundle.group.crops import cut_boxes
+from edgekit.bundle.group.group import GROUP, Group, extract_member, open_group
+from edgekit.bundle.group.pipeline import run_pipeline
+from edgekit.bundle.group.settle import settle_wiring
+from edgekit.bundle.group.weights import find_equal_weights
+from edgekit.bundle.group.wiring import CHOSEN, Crop, Interface, Wiring, describe_interface, find_fault
+from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.errors import BundleError, DataError
+from edgekit.jobs.group import build_group
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors, TensorSpec
+from edgekit.recipe import Data, Recipe
+
+
+def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def talk_members() -> dict[str, Interface]:
+    caches = [spec(f"past.{name}", 1, 4, 2) for name in ("key", "value")]
+    grown = [spec(f"present.{name}", 1, 5, 2) for name in ("key", "value")]
+    made = [spec(f"present.{name}", 1, 3, 2) for name in ("key", "value")]
+    whole = {"dtype": "int64"}
+    return {
+        "prefill": describe_interface([spec("ids", 1, 3, **whole)], [spec("logits", 1, 3, 7), *made]),
+        "decode": describe_interface([spec("ids", 1, 1, **whole), *caches], [spec("logits", 1, 1, 7), *grown]),
+    }
+
+
+def wire(*stages: dict[str, Any], tokens: dict[str, Any] | None = None) -> Wiring:
+    plain: dict[str, Any] = {"stages": list(stages)}
+    return msgspec.convert(plain | ({"tokens": tokens} if tokens else {}), Wiring)
+
+
+TEXT = {"input": "ids", "scores": "logits"}
+TALK = ({"run": "prefill", "text": TEXT}, {"run": "decode", "repeat": True, "text": TEXT})
+
+
+def test_a_wiring_is_settled_by_names() -> None:
+    wiring = settle_wiring(wire(*TALK, tokens={"start": [1]}), talk_members())
+    decode = wiring.stages[1]
+    assert decode.feeds == {"past.key": "prefill.present.key", "past.value": "prefill.present.value"}
+    assert decode.state == {"past.key": "present.key", "past.value": "present.value"}
+    assert [stage.text.align for stage in wiring.stages if stage.text] == ["right", "right"]
+    assert find_fault(wiring, talk_members()) is None
+
+
+def test_what_stands_in_a_wiring_is_left() -> None:
+    stated = {**TALK[1], "feeds": {"past.key": "data.k"}, "state": {"past.key": "present.key"}}
+    wiring = settle_wiring(wire(TALK[0], stated, tokens={"start": [1]}), talk_members())
+    assert wiring.stages[1].feeds["past.key"] == "data.k"
+    assert wiring.stages[1].state == {"past.key": "present.key"}
+
+
+PLAIN = {
+    "one": describe_interface([spec("x", 1, 4)], [spec("y", 1, 4)]),
+    "two": describe_interface([spec("y", 1, 4), spec("z", 1, 2)], [spec("w", 1, 3)]),
+}
+ONE: dict[str, Any] = {"run": "one", "feeds": {"x": "data.x"}}
+BARE: dict[str, Any] = {"run": "two", "feeds": {"z": "data.z"}}
+FEEDS = {"y": "one.y", "z": "data.z"}
+TWO: dict[str, Any] = {"run": "two", "feeds": FEEDS}
+BOX = {"input": "y", "image": "data.p", "boxes": "one.y", "scores": "one.y", "result": "w"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "tokens", "said"),
+    [
+        ((ONE,), None, "runs 'two' in 0 stages"),
+        ((ONE, TWO, ONE), None, "runs 'one' in 2 stages"),
+        ((ONE, TWO, {"run": "three"}), None, "'three', which is no member"),
+        ((TWO, ONE), None, "'two' that is fed from 'one.y', and no stage before"),
+        ((ONE, {**TWO, "feeds": {"y": "one.y"}}), None, "leaves 'z' empty"),
+        ((ONE, {**TWO, "feeds": {**FEEDS, "q": "data.q"}}), None, "fills 'q', which is no input"),
+        ((ONE, {**TWO, "feeds": {"y": "one.nothing", "z": "data.z"}}), None, "'one.nothing', which is no output"),
+        ((ONE, {**TWO, "feeds": {"y": "data.y", "z": "one.y"}}), None, "feeds [z: float32[1,2]]"),
+        ((ONE, {**TWO, "feeds": {"y": "data.", "z": "data.z"}}), None, "is fed from 'data.'"),
+        ((ONE, {**TWO, "repeat": True}), None, "repeats and reads no text"),
+        ((ONE, {**TWO, "state": {"y": "w"}}), None, "has state and runs once"),
+        ((ONE, TWO), {"start": [1]}, "has tokens and no stage with text"),
+        ((ONE, {**TWO, "text": {"input": "y", "scores": "w"}}), {"start": [1]}, "fills 'y' twice"),
+        (
+            (ONE, {**BARE, "text": {"input": "y", "scores": "w"}}),
+            {"start": [1]},
+            "int64",
+        ),
+        ((ONE, {**BARE, "text": {"input": "y", "scores": "v"}}), {"start": [1]}, "'v'"),
+        (
+            (ONE, {**BARE, "crop": {**BOX, "boxes": "two.w"}}),
+            None,
+            "'two.w', and no stage",
+        ),
+        ((ONE, {**BARE, "crop": {**BOX, "result": "r"}}), None, "chooses by 'r'"),
+        ((ONE, TWO), {"start": "one.y"}, "tokens"),
+    ],
+)
+def test_a_wiring_that_does_not_fit_is_told(
+    stages: Sequence[dict[str, Any]], tokens: dict[str, Any] | None, said: str
+) -> None:
+    fault = find_fault(wire(*stages, tokens=tokens), PLAIN)
+    assert fault is not None
+    assert said in fault[0] + fault[1]
+
+
+def test_an_honest_wiring_has_no_fault() -> None:
+    assert find_fault(wire(ONE, TWO), PLAIN) is None
+    assert find_fault(wire(ONE, {**BARE, "crop": BOX}), PLAIN) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stages": []},
+        {"stages": [ONE] * 17},
+        {"stages": [ONE], "tokens": {"start": [1], "most": 1_000_000}},
+        {"stages": [ONE], "tokens": {"start": [-1]}},
+        {"stages": [ONE], "tokens": {"start": [1] * 5000}},
+        {"stages": [{**ONE, "crop": {**BOX, "most": 65}}]},
+        {"stages": [{**ONE, "code": "x"}]},
+    ],
+)
+def test_a_wiring_is_bounded(wrong: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, Wiring)
+
+
+def test_text_without_a_cache_is_read_from_the_left_until_it_is_full() -> None:
+    members = {"m": describe_interface([spec("ids", 1, 3, dtype="int64")], [spec("logits", 1, 3, 9)])}
+    wiring = settle_wiring(
+        wire({"run": "m", "repeat": True, "text": TEXT}, tokens={"start": [4], "end": 8, "pad": 7}), members
+    )
+    seen: list[list[int]] = []
+
+    def run(_: str, samples: Sequence[Tensors]) -> list[Tensors]:
+        seen.extend(sample["ids"][0].tolist() for sample in samples)
+        # The row of the last token says one more than it; the others say the end.
+        logits = np.zeros((1, 3, 9))
+        logits[..., 8] = 1
+        row = sum(token != 7 for token in seen[-1]) - 1
+        logits[0, row, seen[-1][row] + 1] = 2
+        return [{"logits": logits}]
+
+    assert run_pipeline(wiring, members, [{}], run)[0][CHOSEN].tolist() == [5, 6, 7]
+    assert seen == [[4, 7, 7], [4, 5, 7], [4, 5, 6]]
+
+
+def test_the_end_token_ends_one_text_and_not_its_neighbour() -> None:
+    members = {"m": describe_interface([spec("ids", 1, 1, dtype="int64")], [spec("logits", 1, 4)])}
+    stage = {"run": "m", "repeat": True, "text": {**TEXT, "align": "right"}}
+    wiring = settle_wiring(wire(stage, tokens={"start": "data.first", "end": 3, "most": 5}), members)
+    counts: list[int] = []
+
+    def run(_: str, samples: Sequence[Tensors]) -> list[Tensors]:
+        counts.append(len(samples))
+        return [{"logits": np.eye(4)[[(int(sample["ids"][0, 0]) + 1) % 4]]} for sample in samples]
+
+    results = run_pipeline(wiring, members, [{"first": np.array([[first]])} for first in (0, 2, 3)], run)
+    assert [result[CHOSEN].tolist() for result in results] == [[1, 2], [], [0, 1, 2]]
+    assert counts == [3, 2, 2, 1]
+
+
+def test_boxes_are_cut_out_from_left_to_right() -> None:
+    image = np.arange(64, dtype=np.float32).reshape(1, 1, 8, 8)
+    boxes = np.array([[[4, 0, 8, 4], [0, 0, 2, 2], [2, 2, 2, 8], [0, 4, 4, 8], [0, 0, np.nan, 2]]], np.float32)
+    crop = msgspec.convert({**BOX, "least": 0.5, "most": 2}, Crop)
+    scores, wanted = np.array([[0.9, 0.4, 1.0, 0.6, 1.0]], np.float32), spec("y", 1, 1, 2, 2)
+    found = cut_boxes(crop, wanted, image, boxes, scores)
+    # Of 4 x 4 pixels the means of 2 x 2; what has no area, and what scores too little, is no box.
+    assert [picture.reshape(-1).tolist() for picture in found] == [[36.5, 38.5, 52.5, 54.5], [8.5, 10.5, 24.5, 26.5]]
+    shares = msgspec.structs.replace(crop, units="shares")
+    again = cut_boxes(
+        shares, spec("y", 1, 1, 2, 2), image, boxes / 8, np.array([[0.9, 0.4, 1.0, 0.6, 1.0]], np.float32)
+    )
+    assert np.array_equal(np.stack(found), np.stack(again))
+    with pytest.raises(DataError, match="no boxes can be cut out"):
+        cut_boxes(crop, wanted, image, boxes[..., :3], boxes[..., 0])
+
+
+def build_into(folder: Path, make: Callable[[Path], Path], **files: str) -> None:
+    path = make(folder)
+    source = str(folder / files["data"])
+    data = Data(source=source, evaluation=source, labels=folder / files["labels"] if "labels" in files else None)
+    report = build_group(path, data, folder / "out", Recipe(targets=("cpu",), precision="fp32"), verify=False)
+    assert report.targets[0].failure is None
+
+
+@pytest.fixture(scope="module")
+def talk(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    return make_once("talk", lambda folder: build_into(folder, make_talk, data="talk.npz")) / "out" / "talk-cpu"
+
+
+@pytest.fixture
+def copied(talk: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(talk, tmp_path / "talk"))
+
+
+def test_prefill_and_decode_say_what_the_whole_text_says(talk: Path) -> None:
+    group = open_group(talk)
+    prompts = [sample["prompt"][0].tolist() for sample in read_inputs(group.golden)]
+    assert [result[CHOSEN].tolist() for result in read_outputs(group.golden)] == [talk_on(prompt) for prompt in prompts]
+
+
+def test_equal_weights_are_stored_once_and_both_models_load_them(talk: Path) -> None:
+    group = open_group(talk)
+    models = [talk / member.model_file for member in group.manifest.members.values()]
+    (weights,) = talk.glob("**/weights-*.data")
+    assert {path.parent for path in models} == {weights.parent}
+    assert find_equal_weights([load_model(path) for path in models]) < weights.stat().st_size < 31_000
+    assert all(path.stat().st_size < 3000 for path in models)
+    assert group.size_bytes == weights.stat().st_size + sum(path.stat().st_size for path in models)
+    for path in models:
+        assert onnxruntime.InferenceSession(str(path)).get_outputs()[0].name == "logits"
+
+
+def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
+    bundle = extract_member(open_group(talk), "decode", tmp_path / "decode")
+    assert bundle.manifest.forms["onnx"][0] == "decode.onnx"
+    readme = (bundle.folder / "README.md").read_text()
+    assert "load | `decode.onnx`" in readme
+    assert "decode.onnx" in (bundle.folder / "app" / "ModelSession.kt").read_text()
+
+
+def test_weights_beside_a_model_are_shared_too(tmp_path: Path) -> None:
+    def make(folder: Path) -> Path:
+        path = make_talk(folder, samples=4)
+        proto = onnx.load(str(folder / "decode.onnx"))
+        proto.graph.initializer.add().CopyFrom(onnx.numpy_helper.from_array(np.ones(600, np.float32), "alone"))
+        proto.graph.node.add().CopyFrom(onnx.helper.make_node("Identity", ["alone"], ["more"]))
+        proto.graph.output.add().CopyFrom(onnx.helper.make_tensor_value_info("more", 1, [600]))
+        onnx.save(
+            proto, str(folder / "decode.onnx"), save_as_external_data=True, location="decode.bin", size_threshold=1024
+        )
+        return path
+
+    build_into(tmp_path, make, data="talk.npz")
+    group = open_group(tmp_path / "out" / "talk-cpu")
+    names = group.manifests["decode"].forms["onnx"]
+    session = onnxruntime.InferenceSession(str(group.folder / group.manifest.members["decode"].model_file))
+    assert [name.partition("-")[0] for name in names[:2]] == ["decode.onnx", "weights"]
+    assert "more" in [output.name for output in session.get_outputs()]
+
+
+def spoil(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    raw = json.loads((folder / GROUP).read_bytes())
+    change(raw)
+    (folder / GROUP).write_bytes(encode_json(raw))
+
+
+def stage(raw: dict[str, Any], place: int) -> dict[str, Any]:
+    found: dict[str, Any] = raw["wiring"]["stages"][place]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda raw: stage(raw, 1)["feeds"].update({"past.key": "prefill.logits"}), "feeds .past.key"),
+        (lambda raw: stage(raw, 1)["feeds"].update({"past.key": "other.logits"}), "no stage before it has that name"),
+        (lambda raw: raw["wiring"]["tokens"].update(most=10**6), "malformed"),
+        (lambda raw: raw["members"].update({"../x": raw["members"]["decode"]}), "safe folder|name"),
+        (lambda raw: raw["members"]["decode"].update(model_file="members/decode/other.onnx"), "contradicts"),
+        (lambda raw: raw["members"]["decode"]["manifest"].update(sha256="0" * 64), "was altered"),
+        (lambda raw: raw.update(target="qnn"), "contradicts"),
+        (lambda raw: raw["files"].pop("README.md"), "does not list"),
+        (lambda raw: raw["files"].update({"../outside": raw["files"]["README.md"]}), "lacks the file"),
+        (lambda raw: raw["shared"].clear(), "contradicts"),
+        (lambda raw: raw.update(code="x"), "malformed"),
+        (lambda raw: raw["metric"].update(name=3), "malformed"),
+        (lambda raw: raw["metric"].update(name="os:system"), "code that no bundle may run"),
+    ],
+)
+def test_an_altered_group_is_refused(copied: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+    spoil(copied, change)
+    with pytest.raises(BundleError, match=said):
+        open_group(copied)
+
+
+def test_an_altered_file_of_a_group_is_refused(copied: Path) -> None:
+    (weights,) = copied.glob("models/weights-*.data")
+    data = bytearray(weights.read_bytes())
+    data[100] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(BundleError, match="was altered"):
+        open_group(copied)
+
+
+def test_a_group_has_the_same_bytes_when_it_is_built_again(talk: Path, tmp_path: Path) -> None:
+    build_into(tmp_path, make_talk, data="talk.npz")
+    assert open_group(tmp_path / "out" / "talk-cpu").sha256 == open_group(talk).sha256
+
+
+def test_models_that_share_nothing_keep_their_forms(tmp_path: Path) -> None:
+    build_into(tmp_path, make_digits, data="digits.npz", labels="digits.txt")
+    group: Group = open_group(tmp_path / "out" / "digits-cpu")
+    assert {manifest.form for manifest in group.manifests.values()} == {"full"}
+    assert not list(group.folder.glob("models"))
+
+
+def test_a_metric_is_wanted_where_nothing_is_chosen(tmp_path: Path, refused: Callable[..., str]) -> None:
+    parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
+        tmp_path / "relu.onnx",
+    )
+    np.savez(tmp_path / "d.npz", x=np.ones((4, 1, 3), np.float32))
+    (tmp_path / "g.toml").write_text('[members.m]\nmodel = "relu.onnx"\n[[stages]]\nrun = "m"\n')
+    said = refused("group", "build", "g.toml", "--data", "d.npz", "--out", "out")
+    assert "'g.toml' names no metric" in said
+    (tmp_path / "g.toml").write_text(
+        '[members.m]\nmodel = "relu.onnx"\n[[stages]]\nrun = "m"\n[metric]\nname = "os:system"\n'
+    )
+    assert "code that no bundle may run" in refused("group", "build", "g.toml", "--data", "d.npz", "--out", "out")
+    (tmp_path / "g.toml").write_text('[members.m]\nmodel = "relu.onnx"\nlayers = 3\n[[stages]]\nrun = "m"\n')
+    assert "unknown field `layers`" in refused("group", "build", "g.toml", "--data", "d.npz", "--out", "out")
+    (tmp_path / "g.toml").write_text('[members.m]\nmodel = "none.onnx"\n[[stages]]\nrun = "m"\n')
+    assert "none.onnx" in refused("group", "build", "g.toml", "--data", "d.npz", "--out", "out")
+    assert "speech.toml" in refused("group", "build", "speech.toml", "--data", "d.npz", "--out", "out")
+    assert "group.json" in refused("group", "verify", ".")

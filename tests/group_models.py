@@ -1,0 +1,306 @@
+"""Small groups of models that do a task exactly, with data and labels: what a test or a bench builds.
+
+`make_speech` is an encoder and a decoder without cache, `make_talk` prefill and decode with equal weights and a KV
+cache, `make_digits` a detector and a classifier of boxes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.model.tensors import Array
+
+FRAMES, LETTERS, WIDTH = 8, "ab cdefgh", 24
+START, END = 9, 10
+WORDS, WINDOW, PROMPT, MOST = 16, 12, 6, 5
+
+_FLOAT, _INT = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+
+def _value(name: str, kind: int, *shape: int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, list(shape))
+
+
+def _save(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    weights: Mapping[str, Array],
+) -> Path:
+    arrays = {name: np.asarray(value) for name, value in weights.items()}
+    tensors = [
+        numpy_helper.from_array(value.astype(np.float32) if value.dtype.kind == "f" else value, name)
+        for name, value in arrays.items()
+    ]
+    for place, node in enumerate(nodes):
+        node.name = node.name or f"node_{place}"
+    graph = helper.make_graph(list(nodes), path.stem, list(inputs), list(outputs), tensors)
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))
+    return path
+
+
+def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
+    """Writes encoder, decoder, `speech.npz`, `speech.txt` and `speech.toml`, and returns the last.
+
+    A frame of sound is a noisy code of a letter; the decoder spells what the encoder heard, up to a frame of silence.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = len(LETTERS) + 2
+    # Codes far enough apart that noise and 8 bits leave each nearest to its own letter.
+    codes = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))[0][:tokens].astype(np.float32) * 4
+    mix = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH)
+    nodes = [
+        helper.make_node("MatMul", ["sound", "mix"], ["mixed"]),
+        helper.make_node("Tanh", ["mixed"], ["bent"]),
+        helper.make_node("Concat", ["bent", "mixed"], ["memory"], axis=2),
+    ]
+    sound = _value("sound", _FLOAT, 1, FRAMES, WIDTH)
+    _save(folder / "encoder.onnx", nodes, [sound], [_value("memory", _FLOAT, 1, FRAMES, 2 * WIDTH)], {"mix": mix})
+    # What undoes the encoder, and asks which code it was.
+    ask = np.concatenate([np.zeros((WIDTH, tokens)), np.linalg.inv(mix) @ codes.T]).astype(np.float32)
+    embedding = rng.normal(size=(tokens, WIDTH)).astype(np.float32)
+    nodes = [
+        helper.make_node("Gather", ["embedding", "ids"], ["words"]),
+        helper.make_node("MatMul", ["words", "context"], ["said"]),
+        helper.make_node("MatMul", ["memory", "ask"], ["heard"]),
+        helper.make_node("Add", ["heard", "said"], ["logits"]),
+    ]
+    weights = {
+        "embedding": embedding,
+        "ask": ask,
+        "context": (rng.normal(size=(WIDTH, tokens)) * 0.05).astype(np.float32),
+    }
+    inputs = [_value("ids", _INT, 1, FRAMES), _value("memory", _FLOAT, 1, FRAMES, 2 * WIDTH)]
+    _save(folder / "decoder.onnx", nodes, inputs, [_value("logits", _FLOAT, 1, FRAMES, tokens)], weights)
+    texts = [rng.integers(0, len(LETTERS), rng.integers(2, FRAMES)) for _ in range(samples)]
+    heard = [np.concatenate([text, np.full(FRAMES - len(text), END)]) for text in texts]
+    noise = rng.normal(size=(samples, 1, FRAMES, WIDTH)) * 0.1
+    np.savez(folder / "speech.npz", sound=(codes[np.stack(heard)][:, None] + noise).astype(np.float32))
+    (folder / "speech.txt").write_text("".join("".join(LETTERS[letter] for letter in text) + "\n" for text in texts))
+    path = folder / "speech.toml"
+    path.write_text(
+        f"""[members.encoder]
+model = "encoder.onnx"
+
+[members.decoder]
+model = "decoder.onnx"
+
+[tokens]
+start = [{START}]
+end = {END}
+most = {FRAMES}
+
+[[stages]]
+run = "encoder"
+
+[[stages]]
+run = "decoder"
+repeat = true
+text = {{ input = "ids", scores = "logits" }}
+
+[metric]
+name = "exact-match"
+decoder = "indices"
+alphabet = "{LETTERS}??"
+max_drop = 5
+gate = "estimate"
+"""
+    )
+    return path
+
+
+def talk_weights(seed: int = 0) -> dict[str, Array]:
+    """Returns the weights that prefill and decode of `make_talk` share."""
+    rng = np.random.default_rng(seed)
+    names = {"embed": (WORDS, WIDTH), "where": (64, WIDTH), **dict.fromkeys(("wq", "wk", "wv", "wo"), (WIDTH, WIDTH))}
+    drawn = {name: rng.normal(size=shape) / np.sqrt(shape[-1]) for name, shape in names.items()}
+    drawn["head"] = rng.normal(size=(WIDTH, WORDS))
+    return {name: value.astype(np.float32) for name, value in drawn.items()}
+
+
+def _remember(name: str, new: str, past: int) -> onnx.NodeProto:
+    if past:
+        return helper.make_node("Concat", [f"past.{name}", new], [f"present.{name}"], axis=1)
+    return helper.make_node("Identity", [new], [f"present.{name}"])
+
+
+def _attention(past: int) -> list[onnx.NodeProto]:
+    """Returns one causal layer behind a window of `past`, the mask being of all that is there."""
+    make = helper.make_node
+    return [
+        make("Gather", ["embed", "ids"], ["words"]),
+        make("Gather", ["where", "positions"], ["places"]),
+        make("Add", ["words", "places"], ["x"]),
+        make("MatMul", ["x", "wq"], ["q"]),
+        make("MatMul", ["x", "wk"], ["new_k"]),
+        make("MatMul", ["x", "wv"], ["new_v"]),
+        *([make("Concat", ["past.key", "new_k"], ["present.key"], axis=1)] if past else []),
+        *([make("Concat", ["past.value", "new_v"], ["present.value"], axis=1)] if past else []),
+        *(
+            []
+            if past
+            else [make("Identity", ["new_k"], ["present.key"]), make("Identity", ["new_v"], ["present.value"])]
+        ),
+        make("Transpose", ["present.key"], ["turned"], perm=[0, 2, 1]),
+        make("MatMul", ["q", "turned"], ["raw"]),
+        make("Cast", ["mask"], ["seen"], to=_FLOAT),
+        make("Sub", ["seen", "one"], ["hidden"]),
+        make("Mul", ["hidden", "far"], ["away"]),
+        make("Unsqueeze", ["away", "axis"], ["bias"]),
+        make("Add", ["raw", "bias"], ["masked"]),
+        *([] if past else [make("Add", ["masked", "causal"], ["scaled"])]),
+        make("Softmax", ["masked" if past else "scaled"], ["share"], axis=-1),
+        make("MatMul", ["share", "present.value"], ["mixed"]),
+        make("MatMul", ["mixed", "wo"], ["told"]),
+        make("Add", ["x", "told"], ["y"]),
+        make("MatMul", ["y", "head"], ["logits"]),
+    ]
+
+
+def make_talk(folder: Path, samples: int = 24, seed: int = 0) -> Path:
+    """Writes prefill, decode, `talk.npz` and `talk.toml`, and returns the last: a causal layer with drawn weights."""
+    weights: dict[str, Array] = {
+        **talk_weights(seed),
+        "one": np.array(1.0),
+        "far": np.array(30.0),
+        "axis": np.array([1], np.int64),
+    }
+    causal = np.triu(np.full((PROMPT, PROMPT), -30.0, np.float32), 1)
+    cache = [_value(f"past.{name}", _FLOAT, 1, WINDOW, WIDTH) for name in ("key", "value")]
+    for name, rows, past in (("prefill", PROMPT, 0), ("decode", 1, WINDOW)):
+        inputs = [
+            _value("ids", _INT, 1, rows),
+            _value("positions", _INT, 1, rows),
+            _value("mask", _INT, 1, past + rows),
+            *(cache if past else []),
+        ]
+        outputs = [
+            _value("logits", _FLOAT, 1, rows, WORDS),
+            *(_value(f"present.{name}", _FLOAT, 1, past + rows, WIDTH) for name in ("key", "value")),
+        ]
+        more = {} if past else {"causal": causal[None]}
+        _save(folder / f"{name}.onnx", _attention(past), inputs, outputs, {**weights, **more})
+    rng = np.random.default_rng(seed + 1)
+    np.savez(folder / "talk.npz", prompt=rng.integers(0, WORDS, (samples, 1, 4)))
+    path = folder / "talk.toml"
+    path.write_text(
+        f"""[members.prefill]
+model = "prefill.onnx"
+
+[members.decode]
+model = "decode.onnx"
+
+[tokens]
+start = "data.prompt"
+most = {MOST}
+
+[[stages]]
+run = "prefill"
+text = {{ input = "ids", scores = "logits", mask = "mask", positions = "positions" }}
+
+[[stages]]
+run = "decode"
+repeat = true
+text = {{ input = "ids", scores = "logits", mask = "mask", positions = "positions" }}
+"""
+    )
+    return path
+
+
+def talk_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
+    """Returns what prefill and decode of `make_talk` should say, computed over the whole text at each token."""
+    w, known = {name: value.astype(np.float64) for name, value in talk_weights(seed).items()}, list(tokens)
+    for _ in range(MOST):
+        x = w["embed"][known] + w["where"][np.arange(len(known))]
+        raw = (x @ w["wq"]) @ (x @ w["wk"]).T + np.triu(np.full((len(x), len(x)), -1e9), 1)
+        share = np.exp(raw - raw.max(axis=-1, keepdims=True))
+        share /= share.sum(axis=-1, keepdims=True)
+        known.append(int(((x + share @ (x @ w["wv"]) @ w["wo"]) @ w["head"])[-1].argmax()))
+    return known[len(tokens) :]
+
+
+def make_digits(folder: Path, samples: int = 24, seed: int = 0) -> Path:
+    """Writes detector, classifier, `digits.npz`, `digits.txt` and `digits.toml`, and returns the last.
+
+    A picture [1, 2, 16, 32] has squares of 8 pixels in a row of four places; the first channel tells where, the sum of
+    the second which class. The detector scores the four places, the classifier averages what is cut out.
+    """
+    boxes = np.array([[[8 * place, 4, 8 * place + 8, 12] for place in range(4)]], np.float32)
+    nodes = [
+        helper.make_node("AveragePool", ["picture"], ["cells"], kernel_shape=[8, 8], strides=[8, 8], pads=[4, 0, 4, 0]),
+        helper.make_node("Conv", ["cells", "pick"], ["lit"]),
+        helper.make_node("Slice", ["lit", "begin", "end", "rows"], ["row"]),
+        helper.make_node("Reshape", ["row", "flat"], ["scores"]),
+        helper.make_node("Mul", ["scores", "nothing"], ["still"]),
+        helper.make_node("Reshape", ["still", "column"], ["moved"]),
+        helper.make_node("Add", ["corners", "moved"], ["boxes"]),
+    ]
+    weights: dict[str, Array] = {
+        "pick": np.array([[[[1.0]], [[0.0]]]], np.float32),
+        "begin": np.array([1]),
+        "end": np.array([2]),
+        "rows": np.array([2]),
+        "flat": np.array([1, 4]),
+        "column": np.array([1, 4, 1]),
+        "nothing": np.array(0.0),
+        "corners": boxes,
+    }
+    picture = _value("picture", _FLOAT, 1, 2, 16, 32)
+    outputs = [_value("boxes", _FLOAT, 1, 4, 4), _value("scores", _FLOAT, 1, 4)]
+    _save(folder / "detector.onnx", nodes, [picture], outputs, weights)
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["crop"], ["mean"]),
+        helper.make_node("Flatten", ["mean"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "weight", "bias"], ["classes"]),
+    ]
+    # The class whose level, 0.2 to 0.8, is nearest: 2 x y - y^2 is largest there.
+    levels = np.array([0.2, 0.5, 0.8])
+    weights = {"weight": np.stack([0 * levels, 2 * levels]).astype(np.float32), "bias": -(levels**2).astype(np.float32)}
+    crop, classes = _value("crop", _FLOAT, 1, 2, 6, 6), _value("classes", _FLOAT, 1, 3)
+    _save(folder / "classifier.onnx", nodes, [crop], [classes], weights)
+    rng = np.random.default_rng(seed)
+    pictures, texts = np.zeros((samples, 1, 2, 16, 32), np.float32), list[str]()
+    for row in pictures:
+        kinds = rng.integers(0, 3, 4)
+        there = rng.permutation(4) < rng.integers(1, 5)
+        for place in np.flatnonzero(there):
+            row[0, 0, 4:12, 8 * place : 8 * place + 8] = 1
+            row[0, 1, 4:12, 8 * place : 8 * place + 8] = levels[kinds[place]] + rng.normal(size=(8, 8)) * 0.05
+        texts.append(" ".join(str(kind) for kind in kinds[there]))
+    np.savez(folder / "digits.npz", picture=pictures)
+    (folder / "digits.txt").write_text("".join(f"{text}\n" for text in texts))
+    path = folder / "digits.toml"
+    path.write_text(
+        """[members.detector]
+model = "detector.onnx"
+
+[members.classifier]
+model = "classifier.onnx"
+
+[[stages]]
+run = "detector"
+
+[[stages]]
+run = "classifier"
+
+[stages.crop]
+input = "crop"
+image = "data.picture"
+boxes = "detector.boxes"
+scores = "detector.scores"
+result = "classes"
+most = 4
+
+[metric]
+name = "exact-match"
+decoder = "strings"
+max_drop = 5
+gate = "estimate"
+"""
+    )
+    return path
