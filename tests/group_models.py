@@ -139,13 +139,7 @@ def _attention(past: int) -> list[onnx.NodeProto]:
         make("MatMul", ["x", "wq"], ["q"]),
         make("MatMul", ["x", "wk"], ["new_k"]),
         make("MatMul", ["x", "wv"], ["new_v"]),
-        *([make("Concat", ["past.key", "new_k"], ["present.key"], axis=1)] if past else []),
-        *([make("Concat", ["past.value", "new_v"], ["present.value"], axis=1)] if past else []),
-        *(
-            []
-            if past
-            else [make("Identity", ["new_k"], ["present.key"]), make("Identity", ["new_v"], ["present.value"])]
-        ),
+        *(_remember(name, new, past) for name, new in (("key", "new_k"), ("value", "new_v"))),
         make("Transpose", ["present.key"], ["turned"], perm=[0, 2, 1]),
         make("MatMul", ["q", "turned"], ["raw"]),
         make("Cast", ["mask"], ["seen"], to=_FLOAT),
