@@ -74,9 +74,9 @@ class GroupReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """Whether the group passes, as far as that can be told."""
-        found: list[Verdict] = [*(report.verdict for report in self.members.values())]
-        found += [run.verdict for run in self.runs] or ["not proven"]
-        return worst_verdict(found)
+        whole = Judgement(unproven=() if self.runs else ("no device ran",)).verdict
+        members = self.members.values()
+        return worst_verdict((whole, *(each.verdict for each in members), *(run.verdict for run in self.runs)))
 
     @property
     def passed(self) -> bool:
