@@ -15,6 +15,7 @@ from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
+from edgekit.jobs.half_model import halve_model
 from edgekit.jobs.prepare import list_versions
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.fix import fix_model
@@ -22,11 +23,9 @@ from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.quantize import Calibration, QuantizedModel
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization, write_chosen
-from edgekit.quantize.weight_only.fp16 import convert_to_fp16
 from edgekit.recipe import choose_precision
 from edgekit.target import INTEGERS, Precision, Target
-from edgekit.verify.layers.evidence import compare_with_float, encode_evidence, spread_golden
-from edgekit.verify.layers.overflows import find_overflows
+from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import Step
 
 
@@ -65,7 +64,7 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     if precision == "fp16":
         try:
             # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
-            ort_source, model = model, _halve(inputs, model, check, work / "half.onnx", notes)
+            ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
             check = check_model(model, target)
         except (ModelError, RuntimeRefusal) as error:
             precision = _fall_back(error, target, job, notes)
@@ -224,31 +223,6 @@ def _quantize(
     if job.memo.budget.left_out:
         notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
     return write_chosen(search, plan, searched, work / "quantized.onnx")
-
-
-def _halve(inputs: BuildInputs, prepared: Model, check: CheckReport, out: Path, notes: list[str]) -> Model:
-    """Returns the model in half precision, but for what the CPU runs and what overflows, which stay in float32."""
-    left = [node.name for node in check.node_list if not node.taken]
-    beyond = {name: reach for name, reach in _find_overflows(inputs, prepared).items() if name not in left}
-    halved = convert_to_fp16(prepared, [*left, *beyond], out)
-    if beyond:
-        worst = max(beyond, key=beyond.__getitem__)
-        notes.append(
-            f"{len(beyond)} nodes stay in float32, because values there come near to 65504, where half precision ends,"
-            f" or lie beyond it: {', '.join(list(beyond)[:5])}; the largest is {beyond[worst]:.3g} at '{worst}';"
-            " --precision fp32 keeps all of them"
-        )
-    if halved.clamped:
-        notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(halved.clamped[:5])}")
-    return halved.model
-
-
-def _find_overflows(inputs: BuildInputs, prepared: Model) -> dict[str, float]:
-    try:
-        return find_overflows(prepared, spread_golden(inputs.golden))
-    except RuntimeRefusal:
-        # The layers cannot be compared either, and what they say of it goes into the bundle.
-        return {}
 
 
 def _converter(model: Model, ort_source: Model | None, inputs: BuildInputs, out: Path) -> Callable[..., ConvertedModel]:

@@ -1,21 +1,30 @@
-"""A net whose values half precision cannot hold is built so that it holds them, and the build says which nodes."""
+"""A net whose values half precision cannot hold or loses is built so that it keeps them; the build says which nodes."""
 
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx
 from tiny_models import parse_model
 
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
+from edgekit.verify.layers.lossy import find_lossy
 from edgekit.verify.layers.overflows import find_overflows
 
 # The front end of a voice detector: powers of a spectrum by 2 ** 20, and then their logarithm or root.
 TEXT = (
     '<ir_version: 8, opset_import: ["" : 17]> net (float[1,4,8,8] x) => (float[1,4,8,8] y) <float k = {1048576.0}>'
     "{ [conv] c = Conv(x, w) [abs] a = Abs(c) [scale] s = Mul(a, k) [root] r = Sqrt(s) [clip] y = Relu(r) }"
+)
+
+# Powers of what is small: 1e-8 is below what half precision has digits for, though nothing overflows.
+SMALL = (
+    '<ir_version: 8, opset_import: ["" : 17]> net (float[1,4,8,8] x) => (float[1,4,8,8] y) '
+    "<float k = {0.0001}, float back = {10000.0}> { [small] a = Mul(x, k) [square] s = Mul(a, a) [root] r = Sqrt(s) "
+    "[same] i = Relu(r) [back] y = Mul(i, back) }"
 )
 
 
@@ -57,3 +66,35 @@ def test_a_value_within_half_precision_is_no_overflow(tmp_path: Path) -> None:
         given = (images() - 0.25)[:1] * np.float32(scale)
         samples = Samples(source="", count=1, read=partial(iter, [{"x": given}]))
         assert list(find_overflows(model, samples)) == found, constant
+
+
+def test_nodes_that_lose_the_values_of_the_outputs_stay_in_float32(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=images())
+    path, data = parse_model(SMALL, tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
+    (summary,) = build(path, data, tmp_path / "out", Recipe(targets=("coreml",)), verify=False).bundles
+    assert summary.failure is None
+    (note,) = (note for note in summary.notes if "float32" in note)
+    assert note.startswith("2 nodes from 'square' to 'root' stay in float32: in half precision the outputs keep ")
+    assert " dB of the 25 that the target asks for, so " in note
+    assert summary.precision == "fp16"
+    assert summary.path is not None
+    types = {tensor.name: tensor.data_type for tensor in onnx.load(summary.path / "model.onnx").graph.initializer}
+    assert onnx.TensorProto.FLOAT16 in types.values()
+
+
+def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -> None:
+    samples = Samples(source="", count=1, read=partial(iter, [{"x": images()[:1]}]))
+    model = load_model(parse_model(SMALL, tmp_path / "net.onnx"))
+    names = ("small", "square", "root", "same", "back")
+    found = find_lossy(model, names, samples, 25.0)
+    assert found is not None
+    assert found.nodes == ("square", "root")
+    assert found.sqnr_db < 25
+    assert found.kept_db > 60
+    # The margin belongs to the limit, and what is float already is not looked at.
+    assert find_lossy(model, names, samples, found.sqnr_db - 3.1) is None
+    assert find_lossy(model, names, samples, found.sqnr_db - 2.9) is not None
+    assert find_lossy(model, ("small", "same", "back"), samples, 25.0) is None
+    beyond = find_lossy(model, names, samples, found.kept_db + 3.1)
+    assert beyond is not None
+    assert len(beyond.nodes) > 2

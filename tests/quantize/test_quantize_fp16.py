@@ -80,6 +80,19 @@ def test_kept_nodes_hand_each_other_floats(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got["z"], -got["y"])
 
 
+def test_kept_nodes_may_stand_behind_an_operator_of_onnx_runtimes_own(tmp_path: Path) -> None:
+    """Nothing tells onnx that it gives floats, and no cast stood between it and the nodes behind it."""
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[2] x) => (float[2] y)'
+        "{ [a] h = Abs(x) [b] s = com.microsoft.Gelu(h) [c] r = Sqrt(s) [d] q = Neg(r) [e] p = Mul(r, q)"
+        " [f] y = Neg(p) }"
+    )
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    kept = convert_to_fp16(model, ("b", "d"), tmp_path / "k.onnx").model
+    got = CpuSession(kept.path, SessionSettings(level=Level.DISABLED)).run({"x": np.array([9.0, 4.0], np.float32)})
+    np.testing.assert_allclose(got["y"], [9.0, 4.0], rtol=2e-3)
+
+
 def test_weights_beyond_half_are_named(tmp_path: Path) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) <float[2] w = {1.0, 100000.0}>'

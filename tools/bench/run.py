@@ -46,6 +46,7 @@ BENCHES = (
     Bench("verify", "zoo_alarms.py", "and of real models on all devices of their targets"),
     Bench("verify", "litert_nets.py", "whole nets on NNAPI give what LiteRT gives for the same network, within a step"),
     Bench("verify", "coreml_values.py", "each operation of ML Programs gives what coremltools infers of it"),
+    Bench("verify", "coreml_zoo.py", "models of the zoo pass on Core ML's provider, computed as it writes them"),
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
     Bench("sweep", "sweep.py", "200 cells on 3 Dask workers, 10 of them killed: each result once, each the same byte"),
     Bench("stories", "stories.py", "three users, from edgekit init to a package that their project compiles and runs"),

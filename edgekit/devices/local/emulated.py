@@ -7,18 +7,15 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
+from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession
 from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.local.half import FLOAT, HALF, round_to_half
+from edgekit.devices.local.half import HALF, UNOPTIMIZED, find_float_types, round_to_half
 from edgekit.devices.process.child import Runner, describe_stop, refuse_run
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.machine import own_peak_bytes
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, load_model, read_proto
-
-_UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
-_ELEMENT_TYPES: dict[str, int] = {"tensor(float)": FLOAT, "tensor(float16)": HALF}
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +47,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
             placement = _predict_placement(proto, job)
             emulation = _emulate(model, proto, job, work)
             start = time.perf_counter()
-            session = CpuSession(emulation, _UNOPTIMIZED)
+            session = CpuSession(emulation, UNOPTIMIZED)
             load_ms = (time.perf_counter() - start) * 1e3
             stopped = _run_samples(session, job, work / "out", latency_ms)
         except EdgekitError as error:
@@ -120,7 +117,7 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
     full = read_proto(model)
-    types = _find_types(full, work)
+    types = find_float_types(full)
     round_to_half(full, _taken_names(job) & _list_halved(full, types), types)
     rounded = work / "half.onnx"
     onnx.save(full, str(rounded))
@@ -137,21 +134,3 @@ def _list_halved(proto: onnx.ModelProto, types: Mapping[str, int]) -> frozenset[
     if not halved:
         return every
     return frozenset(node.name for node in proto.graph.node if halved & {*node.input, *node.output})
-
-
-def _find_types(proto: onnx.ModelProto, work: Path) -> dict[str, int]:
-    """Returns the ONNX element types of the floating-point values of the main graph, by name.
-
-    ONNX Runtime is asked, which knows the types of its own operators too. It tells the types of graph outputs only, so
-    every value is made one.
-    """
-    exposed = onnx.ModelProto()
-    exposed.CopyFrom(proto)
-    known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    inner = [name for node in proto.graph.node for name in node.output if name and name not in known]
-    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
-    onnx.save(exposed, str(work / "exposed.onnx"))
-    session = CpuSession(work / "exposed.onnx", _UNOPTIMIZED)
-    types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
-    words = zip(session.output_names, session.output_types, strict=True)
-    return types | {name: _ELEMENT_TYPES[word] for name, word in words if word in _ELEMENT_TYPES}

@@ -7,10 +7,14 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import find_reads
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
+
+_ELEMENT_TYPES: dict[str, int] = {"tensor(float)": FLOAT, "tensor(float16)": HALF}
 
 # Inputs that say how large a result is: a provider reads them when it builds its graph, in full precision.
 _EXACT_INPUTS = {"Resize": (1, 2), "Upsample": (1,)}
@@ -51,6 +55,26 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
     set_nodes(graph, rounding.nodes)
     graph.initializer.extend(rounding.added)
     _drop_unused(graph, weights)
+
+
+def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Returns the ONNX element types of the floating-point values of the main graph, by name; weights lie inside.
+
+    ONNX Runtime is asked, which knows the types of its own operators too. It tells the types of graph outputs only, so
+    every value is made one.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime does not load the model.
+    """
+    exposed = onnx.ModelProto()
+    exposed.CopyFrom(proto)
+    known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
+    inner = [name for node in proto.graph.node for name in node.output if name and name not in known]
+    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    session = CpuSession(exposed.SerializeToString(), UNOPTIMIZED)
+    types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
+    words = zip(session.output_names, session.output_types, strict=True)
+    return types | {name: _ELEMENT_TYPES[word] for name, word in words if word in _ELEMENT_TYPES}
 
 
 def _round_node(rounding: _Rounding, node: onnx.NodeProto) -> None:

@@ -8,6 +8,7 @@ import onnx
 from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
+from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import iterate_reads, order_nodes, rename_tensors
 
@@ -24,6 +25,10 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
+    # Around a kept node it casts what it knows to be float, and onnx infers nothing behind operators of ORT's own.
+    inferred = infer_model(proto)
+    del copy.graph.value_info[:]
+    copy.graph.value_info.extend(inferred.graph.value_info)
     # It warns of each weight that it clamps; `convert_to_fp16` names them all at once.
     _LOGGER.disabled = True
     try:

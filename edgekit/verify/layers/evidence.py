@@ -43,9 +43,9 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
         return LayerEvidence(note=f"the layers were not compared with the float model's: {reason}")
 
 
-def spread_golden(golden: Golden) -> Samples:
+def spread_golden(golden: Golden, count: int = _SAMPLES) -> Samples:
     """Returns the few samples, spread over all, on which the tensors inside a model are looked at."""
-    return select_samples(read_inputs(golden), spread_indices(golden.samples, _SAMPLES))
+    return select_samples(read_inputs(golden), spread_indices(golden.samples, count))
 
 
 def encode_evidence(evidence: LayerEvidence) -> bytes:
