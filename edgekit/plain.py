@@ -1,6 +1,7 @@
 """Values as plain data: what JSON, reports and people read."""
 
 import errno
+import functools
 import importlib
 import math
 from collections.abc import Mapping, Sequence
@@ -39,13 +40,9 @@ def read_toml(path: Path, kind: type[_T]) -> _T:
         data = file.read(_MOST_TOML_BYTES + 1)
     if len(data) > _MOST_TOML_BYTES:
         raise msgspec.DecodeError(f"it is larger than {_MOST_TOML_BYTES} bytes")
-    try:
-        return msgspec.toml.decode(data, type=kind)
-    except RecursionError as error:
-        raise msgspec.DecodeError("it is nested too deep") from error
-    # Python refuses to read integers of more than 4,300 digits; msgspec's own errors are ValueErrors too.
-    except ValueError as error:
-        raise msgspec.DecodeError(" ".join(str(error).split())[:300]) from error
+    wanted: Any = kind
+    is_value = isinstance(wanted, type) and issubclass(wanted, msgspec.Struct)
+    return cast("_T", _decode_once(data, wanted) if is_value else _decode(data, wanted))
 
 
 def to_plain(value: object) -> Any:
@@ -90,3 +87,19 @@ def _property_names(kind: type) -> list[str]:
         for name, member in vars(base).items()
         if isinstance(member, property) and not name.startswith("_")
     ]
+
+
+def _decode(data: bytes, kind: Any) -> object:
+    try:
+        return msgspec.toml.decode(data, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deep") from error
+    # Python refuses to read integers of more than 4,300 digits; msgspec's own errors are ValueErrors too.
+    except ValueError as error:
+        raise msgspec.DecodeError(" ".join(str(error).split())[:300]) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_once(data: bytes, kind: Any) -> object:
+    """Returns what the same bytes said before: a build reads the rules of its target a few times, a sweep often."""
+    return _decode(data, kind)

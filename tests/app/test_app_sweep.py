@@ -19,10 +19,12 @@ from edgekit.app import keys
 from edgekit.app.cluster import TOPIC, list_slots
 from edgekit.app.config import App, SweepTable, load_app
 from edgekit.app.result import AppReport
-from edgekit.app.spread import run_anywhere
+from edgekit.app.run import run_app
+from edgekit.app.spread import run_anywhere, spread_processes
 from edgekit.app.store import open_store
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
+from edgekit.progress import say_nothing
 
 distributed = pytest.importorskip("distributed")
 
@@ -109,15 +111,34 @@ def test_what_one_made_another_takes_from_the_store(folder: Path, tmp_path_facto
     assert {state for state, _ in _told(run_anywhere(_app(other, store=store))).values()} == {"kept"}
 
 
+def test_a_cell_that_kills_its_process_fails_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # The data of the second are a function by which its process dies, as of a native library.
+    place = tmp_path_factory.mktemp("module")
+    (place / "deadly.py").write_text("import os\ndef make(): os.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(place))
+    first, second = TEXT.split("[models.two]")
+    (folder / "edgekit.toml").write_text(first + "[models.two]" + second.replace("samples.npz", "deadly:make"))
+    # Both in one process, and once more the one that was not finished.
+    monkeypatch.setattr("edgekit.app.spread._SHARES", 1)
+    monkeypatch.setattr("edgekit.app.spread._TRIES", 1)
+    app = _app(folder)
+    one, two = run_app(app, spread=spread_processes(app, 1, say_nothing)).cells
+    assert (one.state, one.verdict) == ("built", "pass")
+    assert two.headline.startswith("Its process died 1 times: ")
+
+
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """Two workers of two threads in this process; one of them, `lab`, has a board."""
-    options = {"nthreads": 2, "dashboard_address": None}
+    options = {"nthreads": 2, "dashboard_address": ":0"}
     lab = {**options, "resources": {"ssh:board": 2}, "name": "lab"}
     with distributed.SpecCluster(
         workers={"desk": {"cls": distributed.Worker, "options": {**options, "name": "desk"}},
                  "lab": {"cls": distributed.Worker, "options": lab}},
-        scheduler={"cls": distributed.Scheduler, "options": {"dashboard_address": None}},
+        scheduler={"cls": distributed.Scheduler, "options": {"dashboard_address": ":0"}},
         silence_logs=50,
     ) as cluster:  # fmt: skip
         yield cluster
@@ -146,7 +167,7 @@ def test_cells_that_share_a_board_run_one_after_the_other_where_it_is(folder: Pa
 def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -> None:
     alone = _told(run_anywhere(_app(folder)))
     shutil.rmtree(folder / "build")
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
     with distributed.LocalCluster(**options) as cluster:
         (nanny,) = cluster.workers.values()
         killed = list[int]()

@@ -2,15 +2,16 @@
 
 Makes small networks, builds and verifies each for two variants of the target `cpu`, and says of each way what it cost:
 
-    one      one process, one cell after the other
-    pool     `edgekit run --workers N`: a process a cell
-    cluster  N worker processes of Dask, nobody killed
-    killed   the same, and so many of its workers ended by SIGKILL, whichever and whenever
-
-and then, with a few cells, ends the scheduler itself, starts another and runs again.
+    one        one process, one cell after the other
+    pool       `edgekit run --workers N`
+    cluster    N worker processes of Dask, nobody killed
+    killed     the same, and so many of its workers ended by SIGKILL, whichever and whenever
+    scheduler  with a few cells: the scheduler itself is killed, another one started, and the run with it
 
 It fails where a result is missing, differs by a byte from that of one process, was begun again after it was finished,
 or where the cluster needs more than 5 % more CPU time than the pool.
+
+With `--state DIR` what was finished there is not done again: a way that was cut begins anew, the others stay.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -39,6 +42,7 @@ from edgekit.app.config import list_cells, load_app
 from edgekit.app.result import read_result
 
 ALLOWED = 1.05
+WAYS = ("one", "pool", "cluster", "killed")
 TEXT = """[targets.cpu]
 precision = "int8"
 [targets.float]
@@ -56,51 +60,87 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--skip", action="append", default=[], choices=("pool", "cluster"))
+    parser.add_argument("--layers", type=int, default=1, help="convolutions of each network: what a cell costs")
+    parser.add_argument(
+        "--skip", action="append", default=[], choices=("one", "pool", "cluster", "killed", "scheduler")
+    )
+    parser.add_argument("--state", type=Path, metavar="DIR")
     args = parser.parse_args()
+    if args.state is not None:
+        return _compare(args.state, args)
     with tempfile.TemporaryDirectory() as folder:
         return _compare(Path(folder), args)
 
 
 def _compare(folder: Path, args: argparse.Namespace) -> int:
-    make_app(folder, args.cells // 2)
-    costs: dict[str, float] = {}
-    with _timed("one", costs):
-        _run(folder, "one")
-    if "pool" not in args.skip:
-        with _timed("pool", costs):
-            _run(folder, "pool", "--workers", str(args.workers))
-    if "cluster" not in args.skip:
-        with _timed("cluster", costs), _cluster(args.workers) as cluster:
-            _run(folder, "cluster", "--scheduler", cluster.scheduler_address)
-    with _timed("killed", costs), _cluster(args.workers) as cluster:
-        killer = Killer(cluster, args.kills, args.seed, folder / "killed")
-        killer.start()
-        _run(folder, "killed", "--scheduler", cluster.scheduler_address)
-        killed = killer.stop()
-        again = find_again(cluster)
-    wanted = digests(folder, "one")
-    problems = [
-        f"{way}: differs" for way in ("pool", "cluster", "killed") if way in costs and digests(folder, way) != wanted
+    if not (folder / "edgekit.toml").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_app(folder, args.cells // 2, args.layers)
+    wanted = [way for way in WAYS if way not in args.skip]
+    told = {way: _measure(folder, way, args) for way in wanted}
+    found = {way: digests(folder, way) for way in told}
+    whole = next(iter(found.values()), {})
+    problems = [f"{way}: differs from {wanted[0]}" for way in wanted if found[way] != whole]
+    problems += [
+        f"{way}: {len(each)} results, not {args.cells}" for way, each in found.items() if len(each) != args.cells
     ]
-    problems += [f"begun again after it was finished: {key}" for key in again]
-    problems += [f"{killed} kills, not {args.kills}"] if killed != args.kills else []
-    problems += [f"{len(wanted)} results, not {args.cells}"] if len(wanted) != args.cells else []
-    if "pool" in costs and "cluster" in costs:
-        ratio = costs["cluster"] / costs["pool"]
+    problems += [problem for each in told.values() for problem in each["problems"]]
+    if {"pool", "cluster"} <= told.keys():
+        ratio = told["cluster"]["cpu"] / told["pool"]["cpu"]
         print(f"cluster against pool: {ratio:.3f} of its CPU seconds")
         problems += ["the cluster costs too much"] if ratio > ALLOWED else []
-    size = sum(path.stat().st_size for path in (folder / "killed" / ".store").rglob("*.tar")) / args.cells
-    print(f"{len(wanted)} results, {killed} workers killed; {size / 1e3:.0f} kB a cell in the store")
-    problems += _end_scheduler(folder / "few", args.workers)
+    if "scheduler" not in args.skip:
+        with tempfile.TemporaryDirectory() as place:
+            problems += _end_scheduler(Path(place), args.workers)
     print("\n".join(problems) or "all equal, none twice")
     return int(bool(problems))
 
 
+def _measure(folder: Path, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what a way cost and what was wrong with it, as it was told when it was finished."""
+    place = folder / f"{way}.json"
+    if not place.exists():
+        shutil.rmtree(folder / way, ignore_errors=True)
+        start, before, problems = time.monotonic(), _spent(), _run_way(folder, way, args)
+        facts = {"cpu": _spent() - before, "wall": time.monotonic() - start, "problems": problems}
+        place.write_text(json.dumps(facts))
+    told: dict[str, Any] = json.loads(place.read_bytes())
+    each = told["cpu"] / args.cells
+    size = sum(path.stat().st_size for path in (folder / way / ".store").rglob("*.tar")) / args.cells
+    kept = f", {size / 1e3:.0f} kB in the store" if size else ""
+    print(f"{way:8} {told['cpu']:8.1f} s of CPU, {told['wall']:8.1f} s; a cell {each:.3f} s{kept}", flush=True)
+    return told
+
+
+def _run_way(folder: Path, way: str, args: argparse.Namespace) -> list[str]:
+    """Returns what was wrong with one way."""
+    match way:
+        case "one":
+            return _run(folder, way)
+        case "pool":
+            return _run(folder, way, "--workers", str(args.workers))
+        case "cluster":
+            with _cluster(args.workers) as cluster:
+                return _run(folder, way, "--scheduler", cluster.scheduler_address)
+        case _:
+            return _run_killed(folder, args)
+
+
+def _run_killed(folder: Path, args: argparse.Namespace) -> list[str]:
+    with _cluster(args.workers) as cluster:
+        killer = Killer(cluster, args.kills, args.seed, folder / "killed")
+        killer.start()
+        problems = _run(folder, "killed", "--scheduler", cluster.scheduler_address)
+        killed = killer.stop()
+        again = find_again(cluster)
+    print(f"{killed} workers killed, {len(again)} cells begun again after they were finished")
+    problems += [f"begun again after it was finished: {key}" for key in again]
+    return problems + ([f"{killed} kills, not {args.kills}"] if killed != args.kills else [])
+
+
 def _end_scheduler(folder: Path, workers: int) -> list[str]:
     """Kills the scheduler when a third of the cells are there, starts another, and returns what was built again."""
-    folder.mkdir()
-    make_app(folder, 6)
+    make_app(folder, 6, layers=1)
     (folder / "run.toml").write_text('out = "run"\n' + (folder / "edgekit.toml").read_text())
     results = list_results(folder / "run")
     with _scheduler(workers) as (address, process):
@@ -147,27 +187,32 @@ def _scheduler(workers: int) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
                 process.wait()
 
 
-def make_app(folder: Path, models: int) -> None:
+def make_app(folder: Path, models: int, layers: int) -> None:
     """Writes so many small networks, samples for them, and their `edgekit.toml`."""
     entries: list[str] = []
     for seed in range(models):
-        onnx.save(make_net(seed), folder / f"net{seed}.onnx")
+        onnx.save(make_net(seed, layers), folder / f"net{seed}.onnx")
         entries += [f'[models.net{seed}]\npath = "net{seed}.onnx"', f'[models.net{seed}.data]\nsource = "samples.npz"']
     np.savez(folder / "samples.npz", x=np.random.default_rng(0).normal(size=(16, 3, 16, 16)).astype(np.float32))
     (folder / "edgekit.toml").write_text("\n".join([*entries, TEXT]))
 
 
-def make_net(seed: int) -> onnx.ModelProto:
-    """Returns a convolution, pooled and classified, with weights of its own."""
+def make_net(seed: int, layers: int) -> onnx.ModelProto:
+    """Returns convolutions, pooled and classified, with weights of their own."""
     rng = np.random.default_rng(seed)
-    weights = {
-        "w": rng.normal(size=(8, 3, 3, 3)).astype(np.float32) * 0.2,
-        "v": rng.normal(size=(8, 10)).astype(np.float32) * 0.3,
-    }
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c"], ["r"]),
-        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+    weights: dict[str, np.ndarray] = {}
+    nodes: list[onnx.NodeProto] = []
+    tensor, channels = "x", 3
+    for layer in range(layers):
+        weights[f"w{layer}"] = rng.normal(size=(8, channels, 3, 3)).astype(np.float32) * 0.2
+        nodes += [
+            helper.make_node("Conv", [tensor, f"w{layer}"], [f"c{layer}"], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", [f"c{layer}"], [f"r{layer}"]),
+        ]
+        tensor, channels = f"r{layer}", 8
+    weights["v"] = rng.normal(size=(8, 10)).astype(np.float32) * 0.3
+    nodes += [
+        helper.make_node("GlobalAveragePool", [tensor], ["p"]),
         helper.make_node("Flatten", ["p"], ["f"]),
         helper.make_node("MatMul", ["f", "v"], ["y"]),
     ]
@@ -251,34 +296,25 @@ def find_again(cluster: LocalCluster) -> list[str]:
 def _cluster(workers: int) -> Iterator[LocalCluster]:
     dask.config.set({"distributed.admin.low-level-log-length": 100_000, "distributed.logging.distributed": "error"})
     with LocalCluster(  # type: ignore[no-untyped-call]
-        n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
+        n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
     ) as cluster:
         # Under load a nanny may give up to restart its worker: then another one comes.
         cluster.adapt(minimum=workers, maximum=workers)
         yield cluster
 
 
-def _run(folder: Path, out: str, *words: str) -> None:
+def _run(folder: Path, out: str, *words: str) -> list[str]:
+    """Returns what was said of cells that did not pass."""
     file = folder / f"{out}.toml"
     file.write_text(f'out = "{out}"\n' + (folder / "edgekit.toml").read_text())
-    done = subprocess.run(_command(file, *words), check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        report = json.loads((folder / out / "report.json").read_bytes())
-        for cell in report["cells"]:
-            if cell["verdict"] != "pass":
-                print(f"{out}: {cell['model']}/{cell['target']}: {cell['headline']}")
+    subprocess.run(_command(file, *words), check=False, stdout=subprocess.DEVNULL)
+    report = json.loads((folder / out / "report.json").read_bytes())
+    bad = [cell for cell in report["cells"] if cell["verdict"] != "pass"]
+    return [f"{out}: {cell['model']}/{cell['target']}: {cell['headline']}" for cell in bad]
 
 
 def _command(file: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "edgekit", "run", str(file), "--quiet", *words]
-
-
-@contextmanager
-def _timed(name: str, costs: dict[str, float]) -> Iterator[None]:
-    start, before = time.monotonic(), _spent()
-    yield
-    costs[name] = _spent() - before
-    print(f"{name:8} {costs[name]:8.1f} s of CPU, {time.monotonic() - start:8.1f} s", flush=True)
 
 
 def _spent() -> float:

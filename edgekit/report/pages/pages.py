@@ -1,6 +1,7 @@
 """Reports as one HTML page each: nothing is loaded from elsewhere, and no script runs but the page's own."""
 
 import base64
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 
@@ -15,6 +16,19 @@ def make_page(
     `script` is the template of the page's one script; `digest` is its digest, which the page's security policy allows
     and no other.
     """
+    templates = _environment(tuple(filters.items()))
+    text = templates.get_template(script).render()
+    # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no text
+    # in it can run as another.
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    page = templates.get_template(f"{name}.html.j2").render(digest=digest, script=script, **values)
+    # Names of files may hold lone surrogates (PEP 383), which no UTF-8 text can.
+    return page.encode(errors="replace").decode()
+
+
+@functools.lru_cache
+def _environment(filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Environment:
+    """Returns the templates, compiled once: of a small bundle that takes longer than to build and verify it."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
         # Names of models, tensors and devices are a stranger's text: every value of a template is escaped unless it
@@ -25,10 +39,4 @@ def make_page(
         lstrip_blocks=True,
     )
     templates.filters.update(filters)
-    text = templates.get_template(script).render()
-    # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no text
-    # in it can run as another.
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    page = templates.get_template(f"{name}.html.j2").render(digest=digest, script=script, **values)
-    # Names of files may hold lone surrogates (PEP 383), which no UTF-8 text can.
-    return page.encode(errors="replace").decode()
+    return templates
