@@ -40,9 +40,10 @@ def read_toml(path: Path, kind: type[_T]) -> _T:
         data = file.read(_MOST_TOML_BYTES + 1)
     if len(data) > _MOST_TOML_BYTES:
         raise msgspec.DecodeError(f"it is larger than {_MOST_TOML_BYTES} bytes")
-    wanted: Any = kind
-    is_value = isinstance(wanted, type) and issubclass(wanted, msgspec.Struct)
-    return cast("_T", _decode_once(data, wanted) if is_value else _decode(data, wanted))
+    # Structs are frozen here; a dict is the caller's own.
+    is_struct = hasattr(kind, "__struct_fields__")
+    wanted = cast("Any", kind)
+    return cast("_T", _decode_once(data, wanted) if is_struct else _decode(data, wanted))
 
 
 def to_plain(value: object) -> Any:

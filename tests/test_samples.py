@@ -1,5 +1,8 @@
 """Samples: every form they come in, and one way to be wrong each."""
 
+import gc
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from PIL import Image, ImageOps
 
 from edgekit.data.data_check import check_samples
 from edgekit.data.images import Preprocess, load_preprocess, read_image
+from edgekit.data.npz import read_rows
 from edgekit.data.samples import fit_sample, load_samples, select_samples, spread_indices
 from edgekit.errors import DataError, UsageError
 from edgekit.model.tensors import TensorSpec
@@ -22,6 +26,36 @@ ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 def _save(path: Path, **arrays: object) -> str:
     np.savez(path, **arrays)  # type: ignore[arg-type]  # numpy's own annotation is narrower than what it takes
     return str(path)
+
+
+def test_threads_read_archives_side_by_side(tmp_path: Path) -> None:
+    _save(tmp_path / "d.npz", **{f"x{index}": ROWS for index in range(20)})
+    wrong: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for _ in range(30):
+                list(read_rows(tmp_path / "d.npz"))
+        except BaseException as error:  # noqa: BLE001 - whatever it is
+            wrong.append(error)
+
+    # As Dask's workers do: the collector calls Python, which hands over to another thread while numpy parses a header.
+    def hand_over(*_words: object) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(hand_over)
+    often = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*often)
+        gc.callbacks.remove(hand_over)
+    assert wrong == []
 
 
 @pytest.mark.parametrize("compressed", [False, True])

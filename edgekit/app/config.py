@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from edgekit.app.positions import Place, find_position
+from edgekit.app.positions import FILE, Place, refuse_at
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
@@ -17,8 +17,6 @@ from edgekit.package.package import Kind
 from edgekit.plain import read_toml
 from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes
 from edgekit.target import TaskLimit, load_target
-
-FILE = "edgekit.toml"
 
 _Value = TypeVar("_Value")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -112,7 +110,10 @@ class SweepTable(_Table, frozen=True, kw_only=True):
 
 
 class AppTable(_Table, frozen=True, kw_only=True):
-    """An `edgekit.toml`: everything lies below `out`, and planning of a bundle ends after `time_budget_s`."""
+    """An `edgekit.toml`: everything lies below `out`, and planning of a bundle ends after `time_budget_s`.
+
+    `[commands.NAME]` holds options of other commands, which count where nobody types them.
+    """
 
     version: Literal[1] = 1
     out: str = "build"
@@ -123,6 +124,7 @@ class AppTable(_Table, frozen=True, kw_only=True):
     verify: VerifyTable = VerifyTable()
     packages: dict[str, PackageTable] = {}
     sweep: SweepTable = SweepTable()
+    commands: dict[str, dict[str, Any]] = {}
 
 
 class App(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,7 +264,7 @@ def _convert(value: object, kind: type[_Value], place: Place, path: Path, text: 
         hint = (
             suggest_name(unknown[1], fields) if unknown and not where.strip("`") else "edgekit schema prints the keys"
         )
-        raise _refuse(said, (*place, *inner), path, text, hint=hint) from error
+        raise refuse_at(path, text, (*place, *inner), said, hint=hint) from error
 
 
 def _check_names(app: App, text: str) -> None:
@@ -273,7 +275,8 @@ def _check_names(app: App, text: str) -> None:
             _require(target, table.targets, "target", ("models", name, "targets"), app.path, text)
         if not (folder / model.path).is_file():
             place = ("models", name, "path")
-            raise _refuse(f"there is no model '{folder / model.path}'", place, app.path, text, hint="give its path")
+            said = f"there is no model '{folder / model.path}'"
+            raise refuse_at(app.path, text, place, said, hint="give its path")
     for name, package in table.packages.items():
         if package.model or len(table.models) > 1:
             _require(package.model, table.models, "model", ("packages", name, "model"), app.path, text)
@@ -283,10 +286,4 @@ def _check_names(app: App, text: str) -> None:
 
 def _require(name: str, known: Mapping[str, object], what: str, place: Place, path: Path, text: str) -> None:
     if name not in known:
-        raise _refuse(f"the file has no {what} '{name}'", place, path, text, hint=suggest_name(name, known))
-
-
-def _refuse(said: str, place: Place, path: Path, text: str, *, hint: str) -> UsageError:
-    line, column = find_position(text, place)
-    where = f"'{path}', line {line}, column {column}"
-    return UsageError(f"{where}: {'.'.join(place)}: {said}" if place else f"{where}: {said}", hint=hint)
+        raise refuse_at(path, text, place, f"the file has no {what} '{name}'", hint=suggest_name(name, known))

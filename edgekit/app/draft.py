@@ -10,7 +10,7 @@ import msgspec
 from PIL import Image
 
 from edgekit._files import work_folder
-from edgekit.app.config import FILE
+from edgekit.app.positions import FILE
 from edgekit.data.images import SUFFIXES, Preprocess
 from edgekit.errors import DataError, UsageError
 from edgekit.graph.graph import Graph, view_model

@@ -2,6 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+from edgekit.errors import UsageError
+
+FILE = "edgekit.toml"
 
 Place = tuple[str, ...]
 """A key with those of the tables that it lies in."""
@@ -28,6 +33,13 @@ def find_position(text: str, place: Place) -> tuple[int, int]:
             column += inner.start(1) if inner else 0
         return line, column
     return 1, 1
+
+
+def refuse_at(path: Path, text: str, place: Place, said: str, *, hint: str) -> UsageError:
+    """Returns the error that says of a key of a file, with its line and column, what is wrong."""
+    line, column = find_position(text, place)
+    where = f"'{path}', line {line}, column {column}"
+    return UsageError(f"{where}: {'.'.join(place)}: {said}" if place else f"{where}: {said}", hint=hint)
 
 
 def _list_keys(text: str) -> Iterator[tuple[Place, tuple[int, int]]]:

@@ -5,10 +5,11 @@ from pathlib import Path
 import click
 
 from edgekit._files import write_file
-from edgekit.app.config import FILE, describe_schema
 from edgekit.app.draft import draft_app
+from edgekit.app.positions import FILE
 from edgekit.cli import options
 from edgekit.cli.main import YES
+from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import show_line
 from edgekit.errors import UsageError
 from edgekit.plain import to_json
@@ -35,7 +36,7 @@ def command(model: Path, images: Path | None, data: str | None, targets: tuple[s
     draft = draft_app(model, out.parent, data=data, images=images, targets=targets)
     write_file(out, draft.text.encode())
     # Beside it: editors find it by the first line, without a network.
-    write_file(out.parent / "edgekit.schema.json", to_json(describe_schema()).encode())
+    write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())
     for remark in draft.remarks:
         show_line(f"- {remark}")
     show_line(f"{out}: edgekit run {out} builds, verifies and packs what it names")

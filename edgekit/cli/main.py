@@ -6,10 +6,12 @@ import importlib
 import signal
 import sys
 import tempfile
+from pathlib import Path
 from types import FrameType
 
 import click
 
+from edgekit.app.positions import FILE
 from edgekit.errors import EdgekitError
 from edgekit.plain import escape_controls
 
@@ -72,7 +74,10 @@ class _LazyGroup(click.Group):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(sorted(COMMANDS))}"
             raise click.UsageError(f"there is no command '{name}' ({hint})", ctx)
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        if found[1] is not None and not {"-h", "--help"} & set(args):
+            _take_defaults(ctx, name, found[1], args)
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -88,6 +93,21 @@ def group() -> None:
     Example:
       edgekit build model.onnx --data samples.npz --out bundles
     """
+
+
+def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
+    """Lets the options of a command be what an `edgekit.toml` in the current folder says, and says which."""
+    place = Path(FILE)
+    if not place.is_file():
+        return
+    # Imported when there is one: it reads TOML, and half of all commands need none.
+    defaults = importlib.import_module("edgekit.cli.defaults")
+    table = defaults.read_defaults(place).get(name)
+    if table is None:
+        return
+    context.default_map = {name: defaults.map_defaults(place, name, table, command)}
+    if not {"-q", "--quiet"} & set(args) and "quiet" not in table:
+        click.echo(f"{FILE} gives {name} its {', '.join(table)}, where they are not typed", err=True)
 
 
 def main() -> None:

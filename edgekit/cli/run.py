@@ -6,11 +6,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from edgekit.app.config import FILE, App, load_app
+from edgekit.app.config import App, load_app
+from edgekit.app.positions import FILE
 from edgekit.app.result import AppReport, headline_app
 from edgekit.app.run import list_watched
 from edgekit.app.spread import run_anywhere
 from edgekit.cli import options
+from edgekit.cli.defaults import check_defaults
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.report.tables import format_bytes, make_table
 
@@ -62,6 +64,7 @@ def command(
     """
     while True:
         app = load_app(file)
+        check_defaults(file)
         seen = _stamp(app)
         app = _choose_place(app, workers, scheduler, store, bare=bare)
         with showing_progress(volume) as progress:

@@ -6,6 +6,7 @@ import click
 
 from edgekit.app.config import describe_schema
 from edgekit.cli import options
+from edgekit.cli.defaults import SECTION, describe_options
 from edgekit.cli.main import COMMANDS, YES, group
 from edgekit.cli.screen import show_json
 
@@ -20,9 +21,21 @@ def command(as_json: bool) -> int:
       edgekit schema > edgekit.schema.json
       edgekit schema --json
     """
-    schema = describe_schema()
+    schema = describe_file()
     show_json({"schema_version": 1, "edgekit.toml": schema, "commands": _list_commands()} if as_json else schema)
     return YES
+
+
+def describe_file() -> dict[str, Any]:
+    """Returns the JSON Schema of `edgekit.toml`, with every option of every command."""
+    schema, context = describe_schema(), click.Context(group, info_name="edgekit")
+    commands = {name: group.get_command(context, name) for name in sorted(COMMANDS)}
+    table = schema["$defs"]["AppTable"]["properties"][SECTION]
+    table |= {
+        "properties": {name: describe_options(command) for name, command in commands.items() if command is not None},
+        "additionalProperties": False,
+    }
+    return schema
 
 
 def _list_commands() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from edgekit.data.npz import MALFORMED
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import HEADERS, Array
 
 LabelKind = Literal["class", "text", "array", "boxes", "any"]
 FOLDERS = Path("folders")
@@ -42,7 +42,8 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
         return _number_folders(samples.class_names)
     try:
         # Never pickle: it runs code of whoever wrote the file.
-        values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
+        with HEADERS:
+            values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     except OSError as error:
         raise DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line") from error
     except MALFORMED as error:
@@ -96,7 +97,8 @@ def _guess_kind(path: Path) -> LabelKind:
         return "boxes"
     if path.suffix == ".npy":
         try:
-            return "class" if np.load(path, allow_pickle=False, mmap_mode="r").ndim == 1 else "array"
+            with HEADERS:
+                return "class" if np.load(path, allow_pickle=False, mmap_mode="r").ndim == 1 else "array"
         except MALFORMED:
             return "array"
     return "text" if path.suffix == ".txt" else "class"
@@ -108,7 +110,8 @@ def _read_texts(path: Path) -> Sequence[str]:
 
 def _read_arrays(path: Path) -> Sequence[Array]:
     # Mapped: masks of a validation set may be larger than the memory.
-    values: Any = np.load(path, allow_pickle=False, mmap_mode="r")
+    with HEADERS:
+        values: Any = np.load(path, allow_pickle=False, mmap_mode="r")
     if path.suffix != ".npy" or values.ndim < 2:
         raise ValueError("it holds no array with a row a sample")
     rows: Sequence[Array] = values

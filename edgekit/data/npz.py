@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import DataError
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import HEADERS, Array, Tensors
 
 SHAPES = ".shapes"
 MALFORMED: tuple[type[Exception], ...] = (
@@ -115,7 +115,8 @@ def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
     except MALFORMED as error:
         raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
     try:
-        shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
+        with HEADERS:
+            shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
         if any(dim < 0 for dim in shape) or dtype.itemsize == 0:
             raise ValueError(shape)
     except MALFORMED as error:

@@ -15,7 +15,7 @@ from edgekit.data.images import SUFFIXES, Preprocess, read_image
 from edgekit.data.npz import MALFORMED, count_rows, read_rows
 from edgekit.data.user_code import load_function
 from edgekit.errors import DataError, quote_error, suggest_name
-from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
+from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, shape_matches
 
 _MOST_KEPT_BYTES = 32 << 20
 _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
@@ -315,7 +315,7 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
 
 def _read_npz_sample(file: Path) -> Tensors:
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+        with HEADERS, file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except MALFORMED as error:
         raise DataError(f"cannot read '{file}'", hint="write it with numpy.savez") from error
@@ -323,7 +323,8 @@ def _read_npz_sample(file: Path) -> Tensors:
 
 def _read_npy(file: Path) -> Array:
     try:
-        return cast("Array", np.load(file, allow_pickle=False))
+        with HEADERS:
+            return cast("Array", np.load(file, allow_pickle=False))
     except MALFORMED as error:
         raise DataError(f"cannot read '{file}'", hint="write it with numpy.save") from error
 

@@ -1,5 +1,6 @@
 """Tensor names, types and shapes, and the arrays that fit them."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,14 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
 """One sample: an array per tensor name."""
+
+HEADERS = threading.Lock()
+"""To be held where arrays are read from .npy or .npz files, or Python is parsed into a syntax tree.
+
+numpy parses the header of an array as Python, and Python up to 3.11.9 counts the depth of syntax trees once for all
+threads: "SystemError: AST constructor recursion depth mismatch" where the garbage collector hands over to another one
+in the middle. It rarely does, but for a Dask worker, whose callbacks of the collector are Python.
+"""
 
 DTYPES: dict[str, npt.DTypeLike] = {
     "float32": np.float32, "float64": np.float64, "float16": np.float16,

@@ -10,9 +10,10 @@ from demo_paths import CALIBRATION, MODEL
 from PIL import Image
 from tiny_models import parse_model
 
-from edgekit.app.config import describe_schema, list_cells, load_app
+from edgekit.app.config import list_cells, load_app
 from edgekit.app.positions import find_position
 from edgekit.cli.main import COMMANDS, run_command
+from edgekit.cli.schema import describe_file
 from edgekit.errors import UsageError
 from edgekit.model.state import State
 from edgekit.plain import to_plain
@@ -100,7 +101,7 @@ def test_the_schema_takes_what_the_reader_takes(tmp_path: Path, capsys: pytest.C
     app = load_app(tmp_path / "edgekit.toml")
     assert run_command(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert schema == json.loads(json.dumps(describe_schema()))
+    assert schema == json.loads(json.dumps(describe_file()))
     given = {"models": to_plain(app.table.models), "targets": to_plain(app.table.targets)}
     jsonschema.validate(given, schema)
     with pytest.raises(jsonschema.ValidationError, match="sauce"):

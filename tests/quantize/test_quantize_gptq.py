@@ -10,8 +10,8 @@ import pytest
 from onnx import numpy_helper, parser
 
 from edgekit.graph.graph import view_model
-from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import HEADERS, InputMoments, open_moments, save_moments
+from edgekit.model.tensors import HEADERS, Array
+from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
 from edgekit.quantize.rounding.gptq import (
     FOUR_LIMIT,
     LIMIT,

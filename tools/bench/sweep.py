@@ -289,7 +289,11 @@ def find_again(cluster: LocalCluster) -> list[str]:
     for stamp, event in events:
         if event["what"] == "done":
             finished.setdefault(event["key"], stamp)
-    return [event["key"] for stamp, event in events if event["what"] == "begin" and stamp > finished[event["key"]]]
+    return [
+        event["key"]
+        for stamp, event in events
+        if event["what"] == "begin" and stamp > finished.get(event["key"], stamp)
+    ]
 
 
 @contextmanager

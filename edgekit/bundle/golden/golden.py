@@ -19,7 +19,7 @@ from edgekit.data.labels import Boxes, Label
 from edgekit.data.samples import Samples, load_samples
 from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model
-from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
+from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec
 
 INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "labels.json"
 """Labels that are classes or arrays lie in the `.npy`, texts and boxes in the `.json`."""
@@ -169,7 +169,7 @@ def _run_all(model: Model, samples: Samples, at_once: int) -> Iterator[tuple[Ten
 
 
 def _read_array(path: Path) -> Sequence[Label]:
-    with path.open("rb") as file:
+    with HEADERS, path.open("rb") as file:
         values: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
     if values.ndim == 1 and values.dtype != np.int64:
         raise ValueError(f"it holds {values.dtype}, no int64")

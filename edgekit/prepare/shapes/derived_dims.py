@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
+from edgekit.model.tensors import HEADERS
+
 
 def _floor(value: Fraction) -> Fraction:
     return Fraction(math.floor(value))
@@ -78,7 +80,8 @@ def _parse(formula: str) -> ast.expr | None:
     if len(formula) > _MAX_LENGTH:
         return None
     try:
-        tree = ast.parse(formula.strip(), mode="eval").body
+        with HEADERS:
+            tree = ast.parse(formula.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return tree if isinstance(tree, ast.BinOp | ast.Call) else None

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import UsageError
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import HEADERS, Array, Tensors
 
 MOST_SAMPLES = 16
 """So many tell what reaches a layer: a choice, for the time. Each layer runs the model on all of them, twice."""
@@ -41,4 +41,6 @@ def read_fitted(folder: Path) -> Iterator[Tensors]:
         raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
     with archive:
         for _, names in groupby(archive.files, key=lambda name: name.split(":", 1)[0]):
-            yield {name.split(":", 1)[1]: archive[name] for name in names}
+            with HEADERS:
+                sample = {name.split(":", 1)[1]: archive[name] for name in names}
+            yield sample

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit.data.samples import spread_indices
 from edgekit.errors import UsageError
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import HEADERS, Array, Tensors
 
 # Samples that rounding learned from praise what is fitted to them, so some are kept from it, but of few all are needed.
 # The numbers are chosen by hand; tools/bench/quantize_zoo.py shows what is found with them.
@@ -92,5 +92,6 @@ def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Ar
             parts: dict[str, dict[str, Array]] = {"in": {}, "out": {}}
             for name in names:
                 _, side, tensor = name.split(":", 2)
-                parts[side][tensor] = archive[name]
+                with HEADERS:
+                    parts[side][tensor] = archive[name]
             yield parts["in"], parts["out"]

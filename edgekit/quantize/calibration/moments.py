@@ -6,7 +6,6 @@ output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[
 
 import contextlib
 import math
-import threading
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import HEADERS, Array
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
@@ -135,20 +134,13 @@ def save_moments(path: Path, moments: Mapping[str, InputMoments]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-HEADERS = threading.Lock()
-"""To be held where threads read .npy or .npz files side by side.
-
-numpy parses the header of an array as Python, and Python 3.11.7 counts the depth of syntax trees once for all threads:
-"SystemError: AST constructor recursion depth mismatch", now and then on a busy machine.
-"""
-
-
 class StoredMoments:
     """The moments in an open file, read node by node; threads may read side by side."""
 
     def __init__(self, archive: Mapping[str, Array]) -> None:
-        self._archive, self._counts = archive, archive["counts"]
-        self._indices = {node: index for index, node in enumerate(archive["nodes"].tolist())}
+        with HEADERS:
+            self._archive, self._counts = archive, archive["counts"]
+            self._indices = {node: index for index, node in enumerate(archive["nodes"].tolist())}
 
     def __call__(self, node: str) -> InputMoments | None:
         """Returns the moments of a node, None if there are none."""

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import HEADERS, Array, Tensors
 from edgekit.quantize.calibration.fitted import read_fitted
 from edgekit.quantize.calibration.moments import block_sizes, patches_per_sample
 from edgekit.quantize.graph.layers import Layer, locate_patches
@@ -55,7 +55,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
     memory = statistics / "rounded" / f"{_digest(qdq, places)}.npz"
     if memory.is_file():
-        with np.load(memory, allow_pickle=False) as fields:
+        with HEADERS, np.load(memory, allow_pickle=False) as fields:
             for index, (_, place) in enumerate(places.values()):
                 own = {name: fields[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
                 write_layer(initializers, place, **own)

@@ -13,8 +13,8 @@ from onnx import numpy_helper
 from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
-from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import HEADERS, InputMoments, open_moments, scale_moments
+from edgekit.model.tensors import HEADERS, Array
+from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer
 from edgekit.quantize.rounding.comq import round_comq
 from edgekit.quantize.rounding.four_bits import search_scale

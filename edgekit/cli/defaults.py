@@ -1,0 +1,154 @@
+"""`[commands.NAME]` of an `edgekit.toml`: what an option of a command is where nobody types it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import msgspec
+
+from edgekit.app.positions import Place, refuse_at
+from edgekit.cli.main import COMMANDS, group
+from edgekit.errors import UsageError, suggest_name
+from edgekit.plain import read_toml
+
+SECTION = "commands"
+_SCALARS = (bool, int, float, str)
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """The file that an error names, and its text."""
+
+    path: Path
+    text: str
+
+    def refuse(self, said: str, place: Place, *, hint: str) -> UsageError:
+        return refuse_at(self.path, self.text, place, said, hint=hint)
+
+
+def read_defaults(path: Path) -> dict[str, Any]:
+    """Returns the tables of commands that a file has, none where there is no such file.
+
+    Raises:
+        UsageError: it cannot be read or is malformed.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = read_toml(path, dict[str, Any]).get(SECTION, {})
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="it gives options their defaults") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint="see the place that it names") from error
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {SECTION: found}
+
+
+def map_defaults(path: Path, name: str, table: object, command: click.Command) -> dict[str, Any]:
+    """Returns a table of a command as click takes it: by the names of parameters, each value held against its option.
+
+    Raises:
+        UsageError: there is no such option, or it does not take such a value; with line and column.
+    """
+    source = _Source(path, path.read_text())
+    if not isinstance(table, dict):
+        raise source.refuse("it is no table", (SECTION, name), hint=f"for example [{SECTION}.{name}]")
+    known, found = _name_options(command), dict[str, Any]()
+    for key, value in cast("dict[str, object]", table).items():
+        place = (SECTION, name, key)
+        if key not in known:
+            raise source.refuse(f"{name} has no such option", place, hint=suggest_name(key, known))
+        found |= _read(known[key], value, place, source)
+    return found
+
+
+def check_defaults(path: Path) -> None:
+    """Holds every table of a command in a file against that command.
+
+    Raises:
+        UsageError: there is no such command or option, or it does not take such a value; with line and column.
+    """
+    context = click.Context(group, info_name="edgekit")
+    for name, table in read_defaults(path).items():
+        command = group.get_command(context, name)
+        if command is None:
+            hint = suggest_name(name, COMMANDS)
+            raise _Source(path, path.read_text()).refuse("there is no such command", (SECTION, name), hint=hint)
+        map_defaults(path, name, table, command)
+
+
+def describe_options(command: click.Command) -> dict[str, Any]:
+    """Returns the JSON Schema of a command's table."""
+    properties = {key: _describe(option) for key, option in _name_options(command).items()}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _name_options(command: click.Command) -> dict[str, click.Option]:
+    """Returns each option by its key: its long word with `_`."""
+    return {_key(option): option for option in command.params if isinstance(option, click.Option)}
+
+
+def _key(option: click.Option) -> str:
+    return max(option.opts, key=len).removeprefix("--").replace("-", "_")
+
+
+def _read(option: click.Option, value: object, place: Place, source: _Source) -> dict[str, Any]:
+    name = option.name or ""
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise source.refuse("it is on or off", place, hint="true or false")
+        # Of options that are words for one value (-q, -v), the one that is true counts.
+        return {name: value} if option.is_bool_flag else {name: option.flag_value} if value else {}
+    words = list(_list_words(value)) if option.multiple else [_join(value)]
+    if None in words:
+        many = "a text, a list of texts, or a table of names" if option.multiple else "a text or a number"
+        raise source.refuse(f"it takes {many}", place, hint=f"for example {_example(option)}")
+    for word in words:
+        try:
+            option.type.convert(word, option, None)
+        except click.BadParameter as error:
+            raise source.refuse(error.message, place, hint=f"for example {_example(option)}") from error
+    return {name: words if option.multiple else words[0]}
+
+
+def _list_words(value: object) -> Iterator[str | None]:
+    """Yields the words of an option that may be given several times: of a table NAME=VALUE each."""
+    if isinstance(value, Mapping):
+        for name, each in cast("Mapping[str, object]", value).items():
+            joined = _join(each)
+            yield None if joined is None else f"{name}={joined}"
+    elif isinstance(value, list):
+        yield from map(_join, cast("list[object]", value))
+    else:
+        yield _join(value)
+
+
+def _join(value: object) -> str | None:
+    """Returns a value as it would be typed: of a list its items with commas."""
+    if isinstance(value, list):
+        items = [_join(item) for item in cast("list[object]", value)]
+        return None if None in items else ",".join(item for item in items if item is not None)
+    return str(value) if isinstance(value, _SCALARS) and not isinstance(value, bool) else None
+
+
+def _example(option: click.Option) -> str:
+    choices = option.type.choices if isinstance(option.type, click.Choice) else ()
+    shown = f'"{next(iter(choices), option.metavar or "...")}"'
+    numbers = (click.types.IntParamType, click.types.FloatParamType)
+    return f"{_key(option)} = {1 if isinstance(option.type, numbers) else shown}"
+
+
+def _describe(option: click.Option) -> dict[str, Any]:
+    if option.is_flag:
+        kind: dict[str, Any] = {"type": "boolean"}
+    elif isinstance(option.type, click.Choice):
+        kind = {"enum": list(option.type.choices)}
+    elif isinstance(option.type, click.types.IntParamType):
+        kind = {"type": "integer"}
+    elif isinstance(option.type, click.types.FloatParamType):
+        kind = {"type": "number"}
+    else:
+        kind = {"type": ["string", "number", "array"]}
+    if option.multiple:
+        scalar = {"type": ["string", "number", "array"]}
+        kind = {"anyOf": [kind, {"type": "array", "items": kind}, {"type": "object", "additionalProperties": scalar}]}
+    return {**kind, "description": option.help or ""}

@@ -1,0 +1,92 @@
+"""`[commands.NAME]` of an `edgekit.toml`: every option has a place there, and an error in it says where."""
+
+import json
+from pathlib import Path
+
+import click
+import jsonschema
+import pytest
+from tiny_models import parse_model
+
+from edgekit.cli.main import COMMANDS, group, run_command
+from edgekit.cli.schema import describe_file
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model in it."""
+    head = '<ir_version: 8, opset_import: ["" : 17]>'
+    parse_model(f"{head} agraph (float[N,4] x) => (float[N,4] y) {{ y = Relu(x) }}", tmp_path / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_option_of_every_command_has_its_place() -> None:
+    schema = describe_file()
+    places = schema["$defs"]["AppTable"]["properties"]["commands"]["properties"]
+    context = click.Context(group, info_name="edgekit")
+    assert places.keys() == COMMANDS.keys()
+    for name in COMMANDS:
+        command = group.get_command(context, name)
+        assert command is not None
+        words = [max(each.opts, key=len) for each in command.params if isinstance(each, click.Option)]
+        assert {f"--{key.replace('_', '-')}" for key in places[name]["properties"]} == set(words)
+    text = {"models": {}, "targets": {}, "commands": {"check": {"set": {"api_level": 30}, "observe": True}}}
+    jsonschema.validate(text, schema)
+    wrongs: tuple[dict[str, dict[str, object]], ...] = (
+        {"chek": {}},
+        {"check": {"sett": {}}},
+        {"check": {"observe": "yes"}},
+    )
+    for wrong in wrongs:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**text, "commands": wrong}, schema)
+
+
+def test_what_the_file_says_counts_where_nobody_types_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '[commands.prepare]\nout = "made.onnx"\ndim = { N = 3 }\nfix = false\njson = true\n'
+    (folder / "edgekit.toml").write_text(text)
+    assert run_command(["prepare", "m.onnx"]) == 0
+    made, said = capsys.readouterr()
+    assert (json.loads(made)["model"]["inputs"][0]["shape"], said.count("\n")) == ([3, 4], 1)
+    assert said.startswith("edgekit.toml gives prepare its out, dim, fix, json, where they are not typed\n")
+    assert run_command(["prepare", "m.onnx", "--dim", "N=5", "--out", "typed.onnx", "--quiet"]) == 0
+    made, said = capsys.readouterr()
+    assert (json.loads(made)["model"]["inputs"][0]["shape"], said) == ([5, 4], "")
+    assert sorted(path.name for path in folder.glob("*.onnx")) == ["m.onnx", "made.onnx", "typed.onnx"]
+    # Other commands know nothing of it, and help is there though the file is broken.
+    (folder / "edgekit.toml").write_text("[commands.prepare\n")
+    assert run_command(["prepare", "--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[commands.targets]\njsn = true", "line 2, column 1: commands.targets.jsn: targets has no such option ("),
+        ('[commands.targets]\njson = "yes"', "line 2, column 1: commands.targets.json: it is on or off (true or"),
+        ("[commands]\ntargets = 1", "line 2, column 1: commands.targets: it is no table (for example [commands.tar"),
+        ("[commands.targets\n", "'edgekit.toml' is malformed: Expected ']'"),
+    ],
+)
+def test_an_error_says_where_it_stands(
+    text: str, wanted: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "edgekit.toml").write_text(text)
+    assert run_command(["targets"]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[commands.chek]", "line 5, column 1: commands.chek: there is no such command (did you mean 'check'?)"),
+        ("[commands.bench]\nruns = 0", "line 6, column 1: commands.bench.runs: 0 is not in the range 1<=x<=100000"),
+        ("[commands.check]\nset = [true]", "line 6, column 1: commands.check.set: it takes a text, a list of texts"),
+    ],
+)
+def test_run_holds_every_table_against_its_command(
+    text: str, wanted: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "edgekit.toml").write_text('[models.m]\npath = "m.onnx"\ndata = { source = "x" }\n[targets.cpu]\n' + text)
+    assert run_command(["run", str(folder / "edgekit.toml")]) == 2
+    assert wanted in capsys.readouterr().err
