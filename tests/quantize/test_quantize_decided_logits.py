@@ -24,6 +24,7 @@ TAILS = {
     "labels": HEAD + " => (int64[1,1,16,16] y) { l = Conv(x, w) y = ArgMax<axis=1>(l) }",
     "pooled": HEAD + " => (float[1,5] y) { l = Conv(x, w) p = GlobalAveragePool(l) f = Flatten(p) y = Softmax(f) }",
     "sigmoid": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Sigmoid(l) }",
+    "odds": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) e = Exp(l) y = Sigmoid(e) }",
 }
 METHOD = "percentile-99.9"
 
@@ -47,7 +48,8 @@ def calibrated(text: str, folder: Path) -> tuple[Model, Calibration]:
 
 
 @pytest.mark.parametrize(
-    ("tail", "kept"), [("raw", True), ("softmax", True), ("labels", True), ("pooled", False), ("sigmoid", False)]
+    ("tail", "kept"),
+    [("raw", True), ("softmax", True), ("labels", True), ("pooled", False), ("sigmoid", True), ("odds", False)],
 )
 def test_logits_of_places_reach_as_high_as_was_seen(tail: str, kept: bool, tmp_path: Path) -> None:
     model, calibration = calibrated(TAILS[tail], tmp_path)
@@ -59,10 +61,15 @@ def test_logits_of_places_reach_as_high_as_was_seen(tail: str, kept: bool, tmp_p
     assert after["minmax"] == before["minmax"]
 
 
-def test_what_is_stated_to_be_values_may_be_cut(tmp_path: Path) -> None:
-    model, calibration = calibrated(RAW, tmp_path)
+@pytest.mark.parametrize("tail", ["raw", "sigmoid"])
+def test_what_is_stated_to_be_values_may_be_cut(tail: str, tmp_path: Path) -> None:
+    model, calibration = calibrated(TAILS[tail], tmp_path)
     stated = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
     assert keep_winners(read_float_graph(model), stated) == stated
+
+
+def test_without_held_out_samples_no_logits_are_known(tmp_path: Path) -> None:
+    model, calibration = calibrated(RAW, tmp_path)
     nothing = msgspec.structs.replace(calibration, statistics="")
     assert keep_winners(read_float_graph(model), nothing) == nothing
 

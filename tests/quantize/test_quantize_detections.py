@@ -8,7 +8,7 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy import box_codes
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
-from edgekit.quantize.accuracy.heads import Head, find_head, find_image
+from edgekit.quantize.accuracy.heads import Head, find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.predict import AP, predict_drop
 
 SIDE, KINDS = 64, 3
@@ -200,6 +200,15 @@ def test_maps_of_other_numbers_are_no_shifts_and_sizes(broken: str) -> None:
     assert find_head(outputs, (SIDE, SIDE)) is None
 
 
+@pytest.mark.parametrize(("others", "is_head"), [(17, True), (98, False)])
+def test_a_cache_of_many_outputs_is_no_head(others: int, *, is_head: bool) -> None:
+    cache = {f"present.{index}": np.zeros((1, 2, 16, 16), np.float32) for index in range(others)}
+    outputs = [{**draw_centres(seed)[0], **cache} for seed in range(2)]
+    assert may_be_head(outputs[0]) == is_head
+    if not is_head:
+        assert find_head(outputs, (SIDE, SIDE)) is None
+
+
 def test_sizes_that_are_off_cost_detections_and_a_lower_map_of_middles_does_not() -> None:
     rows = [draw_centres(seed)[0] for seed in range(24)]
     head = read(find_head(rows, (SIDE, SIDE)))
@@ -211,6 +220,26 @@ def test_sizes_that_are_off_cost_detections_and_a_lower_map_of_middles_does_not(
 
     assert drop(a=0.9) == 0
     assert drop(c=1.5) > drop(c=1.1) > 0.005
+
+
+def test_a_peak_that_moved_is_held_against_the_box_where_it_was() -> None:
+    rows = [draw_centres(seed)[0] for seed in range(16)]
+    head, row = read(find_head(rows, (SIDE, SIDE))), rows[0]
+    kind, y, x = np.unravel_index(int(row["a"].argmax()), row["a"].shape[1:])
+    row["b"][0, :, y, x + 1] = row["b"][0, :, y, x] - (1, 0)
+    row["c"][0, :, y, x + 1] = 1.2 * row["c"][0, :, y, x]
+    moved = {**row, "a": row["a"].copy()}
+    moved["a"][0, kind, y, x + 1] = 0.41
+    surest = max(record_detections(head, row, moved), key=lambda one: float(one[3]))
+    assert surest[1:4] == pytest.approx([row["a"].max(), row["a"].max(), 0.41])
+    assert surest[4] == pytest.approx(1 - 1 / 1.2**2, abs=1e-4)
+
+
+def test_of_a_map_of_middles_no_object_is_taken_to_be_missed() -> None:
+    # Below the highest, which is 1, and with a level of 0, both laws say the same of a score.
+    table = np.array([[0, chance, max(chance, 0.1), max(chance, 0.1), 0] for chance in (1.0, 0.7, 0.5, 0, 0, 0, 0)])
+    whole, part = (estimate_drop([table] * 20, centred=centred).reference for centred in (True, False))
+    assert part == pytest.approx(0.6 * whole)
 
 
 @pytest.mark.parametrize(("shape", "image"), [((1, 3, 8, 9), (8, 9)), ((1, 8, 9, 3), (8, 9)), ((1, 40), None)])

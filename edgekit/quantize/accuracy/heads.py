@@ -17,6 +17,9 @@ from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
 
 # Fewer rows are no places where something may be; a small net for images of 64 pixels has 80.
 _LEAST_ROWS = 40
+# More outputs are no head, which has five levels of four at most. Of a language model's cache, two for each layer,
+# pairs and triples would be tried for minutes.
+_MOST_OUTPUTS = 20
 # More rows are pixels, and so are maps whose cells are smaller.
 _MOST_ROWS, _LEAST_CELL = 1 << 17, 4
 _BOX = 4
@@ -181,6 +184,8 @@ def find_image(inputs: Tensors) -> tuple[int, int] | None:
 
 def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
     """Yields where boxes may lie, and the scores with the objectness, if there is one, in front of them."""
+    if sum(value.dtype.kind == "f" and value.ndim > 1 for value in outputs.values()) > _MOST_OUTPUTS:
+        return
     for table in _find_tables(outputs):
         for boxes, scores in _split_table(table):
             yield (boxes,), scores

@@ -1,4 +1,4 @@
-"""Logits of maps and sequences: what wins there is cut by no range method."""
+"""Logits of maps and sequences, and scores of maps: what wins or ranks first there is cut by no range method."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -25,8 +25,10 @@ def keep_winners(graph: Graph, calibration: Calibration) -> Calibration:
 
     A percentile cuts the highest of all values, which of a map are those of the surest places, often of one rare class.
     Cut values are alike, and of those that are alike the first wins. Below, where nothing wins, a method may cut.
+    The same holds for the scores of many places that a Sigmoid makes: detections are ranked by them, and of a map of
+    middles whose highest are alike neighbours are peaks too.
     """
-    logits = frozenset(_find_logits(graph, calibration))
+    logits = frozenset((*_find_logits(graph, calibration), *_find_scores(graph, calibration)))
     if not logits:
         return calibration
     exact = calibration.ranges["minmax"]
@@ -60,6 +62,19 @@ def _find_logits(graph: Graph, calibration: Calibration) -> Iterator[str]:
     """Yields the tensors with ranges that hold logits of many decisions, of which the first counts."""
     for name in find_decisions(graph, calibration):
         yield from _trace_orderly(graph, name)
+
+
+def _find_scores(graph: Graph, calibration: Calibration) -> Iterator[str]:
+    """Yields the outputs of many places that a Sigmoid makes, unless stated to be values, and what it makes them of."""
+    for name in graph.outputs:
+        stated = calibration.outputs.get(name)
+        if stated is not None and stated.kind == "values":
+            continue
+        *_, source = _trace_orderly(graph, name)
+        maker = graph.producers.get(source)
+        if maker is not None and maker.op_type == "Sigmoid" and len(graph.dims(name)) > 2:
+            yield from _trace_orderly(graph, name)
+            yield from _trace_orderly(graph, maker.input[0])
 
 
 def _read_few(calibration: Calibration) -> list[Tensors]:
