@@ -64,7 +64,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of a subject on several devices, in the order in which they were asked for."""
+    """The times of a subject on several devices, in the order in which they were asked for.
+
+    `regressions` say what is slower than in the last recorded benchmark, beyond what was allowed.
+    """
 
     subject: str
     runs: tuple[BenchRun, ...] = ()
@@ -72,9 +75,10 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     against: str | None = None
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
+    regressions: tuple[str, ...] = ()
 
     @property
     def succeeded(self) -> bool:
-        """True if something ran and nothing failed."""
+        """True if something ran, nothing failed, and nothing is slower than was allowed."""
         failures = [*(run.failure for run in self.runs), *(found.failure for found in self.comparisons)]
-        return bool(failures) and all(failure is None for failure in failures)
+        return bool(failures) and all(failure is None for failure in failures) and not self.regressions

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from edgekit.bench.history import list_benches
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line
@@ -11,7 +12,11 @@ from edgekit.cli.terminal import show_verify
 from edgekit.verify.history import diff_runs, list_runs, read_run
 
 HISTORY = click.option(
-    "--history", required=True, type=click.Path(path_type=Path), metavar="FILE", help="What verify --history wrote."
+    "--history",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What verify or bench --history wrote.",
 )
 
 
@@ -39,6 +44,24 @@ def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
         show_line(f"{run.id}  {run.time}  {run.bundle}  {run.verdict}")
     if not runs and not as_json:
         show_line(f"no verification of '{bundle}' is recorded" if bundle else "no verification is recorded")
+    return YES
+
+
+@command.command(name="bench")
+@HISTORY
+@click.option("--subject", metavar="NAME", help="Only those of this bundle or model.")
+@options.JSON
+def bench_command(history: Path, subject: str | None, as_json: bool) -> int:
+    """List the benchmarks that `edgekit bench --history FILE` recorded, oldest first."""
+    benches = list_benches(history, subject=subject)
+    if as_json:
+        show_json({"benches": benches})
+    for one in () if as_json else benches:
+        for run in one.report.runs:
+            time = run.failure or f"{run.median_ms:.3g} ms, 95 % {run.interval_ms[0]:.3g} to {run.interval_ms[1]:.3g}"
+            show_line(f"{one.id}  {one.time}  {one.subject}  {run.device}  batch {run.batch}  {time}")
+    if not benches and not as_json:
+        show_line("no benchmark is recorded")
     return YES
 
 

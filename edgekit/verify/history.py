@@ -1,21 +1,19 @@
 """What earlier verifications found, in a SQLite file: the last good run, and what became worse since."""
 
-import contextlib
-import sqlite3
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from edgekit.errors import DataError, OutputError, UsageError, quote_error
+from edgekit.bench.history_file import has_table, opened_history, prepare_table, require_folder, require_history
+from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence, Verdict
 from edgekit.plain import to_json
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import Cost, RunReport
 
-_SCHEMA_VERSION = 1
 # What SQLite can count to.
 _MOST_RUNS = (1 << 63) - 1
 _TABLE = """
@@ -68,11 +66,9 @@ def record_report(path: Path, report: VerifyReport) -> int:
     row = (
         datetime.now(UTC).isoformat(timespec="seconds"), report.bundle, report.target, report.passed, to_json(report)
     )  # fmt: skip
-    if not path.parent.is_dir():
-        raise OutputError(f"there is no folder '{path.parent}'", hint="make it first")
-    with _open(path) as connection:
-        connection.execute(_TABLE)
-        connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    require_folder(path)
+    with opened_history(path) as connection:
+        prepare_table(connection, _TABLE)
         cursor = connection.execute(
             "INSERT INTO runs (time, bundle, target, passed, report) VALUES (?, ?, ?, ?, ?)", row
         )
@@ -85,8 +81,10 @@ def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
     Raises:
         DataError: there is no such file, or it is no history.
     """
-    _require(path)
-    with _open(path) as connection:
+    require_history(path)
+    with opened_history(path) as connection:
+        if not has_table(connection, "runs"):
+            return ()
         rows = connection.execute(
             "SELECT id, time, bundle, target, passed, report FROM runs WHERE ? IS NULL OR bundle = ? ORDER BY id",
             (bundle, bundle),
@@ -101,8 +99,8 @@ def read_run(path: Path, number: int) -> PastRun:
         UsageError: there is none of that number.
         DataError: there is no such file, or it is no history.
     """
-    _require(path)
-    with _open(path) as connection:
+    require_history(path)
+    with opened_history(path) as connection:
         row = connection.execute(
             "SELECT id, time, bundle, target, passed, report FROM runs WHERE id = ?",
             (max(-1, min(number, _MOST_RUNS)),),
@@ -120,7 +118,7 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
     """
     if not path.exists():
         return None
-    with _open(path) as connection:
+    with opened_history(path) as connection:
         connection.execute(_TABLE)
         row = connection.execute(
             "SELECT id, time, bundle, target, passed, report FROM runs"
@@ -257,29 +255,3 @@ def _read_row(row: Sequence[object], path: Path) -> PastRun:
         )
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DataError(f"run {number} of '{path}' is malformed: {error}", hint="use another history file") from error
-
-
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"there is no history '{path}'", hint="edgekit verify BUNDLE --history FILE makes it")
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Generator[sqlite3.Connection]:
-    """Opens a history; what the block does is kept whole or not at all.
-
-    SQLite writes its own file, with a journal of its own: this is the one writer beside `_files`.
-    """
-    try:
-        with contextlib.closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:
-            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-            if version > _SCHEMA_VERSION:
-                raise DataError(f"'{path}' is a history of a newer edgekit", hint="update edgekit")
-            yield connection
-    except sqlite3.OperationalError as error:
-        raise OutputError(f"cannot use the history '{path}': {error}", hint="choose a place you may write") from error
-    # What SQLite says of a damaged file quotes it, and need not be text.
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"'{path}' is no history: {quote_error(error)}", hint="give a file that --history made"
-        ) from error

@@ -46,6 +46,7 @@ def table_bench(report: BenchReport) -> Table:
 def list_bench_remarks(report: BenchReport) -> Iterator[str]:
     """Yields each comparison, each failure, what the times are worth, and each device that is not there."""
     yield from map(describe_comparison, report.comparisons)
+    yield from (f"slower: {line}" for line in report.regressions)
     yield from report.notes
     for run in report.runs:
         if run.failure is not None:

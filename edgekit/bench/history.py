@@ -1,0 +1,157 @@
+"""What earlier benchmarks found, in a SQLite file, and what became slower since."""
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from edgekit.bench.history_file import has_table, opened_history, prepare_table, require_folder, require_history
+from edgekit.bench.report import BenchReport, BenchRun
+from edgekit.errors import DataError
+from edgekit.machine import describe_machine
+from edgekit.plain import to_json
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS benches (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  time TEXT NOT NULL,
+  subject TEXT NOT NULL,
+  machine TEXT NOT NULL,
+  report TEXT NOT NULL
+)
+"""
+
+
+class PastBench(msgspec.Struct, frozen=True, kw_only=True):
+    """A benchmark that was recorded: `time` is UTC, `machine` the one that edgekit ran on."""
+
+    id: int
+    time: str
+    subject: str
+    machine: str
+    report: BenchReport
+
+
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run compares with the same one of an earlier benchmark; `apart` where the intervals do not overlap."""
+
+    device: str
+    way: str
+    before_ms: float
+    now_ms: float
+    apart: bool
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long it takes now."""
+        return self.now_ms / self.before_ms
+
+
+def record_bench(path: Path, report: BenchReport) -> int:
+    """Adds a benchmark to a history file, which is made where there is none, and returns its number.
+
+    Raises:
+        DataError: the file is no history.
+        OutputError: the file cannot be written.
+    """
+    require_folder(path)
+    row = (datetime.now(UTC).isoformat(timespec="seconds"), report.subject, _name_machine(), to_json(report))
+    with opened_history(path) as connection:
+        prepare_table(connection, _TABLE)
+        cursor = connection.execute("INSERT INTO benches (time, subject, machine, report) VALUES (?, ?, ?, ?)", row)
+        return int(cursor.lastrowid or 0)
+
+
+def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, ...]:
+    """Returns the recorded benchmarks, oldest first; of one subject where it is named.
+
+    Raises:
+        DataError: there is no such file, or it is no history.
+    """
+    require_history(path)
+    with opened_history(path) as connection:
+        if not has_table(connection, "benches"):
+            return ()
+        rows = connection.execute(
+            "SELECT id, time, subject, machine, report FROM benches WHERE ? IS NULL OR subject = ? ORDER BY id",
+            (subject, subject),
+        ).fetchall()
+    return tuple(_read_row(row, path) for row in rows)
+
+
+def find_last(path: Path, report: BenchReport) -> PastBench | None:
+    """Returns the last benchmark of the same subject from a machine like this, None where there is none.
+
+    Raises:
+        DataError: the file is no history.
+    """
+    if not path.exists():
+        return None
+    machine = _name_machine()
+    return next((one for one in reversed(list_benches(path, subject=report.subject)) if one.machine == machine), None)
+
+
+def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
+    """Yields how each run compares with that on the same device in the same way; those that failed are left out."""
+    earlier = {_name_way(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
+    for run in now.runs:
+        other = earlier.get(_name_way(run))
+        if other is None or run.failure is not None:
+            continue
+        apart = run.interval_ms[0] > other.interval_ms[1] or run.interval_ms[1] < other.interval_ms[0]
+        device, way = _name_way(run)
+        yield Slowdown(device=device, way=way, before_ms=other.median_ms, now_ms=run.median_ms, apart=apart)
+
+
+def hold_against_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
+    """Returns a report with what became of its times since the last one in a history.
+
+    Beyond `max_slowdown` times the earlier median, with intervals apart, it is a regression. What is recorded at
+    different times is not interleaved: `compare_on` tells more.
+
+    Raises:
+        DataError: the file is no history.
+    """
+    last = find_last(path, report)
+    if last is None:
+        return report
+    found = tuple(compare_benches(last.report, report))
+    source = f"run {last.id} of {last.time}"
+    return msgspec.structs.replace(
+        report,
+        notes=(*report.notes, *(_describe(one, source) for one in found)),
+        regressions=tuple(
+            f"{_describe(one, source)}, more than {max_slowdown:g} times"
+            for one in found
+            if max_slowdown is not None and one.apart and one.ratio > max_slowdown
+        ),
+    )
+
+
+def _describe(one: Slowdown, source: str) -> str:
+    sure = "" if one.apart else "; the intervals overlap"
+    way = f" ({one.way})" if one.way else ""
+    return f"{one.device}{way}: {one.now_ms:.3g} ms, {one.ratio:.2f} times the {one.before_ms:.3g} ms of {source}{sure}"
+
+
+def _name_way(run: BenchRun) -> tuple[str, str]:
+    parts = {"batch": run.batch, "at once": run.concurrency, "threads": run.threads, "IO binding": int(run.io_binding)}
+    usual = {"batch": 1, "at once": 1, "threads": 0, "IO binding": 0}
+    return run.device, ", ".join(f"{name} {value}" for name, value in parts.items() if value != usual[name])
+
+
+def _name_machine() -> str:
+    machine = describe_machine()
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}"
+
+
+def _read_row(row: Sequence[object], path: Path) -> PastBench:
+    number, time, subject, machine, text = row
+    try:
+        report = msgspec.json.decode(str(text), type=BenchReport)
+        return PastBench(id=int(str(number)), time=str(time), subject=str(subject), machine=str(machine), report=report)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"benchmark {number} of '{path}' is malformed: {error}", hint="use another history file"
+        ) from error

@@ -1,0 +1,101 @@
+"""Benchmarks are kept, held against the last one, and listed."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from bundle_models import save_classifier
+
+from edgekit.bench.history import compare_benches, find_last, hold_against_last, list_benches, record_bench
+from edgekit.bench.report import BenchReport, BenchRun
+from edgekit.cli.main import run_command
+from edgekit.errors import DataError, OutputError
+from edgekit.evidence import Evidence
+from edgekit.report.timing.bench_series import list_series
+from edgekit.report.timing.bench_text import list_bench_remarks
+from edgekit.verify.history import list_runs
+
+RUN = BenchRun(
+    device="host",
+    evidence=Evidence.EMULATED,
+    provider="CPUExecutionProvider",
+    median_ms=10.0,
+    interval_ms=(9.9, 10.1),
+    p99_ms=12.0,
+    load_ms=40.0,
+    peak_rss_bytes=30_000_000,
+    iterations=100,
+)
+
+
+def report(*runs: BenchRun, subject: str = "m.onnx") -> BenchReport:
+    return BenchReport(subject=subject, runs=runs)
+
+
+def timed(median: float, half: float, **fields: object) -> BenchRun:
+    return msgspec.structs.replace(RUN, median_ms=median, interval_ms=(median - half, median + half), **fields)
+
+
+def test_what_is_slower_than_allowed_fails_and_says_since_when(tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    assert hold_against_last(report(RUN), file, 1.1) == report(RUN)
+    assert record_bench(file, report(RUN)) == 1
+    now = hold_against_last(report(timed(12.0, 0.1)), file, 1.1)
+    assert not now.succeeded
+    assert now.regressions[0].startswith("host: 12 ms, 1.20 times the 10 ms of run 1 of ")
+    assert next(iter(list_bench_remarks(now))).startswith("slower: host")
+    # Less than allowed, intervals that overlap, or no limit at all: told, and no failure.
+    for run, most in ((timed(10.5, 0.1), 1.1), (timed(12.0, 3.0), 1.1), (timed(12.0, 0.1), None)):
+        held = hold_against_last(report(run), file, most)
+        assert held.succeeded
+        assert "of run 1 of" in held.notes[0]
+    assert "the intervals overlap" in hold_against_last(report(timed(12.0, 3.0)), file, 1.1).notes[0]
+
+
+def test_only_the_same_is_compared(tmp_path: Path) -> None:
+    before = report(RUN, timed(20.0, 0.1, batch=8), timed(5.0, 0.1, failure="gone"))
+    now = report(timed(30.0, 0.1, batch=8), timed(1.0, 0.1, threads=3), timed(1.0, 0.1, device="adb:X"))
+    (one,) = compare_benches(before, now)
+    assert (one.way, round(one.ratio, 3), one.apart) == ("batch 8", 1.5, True)
+    record_bench(tmp_path / "h", before)
+    assert find_last(tmp_path / "h", report(RUN, subject="other.onnx")) is None
+    assert find_last(tmp_path / "none", report(RUN)) is None
+
+
+def test_a_history_is_kept_with_verifications_and_refused_where_it_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    record_bench(file, report(RUN))
+    record_bench(file, report(timed(11, 1), subject="b"))
+    assert [(one.id, one.subject) for one in list_benches(file)] == [(1, "m.onnx"), (2, "b")]
+    assert [one.report.runs[0].median_ms for one in list_benches(file, subject="b")] == [11]
+    assert list_runs(file) == ()
+    (tmp_path / "bad").write_text("no database, but longer than a header of one" * 9)
+    with pytest.raises(DataError, match="is no history"):
+        list_benches(tmp_path / "bad")
+    with pytest.raises(DataError, match="there is no history"):
+        list_benches(tmp_path / "none")
+    with pytest.raises(OutputError, match="there is no folder"):
+        record_bench(tmp_path / "none" / "h", report(RUN))
+
+
+def test_dashboards_get_a_point_a_figure() -> None:
+    points = list_series(report(RUN, msgspec.structs.replace(RUN, failure="gone")))
+    assert [(point.unit, round(point.value, 3)) for point in points] == [("ms", 10), ("ms", 12), ("ms", 40), ("MB", 30)]
+    assert points[0].name == "m.onnx on host, batch 1, 1 at once: median"
+    assert points[0].range == "± 0.1"
+
+
+def test_the_command_records_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file, series = save_classifier(tmp_path / "m.onnx").path, tmp_path / "h", tmp_path / "s.json"
+    bench = ["bench", str(model), "--on", "host", "--runs", "5", "-q", "--history", str(file)]
+    assert run_command([*bench, "--series", str(series)]) == 0
+    assert json.loads(series.read_bytes())[0]["unit"] == "ms"
+    assert run_command([*bench, "--max-slowdown", "1000"]) == 0
+    assert "of run 1 of" in capsys.readouterr().out
+    assert run_command(["runs", "bench", "--history", str(file), "--json"]) == 0
+    assert [one["id"] for one in json.loads(capsys.readouterr().out)["benches"]] == [1, 2]
+    assert run_command(["runs", "bench", "--history", str(file)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert run_command(["bench", str(model), "--max-slowdown", "2"]) == 2
+    assert "give --history FILE" in capsys.readouterr().err
