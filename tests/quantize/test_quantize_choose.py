@@ -8,7 +8,6 @@ from quantize_models import make_model, make_samples, random_samples
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
-from edgekit.progress import Budget
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -19,9 +18,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     best_quick_db,
     digest_draft,
     judge_draft,
-    judge_with_moments,
     needs_moments,
-    place_draft,
     prefer_method,
 )
 from edgekit.quantize.mixed_precision.relief import choose_schedule, relieve_step
@@ -201,22 +198,6 @@ def test_a_broken_plan_is_relieved_further_than_a_weak_one(
     schedule = choose_schedule(ratio, widens=widens, thorough=thorough)
     assert schedule.counts == (1, 3, 8, 20, 40)[:steps]
     assert (schedule.least_gain_db, schedule.enough_db) == (gain, enough)
-
-
-@pytest.mark.parametrize(
-    ("reached", "is_quick", "roundings"),
-    [(-99, False, 2), (99, True, 2), (99, False, 1)],
-    ids=["gain", "quick", "none"],
-)
-def test_weights_are_refitted_where_gptq_gained_or_it_takes_no_time(
-    net: Model, many: Calibration, reached: float, is_quick: bool, roundings: int
-) -> None:
-    graph = read_float_graph(net)
-    plan = draft_plan(net, graph, many, load_target("cpu"), "int8")
-    draft = Draft(graph=graph, calibration=many, plan=plan).use_unsigned()
-    before = Candidate(method="minmax", rounding="bias", relieved=(), sqnr_db=reached)
-    found = judge_with_moments(draft, [before], place_draft(draft), Budget(), is_quick=is_quick)
-    assert [candidate.rounding for candidate in found] == ["gptq", "refit"][:roundings]
 
 
 def test_second_moments_are_tried_above_a_floor_and_judged_once(net: Model, many: Calibration) -> None:

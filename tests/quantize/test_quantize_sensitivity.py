@@ -1,6 +1,8 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -8,7 +10,7 @@ from edgekit.model.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.sensitivity import rank_activations, rank_plan
+from edgekit.quantize.mixed_precision.sensitivity import rank_activations, rank_plan, search_spans
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
 from edgekit.quantize.qdq.build import build_qdq
 from edgekit.target import load_target
@@ -37,11 +39,37 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     )
     statistics = Path(calibration.statistics)
     qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
-    every = {error.name: error for error in rank_activations(graph, qdq, compared, statistics)}
-    some = rank_activations(graph, qdq, compared, statistics, closely=3)
-    assert {error.name for error in some} == every.keys()
-    assert sum(error == every[error.name] for error in some) >= 3
-    assert some[0] == min(every.values(), key=lambda error: error.sqnr_db)
+    every = rank_activations(graph, qdq, compared, statistics)
+    some = rank_activations(graph, qdq, compared, statistics, worst=3)
+    assert len(some) == len(every) > 3
+    assert {error.name for error in some} == {error.name for error in every}
+    assert some[0].name == every[0].name
+
+
+@pytest.mark.parametrize("at", [0, 99, 140])
+def test_the_worst_of_many_are_found_in_spans_and_come_first(at: int) -> None:
+    noise, judged = np.full(141, 1e-6), list[int]()
+    noise[[at, 30, 70]] = 1.0, 0.1, 0.01
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        judged.append(len(spans))
+        return [float(-10 * np.log10(noise[span.start : span.stop].sum())) for span in spans]
+
+    ratios = search_spans(141, judge, worst=8)
+    assert np.argsort(ratios)[:3].tolist() == [at, 30, 70]
+    assert [ratios[index] for index in (at, 30, 70)] == pytest.approx([0, 10, 20])
+    assert sum(judged) <= 56 < len(ratios) == np.isfinite(ratios).sum()
+
+
+def test_few_are_judged_alone_since_what_two_do_may_cancel() -> None:
+    seen: list[range] = []
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        seen.extend(spans)
+        return [0.0] * len(spans)
+
+    search_spans(9, judge, worst=8)
+    assert sorted(map(len, seen)) == [1] * 9
 
 
 def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:

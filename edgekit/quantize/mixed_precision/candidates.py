@@ -221,26 +221,9 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db, weights):
-        yield from judge_with_moments(chosen, tried, placed, budget, is_quick=weights <= _QUICK_WEIGHTS)
-
-
-def judge_with_moments(
-    draft: Draft, tried: Sequence[Candidate], placed: onnx.ModelProto, budget: Budget, *, is_quick: bool
-) -> Iterator[Candidate]:
-    """Yields the candidates that are rounded with second moments; `tried` are those rounded without.
-
-    Only a net that `is_quick` gets its weights refitted where GPTQ gained nothing.
-    """
-    reached = max(entry.sqnr_db for entry in tried)
-    for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
-        if not budget.allows(f"rounding {rounding}"):
-            continue
-        (found,) = _judge_roundings(draft, (rounding,), budget, placed)
-        yield found
-        # Where exact inputs taught nothing, those with noise did on small nets only (0.03 to 0.7 dB on mnist and kws of
-        # the zoo); on squeezenet, conv nets and encoders of tools/bench/architectures.py they never did.
-        if not (is_quick or draft.plan.bits) and found.sqnr_db <= reached:
-            return
+        for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
+            if budget.allows(f"rounding {rounding}"):
+                yield from _judge_roundings(chosen, (rounding,), budget, placed)
 
 
 def needs_moments(reached_db: float, unrounded_db: float, floor_db: float, weights: int) -> bool:

@@ -28,8 +28,8 @@ GOOD_DB = 30.0
 """From this ratio on, where the error is 3 % of the signal, nothing more is relieved: a choice."""
 # More tensors out of 8 bits hardly change which range method is best for the others.
 _FEW_RELIEVED = 8
-# So many activations are ranked by all samples: the largest step of a schedule.
-_MOST_RANKED = 40
+# So many tensors are ranked at once: few, which most models need, and then those that the steps behind take.
+_RANKED = (_FEW_RELIEVED, 40, 80)
 _RELIEF = "more tensors out of 8 bits"
 
 
@@ -65,15 +65,13 @@ def relieve_plan(
     Raises:
         UsageError: the statistics are gone.
     """
-    if not memo.budget.allows(_RELIEF):
-        return draft.plan, ()
-    order = _rank_tensors(draft, memo)
     best, reached, idle = draft.plan, lead.sqnr_db, 0
     tried: list[Candidate] = []
     for count in schedule.counts:
-        names = order[:count]
         if not memo.budget.allows(_RELIEF):
             break
+        order = _rank_tensors(draft, memo, count)
+        names = order[:count]
         relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
         if not quantizes_any(draft.graph, relieved):
             break
@@ -109,7 +107,7 @@ def relieve_step(
     graph = plan_graph(model, plan)
     calibration = adapt_ranges(graph, plan_calibration(model, plan, calibration))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
-    order = _rank_tensors(draft, memo)
+    order = _rank_tensors(draft, memo, count)
     if count > 2 * len(order):
         return None
     relieved = relieve_tensors(graph, plan, order[:count], calibration, widens=target.widens(plan.precision))
@@ -151,15 +149,15 @@ def relieve_tensors(
     return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
 
 
-def _rank_tensors(draft: Draft, memo: Memo) -> tuple[str, ...]:
-    """Returns the tensors whose 8 bits hurt most, worst first, remembered for the steps that follow."""
-    plan = msgspec.structs.replace(draft.plan, judged=())
-    key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs), order="sorted"))
+def _rank_tensors(draft: Draft, memo: Memo, count: int) -> tuple[str, ...]:
+    """Returns the tensors whose 8 bits hurt most, worst first, of which `count` count; the next steps remember them."""
+    plan, worst = msgspec.structs.replace(draft.plan, judged=()), next(each for each in _RANKED if each >= count)
+    key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs, worst), order="sorted"))
     if key in memo.ranked:
         return memo.ranked[key]
     unsigned = draft.use_unsigned()
     qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
-    errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, memo.budget, closely=_MOST_RANKED)
+    errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, memo.budget, worst=worst)
     # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
     folded = folded_activations(draft.graph)
     sources = (range_source(draft.graph, error.name) for error in errors)
