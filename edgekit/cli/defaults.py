@@ -27,13 +27,11 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
-    """Returns the tables of commands that a file has, none where there is no such file.
+    """Returns the tables of commands that a file has.
 
     Raises:
         UsageError: it cannot be read or is malformed.
     """
-    if not path.is_file():
-        return {}
     try:
         found = read_toml(path, dict[str, Any]).get(SECTION, {})
     except OSError as error:

@@ -11,7 +11,6 @@ from types import FrameType
 
 import click
 
-from edgekit.app.positions import FILE
 from edgekit.errors import EdgekitError
 from edgekit.plain import escape_controls
 
@@ -86,7 +85,14 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="edgekit-onnx", message="edgekit %(version)s")
-def group() -> None:
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    envvar="EDGEKIT_CONFIG",
+    metavar="FILE",
+    help="Take options that are not typed from [commands.NAME] of this edgekit.toml; also EDGEKIT_CONFIG.",
+)
+def group(config: Path | None) -> None:
     """Take an ONNX model to phones and boards: check, quantize, convert, bundle, verify.
 
     \b
@@ -96,9 +102,10 @@ def group() -> None:
 
 
 def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
-    """Lets the options of a command be what an `edgekit.toml` in the current folder says, and says which."""
-    place = Path(FILE)
-    if not place.is_file():
+    """Lets the options of a command be what the file of --config says, and says which."""
+    # Never one that merely lies in the current folder: it could load libraries, or say whose signature counts.
+    place = context.params["config"]
+    if place is None:
         return
     # Imported when there is one: it reads TOML, and half of all commands need none.
     defaults = importlib.import_module("edgekit.cli.defaults")
@@ -107,7 +114,7 @@ def _take_defaults(context: click.Context, name: str, command: click.Command, ar
         return
     context.default_map = {name: defaults.map_defaults(place, name, table, command)}
     if not {"-q", "--quiet"} & set(args) and "quiet" not in table:
-        click.echo(f"{FILE} gives {name} its {', '.join(table)}, where they are not typed", err=True)
+        click.echo(f"{place} gives {name} its {', '.join(table)}, where they are not typed", err=True)
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from tiny_models import parse_model
 from edgekit.cli.main import COMMANDS, group, run_command
 from edgekit.cli.schema import describe_file
 
+NAMED = ("--config", "edgekit.toml")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -46,17 +48,32 @@ def test_every_option_of_every_command_has_its_place() -> None:
 def test_what_the_file_says_counts_where_nobody_types_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = '[commands.prepare]\nout = "made.onnx"\ndim = { N = 3 }\nfix = false\njson = true\n'
     (folder / "edgekit.toml").write_text(text)
-    assert run_command(["prepare", "m.onnx"]) == 0
+    assert run_command([*NAMED, "prepare", "m.onnx"]) == 0
     made, said = capsys.readouterr()
     assert (json.loads(made)["model"]["inputs"][0]["shape"], said.count("\n")) == ([3, 4], 1)
     assert said.startswith("edgekit.toml gives prepare its out, dim, fix, json, where they are not typed\n")
-    assert run_command(["prepare", "m.onnx", "--dim", "N=5", "--out", "typed.onnx", "--quiet"]) == 0
+    assert run_command([*NAMED, "prepare", "m.onnx", "--dim", "N=5", "--out", "typed.onnx", "--quiet"]) == 0
     made, said = capsys.readouterr()
     assert (json.loads(made)["model"]["inputs"][0]["shape"], said) == ([5, 4], "")
     assert sorted(path.name for path in folder.glob("*.onnx")) == ["m.onnx", "made.onnx", "typed.onnx"]
     # Other commands know nothing of it, and help is there though the file is broken.
     (folder / "edgekit.toml").write_text("[commands.prepare\n")
-    assert run_command(["prepare", "--help"]) == 0
+    assert run_command([*NAMED, "prepare", "--help"]) == 0
+
+
+def test_a_file_that_nobody_names_gives_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "edgekit.toml").write_text("[commands.targets]\njson = true\n")
+    assert run_command(["targets"]) == 0
+    printed, said = capsys.readouterr()
+    assert (printed.startswith("{"), said) == (False, "")
+    monkeypatch.setenv("EDGEKIT_CONFIG", "edgekit.toml")
+    assert run_command(["targets"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    monkeypatch.setenv("EDGEKIT_CONFIG", "lost.toml")
+    assert run_command(["targets"]) == 2
+    assert "cannot read 'lost.toml'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -72,7 +89,7 @@ def test_an_error_says_where_it_stands(
     text: str, wanted: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "edgekit.toml").write_text(text)
-    assert run_command(["targets"]) == 2
+    assert run_command([*NAMED, "targets"]) == 2
     assert wanted in capsys.readouterr().err
 
 
