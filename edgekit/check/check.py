@@ -19,6 +19,7 @@ from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model
 from edgekit.model.skim import skim_model
 from edgekit.prepare.tidy import name_nodes
+from edgekit.prepare.weights.narrow_constants import widen_constants
 from edgekit.target import Target
 
 
@@ -43,6 +44,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
     # Nodes get their names before the graph is viewed, so that the report, advice and rewrites speak of the same ones.
     proto = skim_model(model.path)
     name_nodes(proto.graph)
+    widen_constants(proto.graph)
     proto = infer_model(proto)
     graph = view_model(proto)
 

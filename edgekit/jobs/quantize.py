@@ -37,6 +37,7 @@ from edgekit.quantize.mixed_precision.goal_search import (
     search_quantization,
     write_chosen,
 )
+from edgekit.quantize.mixed_precision.narrow import store_narrow
 from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.qdq.build import plan_calibration
@@ -67,23 +68,36 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     layers: bool = False
     time_budget_s: float | None = None
 
+    def read_plan(self) -> QuantPlan | None:
+        """Returns the plan in the file, None where no file is named.
+
+        Raises:
+            UsageError: the file cannot be read or holds no plan.
+        """
+        return None if self.plan is None else read_plan(self.plan)
+
     def budget(self, start: float, progress: Progress) -> Budget:
         """Returns the time of a search that is part of what began at `start`, by `time.monotonic()`."""
         return Budget(end=start + (self.time_budget_s or math.inf), progress=progress)
 
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared for one target, and samples that were judged: all that is known before anything is measured."""
+    """A model prepared for one target, and samples that were judged: all that is known before anything is measured.
+
+    `given` is the plan of a file.
+    """
 
     source: Model
     prepared: Model
     fixes: tuple[Fix, ...]
+    given: QuantPlan | None
     outputs: dict[str, StatedOutput]
     samples: Samples
     facts: SampleFacts
     target: Target
     precision: Precision
     max_drop: float | None
+    narrow: bool
     measure: Callable[[Model], Prediction]
     work: Path
     budget: Budget
@@ -105,13 +119,12 @@ def quantize_for(
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
     """
     start, how = time.monotonic(), options or QuantizeOptions()
-    given = None if how.plan is None else read_plan(how.plan)
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, given, work, how.budget(start, progress or say_nothing))
+        job = _open_job(model, data, recipe, how.read_plan(), work, how.budget(start, progress or say_nothing))
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
-        state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how, given)
-        plan, searched = _choose_plan(job, search, how.method, given, state)
+        state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
+        plan, searched = _choose_plan(job, search, how.method, state)
         quantized, predicted = _write_model(job, search, plan, searched, out)
         layers = _measure_layers(job, search.calibration, plan) if how.layers else ()
     return QuantizeReport(
@@ -126,6 +139,7 @@ def quantize_for(
         size_before=job.source.size_bytes,
         size_after=quantized.size_after,
         float_constants=quantized.float_constants,
+        narrow=plan.narrow,
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,
         predicted=predicted,
@@ -153,8 +167,7 @@ def plan_for(
     budget = how.budget(time.monotonic(), progress or say_nothing)
     with work_folder() as work:
         job = _open_job(model, data, recipe, None, work, budget)
-        search = _open_search(job, how, None)
-        plan, _ = _choose_plan(job, search, how.method, None, None)
+        plan, _ = _choose_plan(job, _open_search(job, how), how.method, None)
     return plan
 
 
@@ -186,12 +199,14 @@ def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, w
         source=source,
         prepared=fixed.model,
         fixes=fixed.fixes,
+        given=plan,
         outputs=outputs,
         samples=samples,
         facts=facts,
         target=target,
         precision=precision,
         max_drop=recipe.max_drop,
+        narrow=recipe.float_constants == "auto",
         measure=measure,
         work=work,
         budget=budget,
@@ -240,8 +255,9 @@ def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskL
     return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, facts)
 
 
-def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calibration:
+def _calibrate(job: _Job, how: QuantizeOptions) -> Calibration:
     """Returns a calibration that measures what a method, or a plan that is given, needs."""
+    plan = job.given
     if plan is None:
         fitting = how.method in _OPEN_METHODS
         methods: Sequence[str] = AUTO_METHODS if fitting else (how.method,)
@@ -260,13 +276,19 @@ def _calibrate(job: _Job, how: QuantizeOptions, plan: QuantPlan | None) -> Calib
     )
 
 
-def _choose_plan(
-    job: _Job, search: Search, method: str, given: QuantPlan | None, state: State | None
-) -> tuple[QuantPlan, Searched | None]:
+def _choose_plan(job: _Job, search: Search, method: str, state: State | None) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan that was given, was searched for or is that of a method, and what was tried in a search."""
-    if given is not None:
-        require_plan(given, job.prepared, search.calibration, job.target)
-        return given, None
+    if job.given is not None:
+        require_plan(job.given, job.prepared, search.calibration, job.target)
+        return job.given, None
+    plan, searched = _find_plan(job, search, method, state)
+    if not job.narrow:
+        return plan, searched
+    reached = None if searched is None else searched.chosen.prediction.sqnr_db
+    return store_narrow(job.prepared, plan, search.calibration, reached), searched
+
+
+def _find_plan(job: _Job, search: Search, method: str, state: State | None) -> tuple[QuantPlan, Searched | None]:
     if job.max_drop is not None:
         searched = search_quantization(search, job.max_drop / 100, state)
         return searched.chosen.plan, searched
@@ -277,10 +299,10 @@ def _choose_plan(
     ), None
 
 
-def _open_search(job: _Job, how: QuantizeOptions, given: QuantPlan | None) -> Search:
+def _open_search(job: _Job, how: QuantizeOptions) -> Search:
     return Search(
         model=job.prepared,
-        calibration=_calibrate(job, how, given),
+        calibration=_calibrate(job, how),
         target=job.target,
         precision=job.precision,
         measure=job.measure,
@@ -297,9 +319,10 @@ def _write_model(
     with replacing_file(out) as temporary:
         job.budget.progress("quantize")
         quantized = write_chosen(search, plan, searched, temporary)
-        if searched is None:
+        measured = searched is not None and plan == searched.chosen.plan
+        if not measured:
             job.budget.progress("measure")
-        predicted = job.measure(quantized.model) if searched is None else searched.chosen.prediction
+        predicted = searched.chosen.prediction if searched is not None and measured else job.measure(quantized.model)
         # Weights beyond 2 GB lie beside the model, under the name that stands in it.
         move_data(temporary, out)
     return quantized, predicted

@@ -23,7 +23,9 @@ from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.prepare.weights.float_weights import keep_float_weights
 from edgekit.quantize import Calibration, QuantizedModel
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization, write_chosen
+from edgekit.quantize.mixed_precision.narrow import store_narrow
 from edgekit.recipe import choose_precision
+from edgekit.report.quantization_text import describe_narrow
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.report import Step
@@ -222,6 +224,10 @@ def _quantize(
             notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
     if job.memo.budget.left_out:
         notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
+    if job.recipe.float_constants == "auto":
+        reached = None if searched is None else searched.chosen.prediction.sqnr_db
+        plan = store_narrow(search.model, plan, search.calibration, reached)
+        notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
     return write_chosen(search, plan, searched, work / "quantized.onnx")
 
 

@@ -11,6 +11,7 @@ from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.rewrites.unsigned_weights import store_unsigned
 from edgekit.prepare.weights.float_weights import find_float_weights
+from edgekit.prepare.weights.narrow_constants import find_narrow, narrow_constants
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
@@ -60,6 +61,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         store_unsigned(quantized.graph)
     elif plan.unsigned_ops:
         store_unsigned(quantized.graph, plan.unsigned_ops)
+    narrow_constants(quantized.graph, plan.narrow.bits)
     compact_qdq(quantized)
     out.parent.mkdir(parents=True, exist_ok=True)
     float_constants = _measure_float_constants(quantized.graph)
@@ -105,12 +107,15 @@ def _refuse_float_weights(graph: onnx.GraphProto) -> None:
 def _measure_float_constants(graph: onnx.GraphProto) -> dict[str, int]:
     scaling = {"QuantizeLinear", "DequantizeLinear"}
     read = {name for node in graph.node if node.op_type not in scaling for name in node.input}
-    sizes = {
+    stored = {
         tensor.name: math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         for tensor in graph.initializer
-        if tensor.name in read and tensor.data_type in _FLOATS
     }
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+    floats = {tensor.name for tensor in graph.initializer if tensor.data_type in _FLOATS}
+    narrow = find_narrow(graph)
+    sizes = {name: stored[name] for name in floats & read - {each.scales for each in narrow.values()}}
+    sizes |= {name: stored[each.integers] + stored[each.scales] for name, each in narrow.items()}
+    return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _explain(nodes: list[onnx.NodeProto], plan: QuantPlan, graph: Graph) -> tuple[FloatNode, ...]:

@@ -11,6 +11,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.mixed_precision.narrow import find_float_constants
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq.build import plan_calibration, plan_graph
 from edgekit.quantize.ranges.methods import RANGE_METHODS, TensorRange
@@ -111,6 +112,10 @@ def _odd_nodes(plan: QuantPlan, graph: Graph) -> Iterator[_Complaint]:
             yield f"keeps node '{node.name}' float, which does not exist", suggest_name(node.name, ops)
         elif ops[node.name] != node.op:
             yield f"takes node '{node.name}' for {node.op}; it is {ops[node.name]}", _HINT
+    constants = dict(find_float_constants(graph, plan))
+    for name in plan.narrow.bits:
+        if name not in constants:
+            yield f"narrows '{name}', which is no large constant of float nodes alone", suggest_name(name, constants)
 
 
 def _odd_ranges(plan: QuantPlan, own: QuantPlan, target: Target) -> Iterator[_Complaint]:

@@ -53,6 +53,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eight_bit_share: float = 0.0
 
 
+class NarrowConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Float constants that are stored as integers: the bits of each, the bytes saved, and how near outputs stay.
+
+    `ratio_db` is that of the float model with them, over the held-out samples.
+    """
+
+    bits: dict[str, Literal[8, 16]] = {}
+    saved_bytes: int = 0
+    ratio_db: float = 0.0
+
+
 class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What quantizing will do.
 
@@ -62,7 +73,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     than 8. `float_nodes` are the nodes kept float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
-    scale, `unsigned_ops` those whose weights are stored as uint8.
+    scale, `unsigned_ops` those whose weights are stored as uint8. `narrow` are constants of nodes kept float.
     """
 
     model_sha256: str
@@ -87,6 +98,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bits: dict[str, int] = {}
     float_nodes: tuple[FloatNode, ...]
     wide: dict[str, TensorRange]
+    narrow: NarrowConstants = NarrowConstants()
     judged: tuple[Candidate, ...]
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
+from edgekit.quantize.plan import NarrowConstants
 from edgekit.report.summary import QuantizeReport
 
 # Less is no part of a size that anybody counts.
@@ -58,6 +59,16 @@ def _describe_floats(report: QuantizeReport) -> Iterator[str]:
     if large:
         more = f" and {len(large) - _MOST_LINES} more" if len(large) > _MOST_LINES else ""
         yield f"- large constants in float: {', '.join(large[:_MOST_LINES])}{more}"
+    if report.narrow.bits:
+        yield f"- {describe_narrow(report.narrow)}"
+
+
+def describe_narrow(narrow: NarrowConstants) -> str:
+    """Returns in one line what fewer bits save of constants that stay float, and what that costs."""
+    counts = Counter(narrow.bits.values())
+    stored = " and ".join(f"{counts[bits]} in {bits} bits" for bits in sorted(counts))
+    saved = f"{narrow.saved_bytes / 1e3:.0f} kB less"
+    return f"of these constants {stored}: {saved}; that alone keeps {narrow.ratio_db:.0f} dB on held-out samples"
 
 
 def describe_prediction(predicted: Prediction) -> str:

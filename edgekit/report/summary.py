@@ -10,6 +10,7 @@ from edgekit.plain import Shown
 from edgekit.progress import StageTime
 from edgekit.quantize import Candidate, FloatNode
 from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.plan import NarrowConstants
 from edgekit.target import Form, Precision
 from edgekit.verify.report import VerifyReport
 
@@ -150,10 +151,10 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
     `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each
-    constant that stays float, the largest first. `predicted` is what it will cost. `trials` are those of a search, in
-    order; `max_drop` is its goal in points. `met` says whether the chosen one reaches it, None where no goal was set,
-    and `goal_note` what that leaves out. `layers` are the quantized activations, in graph order, where they were asked
-    for. `left_out` is what the time budget left no time for.
+    constant that stays float, the largest first; `narrow` are those in 8 or 16 bits. `predicted` is what it will
+    cost. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen one
+    reaches it, None where no goal was set, and `goal_note` what that leaves out. `layers` are the quantized
+    activations, in graph order, where they were asked for. `left_out` is what the time budget left no time for.
     """
 
     model: str
@@ -167,6 +168,7 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     size_before: int
     size_after: int
     float_constants: dict[str, int]
+    narrow: NarrowConstants = NarrowConstants()
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
     predicted: Prediction

@@ -29,13 +29,23 @@ def report(tmp_path: Path) -> QuantizeReport:
 
 
 def test_a_reason_is_said_once_and_large_constants_are_named(report: QuantizeReport) -> None:
-    assert report.float_constants["dft"] == 64 * 64 * 4
+    assert report.float_constants["dft"] == 64 * 64 * 2 + 64 * 4
     assert next(iter(report.float_constants)) == "dft"
     assert report.float_bytes == sum(report.float_constants.values())
     lines = list(describe_quantization(report))
     assert sum("magnifies rounding near 0" in line for line in lines) == 1
     assert f"- {len(report.float_nodes)} in float: it leads to the logarithm" in "\n".join(lines)
-    assert "- large constants in float: 'dft' 16 kB" in lines
+    assert (
+        sum(line.startswith("- of these constants 1 in 16 bits: 8 kB less; that alone keeps ") for line in lines) == 1
+    )
+
+
+def test_a_recipe_keeps_large_constants_whole(report: QuantizeReport, tmp_path: Path) -> None:
+    recipe, out = Recipe(targets=("cpu",), float_constants="float32"), tmp_path / "whole.onnx"
+    whole = quantize_for(tmp_path / "m.onnx", Data(source=str(tmp_path / "data.npz")), out, recipe)
+    assert (whole.float_constants["dft"], whole.narrow.bits) == (64 * 64 * 4, {})
+    assert whole.size_after > report.size_after + 7_000
+    assert "- large constants in float: 'dft' 16 kB" in list(describe_quantization(whole))
 
 
 def test_many_reasons_and_constants_are_counted_and_few_are_left_out(report: QuantizeReport) -> None:

@@ -1,0 +1,96 @@
+"""Float constants stored as integers with a scale a channel: a Cast and a Mul widen each.
+
+A session folds both when it loads the model, at every level of optimisation but none and before it asks a provider
+(core/optimizer/constant_folding.cc). It leaves a DequantizeLinear of a constant in the graph, to be run each time.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.graph.rewrite import set_nodes
+from edgekit.model.model import list_names
+from edgekit.model.tensors import Array
+
+_FLOAT = onnx.TensorProto.FLOAT
+_MOST: Mapping[int, int] = {8: 127, 16: 32767}
+_INTEGERS = frozenset({onnx.TensorProto.INT8, onnx.TensorProto.INT16})
+# Scales are no more than this share of the numbers: else a vector would get one for each.
+_MOST_SCALES = 1 / 16
+
+
+class Narrow(msgspec.Struct, frozen=True, kw_only=True):
+    """The names of the constants and of the two nodes that stand for a float one."""
+
+    integers: str
+    scales: str
+    cast: str
+    mul: str
+
+
+def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
+    """Stores float initializers in 8 or 16 bits, in place; what is read keeps its name."""
+    taken = {*list_names(graph), *(node.name for node in graph.node)}
+    added: list[onnx.NodeProto] = []
+    for tensor in [tensor for tensor in graph.initializer if tensor.name in bits]:
+        whole = tensor.name
+        prefix = whole
+        while {f"{prefix}_{part}" for part in ("integers", "scales", "counts")} & taken:
+            prefix += "_"
+        integers, scales, counts = (f"{prefix}_{part}" for part in ("integers", "scales", "counts"))
+        values, scale = round_by_channel(numpy_helper.to_array(tensor), bits[whole])
+        tensor.CopyFrom(numpy_helper.from_array(values, integers))
+        graph.initializer.append(numpy_helper.from_array(scale, scales))
+        added.append(helper.make_node("Cast", [integers], [counts], name=counts, to=_FLOAT))
+        added.append(helper.make_node("Mul", [counts, scales], [whole], name=integers))
+    if added:
+        set_nodes(graph, [*added, *graph.node])
+
+
+def round_by_channel(values: Array, bits: int) -> tuple[Array, Array]:
+    """Returns integers of the shape of `values`, and float32 scales for the axis on which they err least.
+
+    The scales have the rank of the values, so that a product of both is what the integers stand for.
+    """
+    axes = [axis for axis, size in enumerate(values.shape) if 1 < size <= values.size * _MOST_SCALES]
+    every = tuple(range(values.ndim))
+    found: list[tuple[float, Array, Array]] = []
+    for others in [tuple(each for each in every if each != axis) for axis in axes] or [every]:
+        scales = (np.abs(values).max(axis=others, keepdims=True) / np.float32(_MOST[bits])).astype(np.float32)
+        scales = np.maximum(scales, np.finfo(np.float32).tiny)
+        integers = np.rint(values / scales).astype(np.dtype(f"int{bits}"))
+        found.append((float(np.square(integers * scales - values, dtype=np.float64).sum()), integers, scales))
+    _, integers, scales = min(found, key=lambda each: each[0])
+    return integers, scales
+
+
+def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
+    """Returns what stands for each float constant that is stored so, by the name that is read."""
+    fed = {value.name for value in graph.input}
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer if tensor.name not in fed}
+    casts = {
+        node.output[0]: node
+        for node in graph.node
+        if node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS and node.attribute[0].i == _FLOAT
+    }
+    return {
+        node.output[0]: Narrow(
+            integers=casts[node.input[0]].input[0], scales=node.input[1], cast=node.input[0], mul=node.output[0]
+        )
+        for node in graph.node
+        if node.op_type == "Mul" and node.input[0] in casts and types.get(node.input[1]) == _FLOAT
+    }
+
+
+def widen_constants(graph: onnx.GraphProto) -> None:
+    """Makes float initializers without data of what is stored so, in place: as a session does before providers look."""
+    found = find_narrow(graph)
+    shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
+    for whole, narrow in found.items():
+        graph.initializer.add(name=whole, data_type=_FLOAT, dims=shapes[narrow.integers])
+    made = {name for narrow in found.values() for name in (narrow.cast, narrow.mul)}
+    if made:
+        set_nodes(graph, [node for node in graph.node if made.isdisjoint(node.output)])
