@@ -39,11 +39,13 @@ class Parameter(_Strict, frozen=True, kw_only=True):
 class IntegerTypes(_Strict, frozen=True, kw_only=True):
     """What an integer precision changes of a `Quantization`; None is as it is in int8.
 
-    `weight_bits` are those of weights that get a scale per channel and mix several inputs.
+    `weight_bits` are those of weights that get a scale per channel and mix several inputs, `weight_block` how many of
+    them share a scale instead where the provider takes that.
     """
 
     activation: Literal["uint8", "int8", "uint16"] | None = None
     weight_bits: Literal[4, 8] | None = None
+    weight_block: Literal[0, 16, 32, 64, 128] | None = None
     per_channel_ops: tuple[str, ...] | None = None
 
 
@@ -54,7 +56,8 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
     are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only. Those of
     `shared_ops` get one scale for all their inputs and their output. With `reduce_range` weights have 7 bits. Those of
-    `unsigned_ops` are stored as uint8 with a zero point of 128 where the others are int8: the same values.
+    `unsigned_ops` are stored as uint8 with a zero point of 128 where the others are int8: the same values. With a
+    `weight_block` the weights of 4 bits of a MatMul of three dimensions become a MatMulNBits, in blocks of so many.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -69,6 +72,7 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     shared_ops: tuple[str, ...] = ()
     unsigned_ops: tuple[str, ...] = ()
     weight_bits: Literal[4, 8] = 8
+    weight_block: Literal[0, 16, 32, 64, 128] = 0
     precisions: dict[Precision, IntegerTypes] = {}
 
     def at(self, precision: Precision) -> "Quantization":

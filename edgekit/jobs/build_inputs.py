@@ -24,7 +24,7 @@ from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
 from edgekit.prepare import ready_model
-from edgekit.prepare.fix import SPELLINGS, Fix
+from edgekit.prepare.fix import SPELLINGS, Fix, list_asked
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -211,12 +211,13 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     if inputs.is_quantized or not job.recipe.fix:
         return inputs
     # Asked before gigabytes are written: most models have nothing to gain.
-    if SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
+    asked = list_asked(target)
+    if not asked and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
         return inputs
     better, gain = fix_for_target(prepared, folder / prepared.path.name, target)
     known = {fix.id for fix in inputs.fixes}
     fixes = tuple(fix for fix in better.fixes if fix.id not in known)
-    if not fixes or gain.after == gain.before:
+    if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
         return inputs
     rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
     notes.append(f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now")

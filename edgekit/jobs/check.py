@@ -19,7 +19,7 @@ from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
-from edgekit.prepare.fix import FIXES, Fix, FixedModel, fix_model
+from edgekit.prepare.fix import FIXES, Fix, FixedModel, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets
 from edgekit.report.checked import CheckSummary, describe_recommendation
@@ -116,7 +116,7 @@ def fix_for_target(prepared: Model, out: Path, target: Target) -> tuple[FixedMod
     before = after = check_model(prepared, target)
     fixes: list[Fix] = []
     for _ in range(_FIX_ROUNDS):
-        fixed = fix_model(prepared, out, {*FIXES, *(advice.id for advice in after.advice)})
+        fixed = fix_model(prepared, out, {*FIXES, *list_asked(target), *(advice.id for advice in after.advice)})
         prepared, after = fixed.model, check_model(fixed.model, target)
         fixes += fixed.fixes
         if not fixed.fixes:

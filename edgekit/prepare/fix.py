@@ -19,6 +19,7 @@ from edgekit.prepare.rewrites import (
     exact_gelu,
     flat_expand,
     flatten_to_reshape,
+    gemm_to_matmul,
     hard_swish,
     idle_relu,
     index_to_int32,
@@ -38,6 +39,7 @@ from edgekit.prepare.rewrites import (
 from edgekit.prepare.shapes.infer import infer_values
 from edgekit.prepare.tidy import import_contrib, merge_domains, name_nodes
 from edgekit.prepare.weights.external import save_graph
+from edgekit.target import Target
 
 Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 
@@ -74,8 +76,18 @@ SPELLINGS: Mapping[str, Rewrite] = {
 }
 """Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
 
-REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS}
+ASKED: Mapping[str, Rewrite] = {gemm_to_matmul.FIX_ID: gemm_to_matmul.write_matmuls}
+"""Rewrites that gain nothing in the float graph, and that a way of quantizing asks for (`list_asked`)."""
+
+REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
+
+
+def list_asked(target: Target) -> tuple[str, ...]:
+    """Returns the rewrites that a target's way of quantizing asks for, whatever check finds of the float model."""
+    blocks = any(types.weight_block for types in target.quantization.precisions.values())
+    # A product keeps its weights in blocks in three dimensions alone.
+    return (gemm_to_matmul.FIX_ID,) if blocks else ()
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +141,7 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
     for name, rewrite in REWRITES.items():
         if name not in ids:
             continue
-        if name in SPELLINGS:
+        if name not in FIXES:
             infer_values(proto)
         nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:

@@ -90,6 +90,9 @@ def _complaints(plan: QuantPlan, own: QuantPlan, graph: Graph, target: Target) -
         yield f"quantizes '{op}', which this model or target does not have", suggest_name(op, own.op_types)
     yield from _odd_nodes(plan, graph)
     yield from _odd_ranges(plan, own, target)
+    if plan.block not in {0, own.block}:
+        takes = f"takes {own.block}" if own.block else "takes none"
+        yield f"has blocks of {plan.block} weights, but {plan.precision} of target '{target.name}' {takes}", _HINT
     for weight, bits in plan.bits.items():
         if own.bits.get(weight) != bits:
             takes = f"takes {own.bits[weight]}" if weight in own.bits else "has 8 for it"

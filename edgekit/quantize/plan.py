@@ -70,7 +70,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
     `factors` holds for each tensor whose channels are scaled, in the producer and back in its readers, the factors.
     `axes` holds the channel axis of each weight that gets a scale per channel, `bits` the bits of each that has fewer
-    than 8. `float_nodes` are the nodes kept float.
+    than 8; those of products of three dimensions lie in blocks of `block`, 0 for none. `float_nodes` are the nodes kept
+    float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
     scale, `unsigned_ops` those whose weights are stored as uint8. `narrow` are constants of nodes kept float.
@@ -96,6 +97,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     factors: dict[str, tuple[float, ...]] = {}
     axes: dict[str, int]
     bits: dict[str, int] = {}
+    block: int = 0
     float_nodes: tuple[FloatNode, ...]
     wide: dict[str, TensorRange]
     narrow: NarrowConstants = NarrowConstants()
@@ -143,6 +145,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         grids=_grids(graph, rules.scheme, rules.activation, op_types),
         axes=axes,
         bits=_bits(graph, rules, axes),
+        block=rules.weight_block if rules.weight_bits == 4 else 0,
         float_nodes=float_nodes,
         wide=_wide_tensors(graph, set(high_precision) - {node.name for node in float_nodes}, exact) if widens else {},
         judged=(),

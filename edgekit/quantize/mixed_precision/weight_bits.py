@@ -124,7 +124,8 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, plan = draft.graph, draft.plan
+    # A switch takes weights between Q and DQ alone; which of them hurt most is no other question in blocks.
+    graph, plan = draft.graph, msgspec.structs.replace(draft.plan, block=0)
     layers = [layer for layer in read_layers(graph) if layer.weight in plan.bits]
     few, eight = (
         round_weights(placed, graph, msgspec.structs.replace(plan, bits=bits), draft.statistics)

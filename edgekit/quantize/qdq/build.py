@@ -13,6 +13,7 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.qdq.blocks import store_blocks
 from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
 from edgekit.quantize.rounding.gptq import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.rounding.weights import round_qdq_weights
@@ -83,6 +84,8 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     qdq.CopyFrom(placed)
     scaled = scaled_layers(graph, plan.factors)
     round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, _limit(plan), plan.bits)
+    if plan.block:
+        store_blocks(qdq, graph, plan, statistics, scaled)
     return qdq
 
 

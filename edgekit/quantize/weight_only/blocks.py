@@ -73,13 +73,23 @@ def pack_weights(
         if (tensor.name, turned) not in packed:
             blocks = None if tensor.name in tables else learned(node.name)
             blocks = blocks or _round_plainly(tensor, form, turned=turned)
-            packed[tensor.name, turned] = _add_packed(graph, tensor, blocks, form.bits, turned=turned)
+            packed[tensor.name, turned] = _add_packed(graph, tensor.name, blocks, form.bits, turned=turned)
         (_gather if gathers else _replace)(node, packed[tensor.name, turned], shape, form)
         changed.append(node.name)
     _flatten_tables(graph)
     drop_unread(graph)
     import_contrib(proto)
     return tuple(changed)
+
+
+def write_product(
+    graph: onnx.GraphProto, node: onnx.NodeProto, weight: str, blocks: Blocks, form: BlockForm, depth: int
+) -> None:
+    """Makes a MatMul of the graph a MatMulNBits with these blocks of a weight of so many rows, stored once a name."""
+    names = _packed_names(weight, form.bits, turned=False)
+    if names[0] not in {tensor.name for tensor in graph.initializer}:
+        _add_packed(graph, weight, blocks, form.bits, turned=False)
+    _replace(node, names, (depth, len(blocks[0])), form)
 
 
 def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False) -> Blocks:
@@ -175,15 +185,18 @@ def _round_plainly(tensor: onnx.TensorProto, form: BlockForm, *, turned: bool) -
     return quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
 
 
-def _add_packed(
-    graph: onnx.GraphProto, tensor: onnx.TensorProto, blocks: Blocks, bits: int, *, turned: bool
-) -> tuple[str, str]:
+def _add_packed(graph: onnx.GraphProto, weight: str, blocks: Blocks, bits: int, *, turned: bool) -> tuple[str, str]:
     values, scales = blocks
     packed = values[..., ::2] | (values[..., 1::2] << 4) if bits == 4 else values
-    names = (f"{tensor.name}_q{bits}{'t' if turned else ''}", f"{tensor.name}_scales{'t' if turned else ''}")
+    names = _packed_names(weight, bits, turned=turned)
     graph.initializer.append(numpy_helper.from_array(packed, names[0]))
     graph.initializer.append(numpy_helper.from_array(scales, names[1]))
     return names
+
+
+def _packed_names(name: str, bits: int, *, turned: bool) -> tuple[str, str]:
+    end = "t" if turned else ""
+    return f"{name}_q{bits}{end}", f"{name}_scales{end}"
 
 
 def _replace(node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], form: BlockForm) -> None:
