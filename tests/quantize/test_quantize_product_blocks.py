@@ -68,7 +68,7 @@ def test_products_of_three_dimensions_get_blocks_of_lpbq(
     assert all(makers[node.input[1]] == "DequantizeLinear" for node in gemms)
 
 
-def test_rounding_by_samples_gives_other_integers_of_the_same_weight(bert: tuple[Model, Calibration], tmp_path: Path) -> None:
+def test_rounding_by_samples_gives_other_integers(bert: tuple[Model, Calibration], tmp_path: Path) -> None:
     noise: dict[str, float] = {}
     graph = read_float_graph(bert[0])
     for rounding in ("nearest", "comq"):

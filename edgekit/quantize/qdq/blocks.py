@@ -12,9 +12,9 @@ from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import drop_unread
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import HEADERS, Array
 from edgekit.prepare.tidy import import_contrib
-from edgekit.quantize.calibration.moments import HEADERS, StoredMoments, open_moments, scale_moments
+from edgekit.quantize.calibration.moments import StoredMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, write_product
