@@ -13,7 +13,7 @@ from edgekit.bench.interleaved import compare_on
 from edgekit.bench.latency import describe_drift, find_drift, median_interval
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.bench.subject import Opening, Subject, open_subject
-from edgekit.bench.thermal import describe_change
+from edgekit.bench.thermal import describe_change, find_energy
 from edgekit.devices.device import Device, Job, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.placed import count_nodes
@@ -120,6 +120,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         load_ms=last.load_ms,
         first_ms=blocks[0].first_ms,
         peak_rss_bytes=last.peak_rss_bytes,
+        energy_mj=_find_energy(blocks, empty.batch),
         warmup=blocks[-1].warmup,
         iterations=len(series),
         versions=dict(sorted(last.versions.items())),
@@ -130,6 +131,14 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         provider=empty.provider if counts.get(empty.provider) else CPU_PROVIDER,
         warnings=tuple(_list_warnings(run, empty.provider, blocks)),
     )
+
+
+def _find_energy(blocks: Sequence[Block], batch: int) -> float | None:
+    """Returns the millijoules for a sample: of all runs, with those of warming up and the making of the session."""
+    used = [find_energy(block.run.before, block.run.after) for block in blocks]
+    runs = sum(len(block.run.latency_ms) for block in blocks)
+    known = [joules for joules in used if joules is not None]
+    return 1e3 * sum(known) / (runs * batch) if len(known) == len(used) and runs else None
 
 
 def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Iterator[str]:

@@ -14,8 +14,9 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     `interval_ms` holds the median with 95 % confidence. A run takes `batch` samples, `concurrency` runs are made at
     once, and `throughput_per_s` counts the samples of all. `load_ms` and `first_ms` are the cold start: making the
     session, and its first run; `warmup` runs were left out until the times were steady. `model_bytes` counts the files
-    that were loaded. `threads` of 0 means that ONNX Runtime chose. `warnings` say why the figures are worth less than
-    they look. The figures are 0 where `failure` says that the device failed.
+    that were loaded. `threads` of 0 means that ONNX Runtime chose. `energy_mj` are the millijoules a sample
+    that all packages of the processor used, whoever ran on them, where the system tells. `warnings` say why the figures
+    are worth less than they look. The figures are 0 where `failure` says that the device failed.
     """
 
     device: str
@@ -39,6 +40,7 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     first_ms: float = 0.0
     peak_rss_bytes: int = 0
     model_bytes: int = 0
+    energy_mj: float | None = None
     warmup: int = 0
     iterations: int = 0
     threads: int = 0

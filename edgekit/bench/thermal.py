@@ -1,4 +1,4 @@
-"""Whether a device got warmer or slower while it was timed."""
+"""Whether a device got warmer or slower while it was timed, and what it used."""
 
 from collections.abc import Iterator, Mapping
 
@@ -27,6 +27,20 @@ def describe_change(before: DeviceState | None, after: DeviceState | None) -> It
     cpu = max(clocks, key=lambda name: abs(clocks[name]), default=None)
     if cpu is not None and abs(clocks[cpu]) > MAX_CLOCK_CHANGE:
         yield f"the clock of {cpu} changed by {clocks[cpu]:+.0%}"
+
+
+def find_energy(before: DeviceState | None, after: DeviceState | None) -> float | None:
+    """Returns the joules that the processor's packages used in between, None where they are not told or began anew."""
+    if before is None or after is None:
+        return None
+    used = {
+        name: after.energy_uj[name] - value
+        for name, value in before.energy_uj.items()
+        # Other zones, such as the whole board's, hold the packages once more.
+        if name.startswith("package") and name in after.energy_uj
+    }
+    # A counter that ran over is not guessed at: its range differs from one processor to the next.
+    return sum(used.values()) / 1e6 if used and min(used.values()) >= 0 else None
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

@@ -64,10 +64,14 @@ class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How warm a device is and how fast it is clocked, where it tells: sensors in degrees Celsius, CPUs in kHz."""
+    """How warm a device is, how fast it is clocked, and what it used so far, where it tells.
+
+    Sensors in degrees Celsius, CPUs in kHz, and the counters of processor packages (Linux's powercap) in microjoules.
+    """
 
     temperatures_c: Mapping[str, float] = {}
     clocks_khz: Mapping[str, int] = {}
+    energy_uj: Mapping[str, int] = {}
 
 
 class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):

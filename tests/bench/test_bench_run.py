@@ -17,7 +17,9 @@ from edgekit.bench.bench import bench_on, bench_subjects
 from edgekit.bench.blocks import Effort
 from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.subject import Opening, open_subject
+from edgekit.bench.thermal import find_energy
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
+from edgekit.devices.far import ort_runner
 from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError
@@ -60,7 +62,11 @@ class Phone(Host, frozen=True, kw_only=True):
         count = len(run.latency_ms)
         times = tuple(10 * self.scale * (1 + self.slowing * i / max(1, count - 1)) for i in range(count))
         before = (
-            None if self.after is None else DeviceState(temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000})
+            None
+            if self.after is None
+            else DeviceState(
+                temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000}, energy_uj={"package-0": 1_000_000}
+            )
         )
         return msgspec.structs.replace(run, latency_ms=times, before=before, after=self.after, failure=self.failure)
 
@@ -130,6 +136,42 @@ def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
     (told,) = json.loads(to_json(report))["comparisons"]
     assert told["ratio"]["rounds"] == ROUNDS
     assert told["ratio"]["interval"] == list(found.ratio.interval)
+
+
+def test_energy_is_told_where_counters_are(tmp_path: Path) -> None:
+    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
+    phone = Phone(after=DeviceState(energy_uj={"package-0": 5_000_000, "package-1": 2_000_000, "psys": 9_000_000}))
+    (run,) = bench_subjects([subject], [phone], [Effort(runs=60)]).runs
+    # The runs of warming up count too: some dozens, of 10 ms each.
+    assert run.energy_mj is not None
+    assert 4e3 / 120 < run.energy_mj < 4e3 / 60
+    before = DeviceState(energy_uj={"package-0": 1_000_000, "package-1": 1_000_000, "psys": 1})
+    assert phone.after is not None
+    assert find_energy(before, phone.after) == 5.0
+    assert find_energy(phone.after, before) is None  # a counter that began anew
+    assert find_energy(None, before) is None
+    assert find_energy(DeviceState(), before) is None
+
+
+def test_the_state_of_a_machine_is_read_as_linux_tells_it(tmp_path: Path) -> None:
+    files = {
+        "class/thermal/thermal_zone0/temp": "41500",
+        "class/thermal/thermal_zone0/type": "x86_pkg_temp",
+        "devices/system/cpu/cpu0/cpufreq/scaling_cur_freq": "2600000",
+        "devices/system/cpu/cpufreq/policy0": "",
+        "class/powercap/intel-rapl:0/energy_uj": "123",
+        "class/powercap/intel-rapl:0/name": "package-0",
+        "class/powercap/intel-rapl:0:0/energy_uj": "100",
+        "class/powercap/intel-rapl:0:0/name": "core",
+        "class/powercap/intel-rapl:1/name": "package-1",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    state = msgspec.convert(ort_runner.read_state(tmp_path), type=DeviceState)
+    assert state.temperatures_c == {"0 x86_pkg_temp": 41.5}
+    assert state.clocks_khz == {"cpu0": 2_600_000}
+    assert state.energy_uj == {"package-0": 123}
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_bytes())
     run = _new_run(job)
+    run["before"] = read_state()
 
     def keep(index: int, tensors: dict[str, Any]) -> None:
         # No renaming: a file that is cut off is not as long as its first line says.
@@ -75,6 +76,7 @@ def _serve_pipe() -> int:
         os.dup2(2, 1)
         job = json.loads(stdin.readline())
         run = _new_run(job)
+        run["before"] = read_state()
 
         def answer(_: int, tensors: dict[str, Any]) -> None:
             stdout.write(_join_tensors(tensors))
@@ -338,7 +340,36 @@ def _encode(name: str, value: Any) -> tuple[str, bytes]:
 
 
 def _finish_run(run: Json) -> bytes:
-    return json.dumps({**run, "peak_rss_bytes": _peak_rss_bytes()}).encode()
+    return json.dumps({**run, "after": read_state(), "peak_rss_bytes": _peak_rss_bytes()}).encode()
+
+
+def read_state(system: Path = Path("/sys")) -> Json:
+    """Reads sensors, clocks and the counters of energy as far as the system tells them, as the C++ runner does."""
+    zones = [(zone.name.removeprefix("thermal_zone"), zone) for zone in system.glob("class/thermal/thermal_zone*")]
+    cpus = [(cpu.name, cpu / "cpufreq") for cpu in system.glob("devices/system/cpu/cpu[0-9]*")]
+    packages = [(_first_line(zone / "name"), zone) for zone in system.glob("class/powercap/intel-rapl:*")]
+    temperatures = {f"{number} {_first_line(zone / 'type')}": _first_number(zone / "temp") for number, zone in zones}
+    clocks = {name: _first_number(cpu / "scaling_cur_freq") for name, cpu in cpus}
+    # Parts of a package, with two colons in their names, are in its own counter.
+    energy = {name: _first_number(zone / "energy_uj") for name, zone in packages if zone.name.count(":") == 1}
+    return {
+        "temperatures_c": {name: value / 1e3 for name, value in sorted(temperatures.items()) if value is not None},
+        "clocks_khz": {name: value for name, value in sorted(clocks.items()) if value is not None},
+        "energy_uj": {name: value for name, value in sorted(energy.items()) if value is not None},
+    }
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").partition("\n")[0].strip()
+    except OSError:
+        # Not there, or only root may read it.
+        return ""
+
+
+def _first_number(path: Path) -> int | None:
+    line = _first_line(path)
+    return int(line) if line.removeprefix("-").isdecimal() else None
 
 
 def _write_whole(path: Path, data: bytes) -> None:
