@@ -17,9 +17,9 @@ from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_
 from edgekit.devices.emulators.qnn_sim import PROVIDER as QNN
 from edgekit.devices.ios.installed import find_installed as find_ios
 from edgekit.devices.ios.installed import install_ios
+from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator, find_ios_versions
 from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
-from edgekit.devices.ios.ios import IosSimulator, find_ios_versions
 from edgekit.devices.local.coreml import PROVIDER as COREML
 from edgekit.devices.local.coreml import UNITS, CoreMl
 from edgekit.devices.local.emulated import Emulated
@@ -197,6 +197,8 @@ def _rate(device: Device, target: Target) -> Device:
     """Returns a device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself."""
     if isinstance(device, Android):
         return msgspec.structs.replace(device, computes=target.provider == NNAPI)
+    if isinstance(device, IosSimulator):
+        return msgspec.structs.replace(device, model_format=target.settings.get("model_format", ML_PROGRAM))
     if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, OlderHost, Arm64, Arm64Native)):
         return device
     return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)

@@ -15,6 +15,7 @@ from edgekit.devices.android import android
 from edgekit.devices.device import Device, Job
 from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
+from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local import coreml
 from edgekit.devices.placed import add_unnamed, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
@@ -118,7 +119,9 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
 
 
 def _only_placing(device: Device) -> Device:
-    """Returns a device that need not compute what NNAPI is given."""
+    """Returns a device that need not compute what NNAPI or Core ML is given."""
+    if isinstance(device, IosSimulator):
+        return IosSimulator()
     return msgspec.structs.replace(device, computes=False) if isinstance(device, android.Android) else device
 
 

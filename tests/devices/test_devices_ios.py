@@ -262,6 +262,24 @@ def test_a_neural_network_is_placed_and_not_computed(tmp_path: Path, work: Path)
     assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
 
 
+def test_a_bundle_in_the_older_format_is_skipped_and_not_failed() -> None:
+    """Nothing computes it here: a device that refused it would say "fail" of a bundle that may be right."""
+    present()
+    missing = find_device("ios-sim", load_target("coreml", {"model_format": "NeuralNetwork"})).find_missing()
+    assert missing is not None
+    assert missing.command is None
+    assert missing.reason.startswith("it computes ML Programs alone, not the NeuralNetwork format")
+    assert find_device("ios-sim", load_target("coreml")).find_missing() is None
+
+
+def test_the_older_format_is_observed_all_the_same(tmp_path: Path) -> None:
+    present()
+    target = load_target("coreml", {"model_format": "NeuralNetwork"})
+    seen = observe_target(load_model(float_conv(tmp_path / "f.onnx")), target)
+    assert isinstance(seen, Observed)
+    assert (seen.device, seen.failure, seen.taken) == ("ios-sim", None, seen.nodes)
+
+
 def test_the_device_can_be_believed() -> None:
     test = try_device(present())
     assert [check for check in test.checks if not check.passed] == []

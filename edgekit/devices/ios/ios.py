@@ -22,6 +22,8 @@ from edgekit.evidence import Evidence
 NAME = "ios-sim"
 PROVIDERS = frozenset({PROVIDER})
 
+ML_PROGRAM = "MLProgram"
+
 _DEFAULT_IOS = "17"
 _INSTALL = f"edgekit devices install {NAME}"
 _COMPUTES = "edgekit.devices.ios.mil.serve"
@@ -32,9 +34,11 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
     """The release library for the iOS simulator; its Core ML provider partitions, builds and writes what it would.
 
     It writes into the folder `cache`, where there is one, and takes from there what it finds (`ModelCacheDirectory`).
+    `model_format` is what it writes: ML Programs are computed here, others only placed and built.
     """
 
     cache: Path | None = None
+    model_format: str = ML_PROGRAM
     evidence: Evidence = Evidence.SAME_EP
 
     @property
@@ -43,7 +47,16 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         return NAME
 
     def find_missing(self) -> Missing | None:
-        """Returns what is lacking on this machine."""
+        """Returns what is lacking on this machine, or why it computes no models of this format."""
+        if missing := self._find_absent():
+            return missing
+        if self.model_format == ML_PROGRAM:
+            return None
+        reason = f"it computes ML Programs alone, not the {self.model_format} format: check --observe places it"
+        # Nothing that can be installed computes it on this machine.
+        return Missing(reason=reason, command=None)
+
+    def _find_absent(self) -> Missing | None:
         if reason := explain_machine():
             return Missing(reason=reason, command=None)
         if find_installed() is None:
@@ -57,7 +70,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: the device is not installed, or cannot run here.
             TargetError: the target has an option that the provider does not know.
         """
-        require_device(self.name, self.find_missing())
+        require_device(self.name, self.find_missing() if job.samples.count else self._find_absent())
         installed = find_installed()
         runner = Runner(device=self.name, evidence=self.evidence)
         provider = job.target.provider
