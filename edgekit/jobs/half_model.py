@@ -28,7 +28,7 @@ def halve_model(
         ModelError: the model cannot be converted.
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
-    left = {node.name for node in check.node_list if not node.taken}
+    left = [node.name for node in check.node_list if not node.taken]
     beyond = {name: reach for name, reach in _find_overflows(prepared, golden).items() if name not in left}
     if beyond:
         worst = max(beyond, key=beyond.__getitem__)

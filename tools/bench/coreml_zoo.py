@@ -27,8 +27,11 @@ from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.verify.run import verify_bundle
 
-MODELS = (*TASKS, "ultraface_rfb320")
-"""Those with data; the zoo's others are copies in other forms, quantized, or trees and linear models of tables."""
+TWINS = {"squeezenet1.1_fp16": "squeezenet1.1_fp32", "vww_96_float_ext": "vww_96_float"}
+"""Models that are another in other types or files: they get its samples."""
+
+MODELS = (*TASKS, "ultraface_rfb320", *TWINS)
+"""The zoo's others are quantized, or trees and linear models of tables: Core ML takes nothing of them that computes."""
 
 _DEVICE = "ios-sim"
 _MOST_ROWS = 64
@@ -37,14 +40,16 @@ _MOST_ROWS = 64
 def write_data(name: str, folder: Path) -> tuple[Path, Data, dict[str, int]]:
     """Writes what calibrates a model and what judges it; returns the model and its dimensions."""
     parts = {"calib": folder / "calib.npz", "eval": folder / "eval.npz"}
-    if name in TASKS:
-        task = load_task(name)
+    if name in TASKS or name in TWINS:
+        task = load_task(TWINS.get(name, name))
         # A model that hands its state on is scored by whole clips; its calibration holds single steps.
         scored = task.calibration if task.stream else task.scored
         for path, rows in zip(parts.values(), (task.calibration, scored), strict=True):
-            arrays: dict[str, Any] = {key: value[:_MOST_ROWS] for key, value in rows.items()}
+            # A model of halves takes halves.
+            dtype = np.float16 if name.endswith("_fp16") else None
+            arrays: dict[str, Any] = {key: np.asarray(value[:_MOST_ROWS], dtype) for key, value in rows.items()}
             np.savez(path, **arrays)
-        model, dims = task.model, task.dims
+        model, dims = ZOO / "models" / f"{name}.onnx" if name in TWINS else task.model, task.dims
     else:
         subprocess.run([sys.executable, str(ZOO / "inputs.py"), name, "--out", str(folder)], check=True)
         model, dims = ZOO / "models" / f"{name}.onnx", {}
