@@ -19,6 +19,7 @@ from edgekit.data.split import load_sequences
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.prepare import peak_rss_bytes
+from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model, measure_files, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
@@ -320,6 +321,8 @@ def _write_model(
         job.budget.progress("quantize")
         quantized = write_chosen(search, plan, searched, temporary)
         measured = searched is not None and plan == searched.chosen.plan
+        # What graphs left behind would lie beside the sessions that measure.
+        release_memory()
         if not measured:
             job.budget.progress("measure")
         predicted = searched.chosen.prediction if searched is not None and measured else job.measure(quantized.model)

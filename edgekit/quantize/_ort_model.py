@@ -8,10 +8,14 @@ of the nodes. What comes out is the same to the byte.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
-from onnxruntime.quantization.quant_utils import find_by_name  # pyright: ignore[reportUnknownVariableType]
+from onnxruntime.quantization.quant_utils import (
+    find_by_name,  # pyright: ignore[reportUnknownVariableType]
+    tensor_proto_to_array,  # pyright: ignore[reportUnknownVariableType]
+)
 
 
 class _Initializers:
@@ -125,6 +129,14 @@ def _find(name: str, items: Any) -> Any:
     return items.find(name) if isinstance(items, _Initializers) else find_by_name(name, items)
 
 
-# The quantizer calls the function, not a method: for lists it stays what it is.
+def _read(tensor: onnx.TensorProto) -> Any:
+    """Returns what an initializer holds; of one without values, whose scales are given, only the shape counts."""
+    if tensor.data_type == onnx.TensorProto.FLOAT and tensor.dims and not (tensor.raw_data or tensor.float_data):
+        return np.broadcast_to(np.float32(0), tuple(tensor.dims))
+    return tensor_proto_to_array(tensor)
+
+
+# The quantizer calls functions, not methods: for lists the first stays what it is.
 base_quantizer.find_by_name = _find
 qdq_quantizer.find_by_name = _find
+qdq_quantizer.tensor_proto_to_array = _read

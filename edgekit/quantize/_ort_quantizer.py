@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -81,13 +81,13 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    quantizer = _open_quantizer(copy, request, subject)
+    # Scales of these weights are given, so that nothing asks for their values before they are rounded.
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
+    quantizer = _open_quantizer(proto, request, subject, left_out=weights.keys())
     quantizer.model = IndexedModel(quantizer.model.model)
     with _asking_ort(subject):
         quantized: onnx.ModelProto = quantizer.quantize_model()
-    _quantize_weights(quantized.graph)
+    _quantize_weights(quantized.graph, weights)
     del quantized.metadata_props[:]
     quantized.metadata_props.extend(proto.metadata_props)
     return quantized
@@ -101,7 +101,8 @@ def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> dic
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    quantizer = _open_quantizer(_leave_weights_out(proto), msgspec.structs.replace(request, axes={}), subject)
+    large = {tensor.name for tensor in proto.graph.initializer if math.prod(tensor.dims) >= _LARGE}
+    quantizer = _open_quantizer(proto, msgspec.structs.replace(request, axes={}), subject, left_out=large)
     found: dict[str, Array] = {}
     for name, parameters in quantizer.quantization_params.items():
         for suffix, each in (("", parameters.original), ("_convert", parameters.converted)):
@@ -111,16 +112,16 @@ def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> dic
     return found
 
 
-def _open_quantizer(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> Any:
-    """Returns ORT's quantizer of a model, which it will change."""
-    del proto.metadata_props[:]
+def _open_quantizer(proto: onnx.ModelProto, request: QdqRequest, subject: str, *, left_out: Collection[str]) -> Any:
+    """Returns ORT's quantizer of a copy of a model without the values of some initializers."""
     options, op_types = _options(proto, request, subject)
     options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
     ranges = _tensors_data(request)
+    copy = _leave_weights_out(proto, left_out)
     with _asking_ort(subject):
-        add_infer_metadata(proto)
+        add_infer_metadata(copy)
         return QDQQuantizer(
-            proto,
+            copy,
             False,  # noqa: FBT003 - per_channel: `axes` says it weight by weight
             request.weight_limit < _FULL,
             _TYPES[request.weight],
@@ -133,26 +134,38 @@ def _open_quantizer(proto: onnx.ModelProto, request: QdqRequest, subject: str) -
         )
 
 
-def _leave_weights_out(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy whose large initializers have type and shape but no values."""
-    copy, source = onnx.ModelProto(), proto.graph
-    copy.ir_version = proto.ir_version
-    copy.opset_import.extend(proto.opset_import)
-    copy.functions.extend(proto.functions)
-    copy.graph.name = source.name
-    for field in ("node", "input", "output", "value_info"):
-        getattr(copy.graph, field).extend(getattr(source, field))
-    for tensor in source.initializer:
-        if math.prod(tensor.dims) < _LARGE:
+def _leave_weights_out(proto: onnx.ModelProto, left_out: Collection[str]) -> onnx.ModelProto:
+    """Returns a copy, without metadata, where some initializers have type and shape but no values."""
+    copy = onnx.ModelProto()
+    _copy_fields(proto, copy, {"graph", "metadata_props"})
+    _copy_fields(proto.graph, copy.graph, {"initializer"})
+    for tensor in proto.graph.initializer:
+        if tensor.name not in left_out:
             copy.graph.initializer.append(tensor)
         else:
             copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     return copy
 
 
-def _quantize_weights(graph: onnx.GraphProto) -> None:
-    """Rounds the float weights that Q nodes read and takes these out: ORT itself would loop over channels in Python."""
-    stored = {tensor.name: tensor for tensor in graph.initializer}
+def _copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
+    """Copies the fields of a message but for some; a copy of the whole would hold these too for a while."""
+    for field, value in source.ListFields():
+        if field.name in skipped:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
+
+
+def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+    """Rounds the float weights that Q nodes read and takes these out: ORT itself would loop over channels in Python.
+
+    `weights` are those that have no values in the graph.
+    """
+    stored = {tensor.name: weights.get(tensor.name, tensor) for tensor in graph.initializer}
     rounding = {
         node.output[0]: node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in stored
     }

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.graph.graph import read_graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
@@ -18,7 +19,6 @@ from edgekit.quantize.accuracy.heads import Head, find_head, find_image, may_be_
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.sqnr import ratio_db
-from edgekit.quantize.graph.float_graph import read_float_graph
 
 MOST_SAMPLES = 256
 """So many tell half a point, which is one changed answer of 200; more cost time."""
@@ -158,7 +158,8 @@ class FloatReference:
     def parts(self) -> tuple["Part", ...]:
         """What counts of the outputs, and how, from what the float model gives for a few samples."""
         few = self._run_few(_GUESSED_FROM)
-        readings = read_output_kinds(read_float_graph(self._model), few, self._outputs)
+        # Without weights, which the session holds already.
+        readings = read_output_kinds(read_graph(self._model), few, self._outputs)
         return _choose_parts(readings, self._find_head(few[0]), _shapes(few[0]))
 
     def _read(self, indices: Sequence[int]) -> Iterator[tuple[int, Tensors]]:
