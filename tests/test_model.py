@@ -140,3 +140,16 @@ def test_nodes_come_behind_what_they_and_their_bodies_read() -> None:
 def test_nodes_of_a_cycle_are_all_returned() -> None:
     nodes = [helper.make_node("Abs", ["b"], ["a"]), helper.make_node("Abs", ["a"], ["b"])]
     assert len(order_nodes(helper.make_graph(nodes, "g", [], []))) == 2
+
+
+def test_a_large_file_is_read_weight_by_weight_and_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [numpy_helper.from_array(np.full((300, 200), at, np.float32), f"w{at}") for at in range(3)]
+    tensors.append(numpy_helper.from_array(np.array(2, np.float32), "small"))
+    nodes = [helper.make_node("Add", ["x", "w0"], ["a"]), helper.make_node("Mul", ["a", "w1"], ["b"])]
+    nodes += [helper.make_node("Sub", ["b", "w2"], ["c"]), helper.make_node("Mul", ["c", "small"], ["y"])]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [300, 200]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    monkeypatch.setattr("edgekit.model.model._LARGE_BYTES", 0)
+    assert read_proto(load_model(path)) == onnx.load(str(path))

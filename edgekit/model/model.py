@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
-from edgekit.model.skim import skim_model
+from edgekit.model.skim import point_into, skim_model
 from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
 from edgekit.model.tensors import TensorSpec
 
@@ -25,7 +25,7 @@ QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
 MAX_PROTOBUF_BYTES = 2**31 - 1
 MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
 """Up to this size weights are written into the protobuf: the rest is for the graph."""
-
+_LARGE_BYTES = 64 << 20  # from this size on models are read weight by weight: a choice
 _MAIN_DOMAIN = "ai.onnx"
 _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
 
@@ -109,7 +109,10 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
         ModelError: onnx takes the external data for unsafe, such as a hard link, or weights are cut off.
     """
     try:
-        proto = onnx.load(str(model.path), load_external_data=weights)
+        if model.external_files or model.size_bytes < _LARGE_BYTES:
+            proto = onnx.load(str(model.path), load_external_data=weights)
+        else:
+            proto = _read_large(model.path)
     except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
@@ -117,6 +120,20 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
         ) from error
     if torn := find_torn_tensor(proto):
         raise ModelError(f"'{model.path}' is damaged: {torn}", hint="export it again")
+    return proto
+
+
+def _read_large(path: Path) -> onnx.ModelProto:
+    """Returns the protobuf of a file, read weight by weight: parsed at once, all would be in memory twice."""
+    proto = point_into(path)
+    with path.open("rb") as file:
+        for graph in iterate_graphs(proto.graph):
+            for tensor in graph.initializer:
+                if where := {entry.key: entry.value for entry in tensor.external_data}:
+                    file.seek(int(where["offset"]))
+                    tensor.raw_data = file.read(int(where["length"]))
+                    del tensor.external_data[:]
+                    tensor.ClearField("data_location")
     return proto
 
 
