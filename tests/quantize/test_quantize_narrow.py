@@ -117,3 +117,13 @@ def test_constants_are_stored_and_widened_under_the_name_that_is_read() -> None:
     assert [node.output[0] for node in graph.node] == ["wide", "y"]
     (wide,) = (tensor for tensor in graph.initializer if tensor.name == "w")
     assert (wide.data_type, list(wide.dims)) == (TensorProto.FLOAT, [64, 64])
+
+
+def test_a_cast_tells_its_type_by_name() -> None:
+    cast = helper.make_node("Cast", ["i"], ["wide"], saturate=1, to=TensorProto.FLOAT)
+    attributes = sorted(cast.attribute, key=lambda attribute: attribute.name)
+    del cast.attribute[:]
+    cast.attribute.extend(attributes)
+    stored = [numpy_helper.from_array(np.ones(64, np.int8), "i"), numpy_helper.from_array(_DFT[0], "s")]
+    graph = helper.make_graph([cast, helper.make_node("Mul", ["wide", "s"], ["y"])], "g", [], [], stored)
+    assert list(find_narrow(graph)) == ["y"]

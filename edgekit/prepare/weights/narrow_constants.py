@@ -74,7 +74,7 @@ def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
     casts = {
         node.output[0]: node
         for node in graph.node
-        if node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS and node.attribute[0].i == _FLOAT
+        if node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS and _casts_to(node) == _FLOAT
     }
     return {
         node.output[0]: Narrow(
@@ -83,6 +83,10 @@ def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
         for node in graph.node
         if node.op_type == "Mul" and node.input[0] in casts and types.get(node.input[1]) == _FLOAT
     }
+
+
+def _casts_to(node: onnx.NodeProto) -> int | None:
+    return next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
 
 
 def widen_constants(graph: onnx.GraphProto) -> None:
