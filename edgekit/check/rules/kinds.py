@@ -305,10 +305,11 @@ class ResizeScales(_Rule, frozen=True, kw_only=True, tag="resize_scales"):
 
     A scale below 1 is one over a divisor of the axis (`divisor`), one above 1 is a whole number (`whole`), both do not
     occur together (not `mixed`), scales are the quotients of the sizes (`exact`), the last axis does not change alone
-    (`not_alone`).
+    (`not_alone`), each axis has at least so many elements afterwards (`least`).
     """
 
     spatial: int = 2
+    least: int = 0
     divisor: bool = False
     whole: bool = False
     mixed: bool = True

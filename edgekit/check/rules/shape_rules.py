@@ -192,6 +192,8 @@ def _judge_factors(rule: kinds.ResizeScales, factors: list[float], dims: Shape, 
     if not rule.mixed and min(factors, default=1) < 1 < max(factors, default=1):
         return "one axis grows and the other shrinks"
     for factor, dim in zip(factors, dims, strict=True):
+        if factor * (dim or 0) < rule.least - _WHOLE_TOLERANCE:
+            return f"an axis of {dim} elements is left with fewer than {rule.least}"
         if 0 < factor < 1 and rule.divisor and sizes is None:
             step = 1 / factor
             if abs(step - round(step)) > _WHOLE_TOLERANCE or (dim or 0) % round(step):
