@@ -3,10 +3,10 @@
     python tools/bench/detector_drop.py [DETECTOR]... [--cache ~/.cache/edgekit/collapse] [--folder DIR] [--state DIR]
 
 Detectors: FastestDet on COCO photographs (../shared/zoo), the YOLOX of ddddocr (PyPI) on letters drawn here, so
-that boxes are known, and small nets that are trained (see run_collapse.py). Each is quantized by the plans of
-predict_coverage.py. "spread" is what R2 of the raw numbers falls by, by which detectors were judged before. `held` says
-that a detector was not looked at while the estimate was made. Exit code 1: among plans that lose at most five points
-the estimate misses by more than half a point on average, or its interval holds the truth in less than 90 %.
+that boxes are known, and small nets that are trained (run_collapse.py, run_unseen.py). Each is quantized by the
+plans of predict_coverage.py. "spread" is what R2 of the raw numbers falls by, by which detectors were judged before.
+`held` says that a detector was not looked at while the estimate was made. Exit code 1: among plans that lose at most
+five points the estimate misses by more than half a point on average, or its interval holds the truth in less than 90 %.
 """
 
 import argparse
@@ -95,6 +95,19 @@ def _small_net(name: str, cache: Path) -> Detector:
     return Detector(path=path, calibration={key: calibrate}, scored={key: evaluate}, score=score)
 
 
+def _centre_net(cache: Path) -> Detector:
+    run_unseen, unseen_nets, unseen_score = (
+        __import__(module) for module in ("run_unseen", "unseen_nets", "unseen_score")
+    )
+    path = run_unseen.find_net(cache.parent / "unseen", "centernet")
+    (calibrate, _), (evaluate, labels) = (unseen_nets.scene_boxes(part) for part in (1, 2))
+
+    def score(rows: list[Tensors]) -> float:
+        return float(unseen_score.SCORES["AP"](rows, labels)) / 100
+
+    return Detector(path=path, calibration={"image": calibrate}, scored={"image": evaluate}, score=score)
+
+
 def _with_objectness(rows: Array) -> Array:
     return np.insert(rows, 4, 1, axis=2)
 
@@ -141,6 +154,7 @@ def find_detectors(cache: Path, folder: Path) -> Mapping[str, tuple[bool, Callab
         "silu_detector": (False, lambda: _small_net("silu_detector", cache)),
         "yolo8_like": (False, lambda: _small_net("yolo8_like", cache)),
         "fastestdet": (False, lambda: _zoo_detector("fastestdet")),
+        "centernet": (False, lambda: _centre_net(cache)),
         "ssd_like": (True, lambda: _small_net("ssd_like", cache)),
         "bins_like": (True, lambda: _small_net("bins_like", cache)),
         "ddddocr": (True, lambda: _letters("ddddocr", folder)),

@@ -15,6 +15,8 @@ from edgekit.quantize.accuracy.output_kinds import (
     read_decisions,
     read_probabilities,
 )
+from edgekit.quantize.accuracy.retrieval import LEAST_VECTORS, judge_retrieval
+from edgekit.quantize.accuracy.soften import soften
 
 LEAST_PSNR_DB, _MOST_PSNR_DB = 36.0, 48.0
 """How near the images of a float model are taken to come to the truth: a good one loses more by the same noise.
@@ -43,8 +45,6 @@ _ROUNDING_SHARE = 1e-12
 _SMALL = 0.01
 # The share of an image's values at each end that may be overshoots, and are no part of its peak.
 _OVERSHOOT = 0.01
-# How far squares of a vector of length one may be from adding up to one.
-_UNIT = 1e-3
 _TABLE_VALUES, _TABLE_PLACES = 5, 16
 """From so many values at so many places on, decisions are made of the values later: heads of detectors have them."""
 # Of what the differences have to do with what the float model misses, by chance: 2 x 1.96 sqrt(lost u / n) of a model
@@ -245,8 +245,6 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     small: over 26 good and bad plans of two detectors the mean AP fell by 0 to 0.42 points for each point of R2, unless
     more than half of R2 was lost. What is the same number everywhere has no spread, and is held against zero.
 
-    Vectors of length one are embeddings, of which neighbours are asked for: half counts too.
-
     Differences add what is lost only on average: by chance they make up for what the float model misses, or add to it.
     The interval says so.
     """
@@ -268,11 +266,27 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     lost, (low, high) = float(score(total)), _bootstrap(table, score)
     reach = _CHANCE * math.sqrt(lost)
     is_table = len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table)
-    if is_table or (is_vector and (np.abs(table[:, 1].sum(axis=1) - 1) < _UNIT).all()):
-        low, estimate = 0.0, lost * (1 + lost) / 2
+    if is_table:
+        low, estimate = 0.0, float(soften(lost))
     else:
         estimate = lost
     return Loss(estimate=estimate, interval=(max(low - reach, -1.0), min(high + reach, 1.0)))
+
+
+def _record_vectors(expected: Array, found: Array, _reading: Reading) -> Array:
+    return np.stack([expected.reshape(-1), found.reshape(-1)]).astype(np.float64)
+
+
+def _judge_vectors(records: Sequence[Array]) -> Loss:
+    """Returns what retrieval loses; where vectors do not tell what is alike, half of the spread, or more of much."""
+    table = np.stack(records)
+    found = judge_retrieval(table[:, 0], table[:, 1]) if len(table) >= LEAST_VECTORS else None
+    if found is None:
+        reading = Reading(kind="values", axis=1)
+        loss = _judge_values([_record_values(one[None], two[None], reading) for one, two in table])
+        return Loss(estimate=float(soften(loss.estimate)), interval=(-loss.interval[1], loss.interval[1]))
+    reach = math.hypot(found.reach, _CHANCE * math.sqrt(abs(found.drop)))
+    return Loss(estimate=found.drop, interval=(max(found.drop - reach, -1.0), min(found.drop + reach, 1.0)))
 
 
 def _variance(sums: Array) -> Array:
@@ -290,6 +304,7 @@ MEASURES: Mapping[MeasuredKind, Measure] = {
     "sequence": Measure(name="whole answers (exact match)", record=_record_sequence, judge=_judge_classes),
     "labels": Measure(name="equal labels", record=_record_labels, judge=_judge_labels),
     "values": Measure(name="spread of the values (R2)", record=_record_values, judge=_judge_values),
+    "embedding": Measure(name="retrieval (mean AP of neighbours)", record=_record_vectors, judge=_judge_vectors),
     "image": Measure(name="PSNR of images", record=_record_image, judge=_judge_image),
 }
 

@@ -12,7 +12,7 @@ from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
 
-MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "values"]
+MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values"]
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
@@ -38,6 +38,8 @@ _BOX = 4
 _LEAST_CONFIDENCE = 0.6
 # How much larger than the smallest the mean size of the largest channel of a map may be: boxes in pixels are more.
 _MOST_UNEVEN = 30.0
+# Fewer numbers are no embedding: a choice. How far their squares may be from adding up to one.
+_LEAST_EMBEDDING, _UNIT = 8, 1e-3
 # Fewer numbers are no curve.
 _LEAST_LANDMARKS = 8
 # Landmarks vary from sample to sample by less than this share of the variance of their mean curve.
@@ -129,7 +131,7 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
     else:
         axis = _map_axes(value.shape)[0] if value.ndim == 4 else value.ndim - 1
     if stated.kind == "values":
-        return Reading(kind="values", axis=axis)
+        return Reading(kind="embedding" if _are_unit([value]) else "values", axis=axis)
     if stated.kind == "scores":
         return Reading(kind="map", axis=axis, squash=RAW)
     has_sigmoid = _find_squash(graph, name) == "Sigmoid"
@@ -169,7 +171,14 @@ def _read_numbers(values: Sequence[Array]) -> Reading:
     first = values[0]
     if first.shape[:1] == (1,) and may_be_image(first.shape) and _are_pixels(values):
         return Reading(kind="image")
-    return Reading(kind="values", axis=_find_channels(first))
+    return Reading(kind="embedding" if _are_unit(values) else "values", axis=_find_channels(first))
+
+
+def _are_unit(values: Sequence[Array]) -> bool:
+    """Returns True for vectors of length one, one a sample, which are embeddings: neighbours are asked for."""
+    size = values[0].size
+    is_vector = size >= _LEAST_EMBEDDING and max(values[0].shape) == size
+    return is_vector and all(abs(float((value.astype(np.float64) ** 2).sum()) - 1) < _UNIT for value in values)
 
 
 def _are_pixels(values: Sequence[Array]) -> bool:
