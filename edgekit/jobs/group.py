@@ -20,6 +20,7 @@ from edgekit.jobs.build import build
 from edgekit.jobs.group_file import DEFAULT_METRIC, GroupFile, MemberFile, read_group_file
 from edgekit.jobs.group_samples import FloatGroup, GroupSamples, run_float
 from edgekit.model.model import Model, load_model
+from edgekit.package.board import GROUP_PROGRAMS
 from edgekit.plain import to_json
 from edgekit.prepare import ready_model
 from edgekit.progress import Progress, say_nothing
@@ -168,7 +169,13 @@ def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: 
         notes += [f"{name}: {note}" for note in summary.notes]
         bundles[name] = open_bundle(folder / summary.path.name)
     file, place = job.file, f"{job.file.name}-{target.name}"
-    contents = GroupContents(name=file.name, wiring=job.group.wiring, golden=job.samples.golden, metric=file.metric)
+    contents = GroupContents(
+        name=file.name,
+        wiring=job.group.wiring,
+        golden=job.samples.golden,
+        metric=file.metric,
+        programs=GROUP_PROGRAMS,
+    )
     try:
         shared = share_weights(bundles, job.work / "shared" / target.name, target.folder)
         group = write_group(contents, shared.bundles, job.staging / place)

@@ -12,6 +12,8 @@ from edgekit.package.variant import Identity, Part, Workplace, list_entries
 
 BUNDLES = "bundles"
 _FAR = Path(__file__).parent / "far"
+GROUP_PROGRAMS = (_FAR / "group" / "edgekit_group.py", _FAR / "python" / "edgekit_loader.py")
+"""What runs a group of models in Python: the first as a program, beside the second."""
 
 
 def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:

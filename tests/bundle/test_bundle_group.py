@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,14 @@ def talk(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     return make_once("talk", lambda folder: build_into(folder, make_talk, data="talk.npz")) / "out" / "talk-cpu"
 
 
+@pytest.fixture(scope="module")
+def digits(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    def fill(folder: Path) -> None:
+        build_into(folder, make_digits, data="digits.npz", labels="digits.txt")
+
+    return make_once("boxes", fill) / "out" / "digits-cpu"
+
+
 @pytest.fixture
 def copied(talk: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(talk, tmp_path / "talk"))
@@ -227,6 +237,26 @@ def test_equal_weights_are_stored_once_and_both_models_load_them(talk: Path) -> 
     assert group.size_bytes == weights.stat().st_size + sum(path.stat().st_size for path in models)
     for path in models:
         assert onnxruntime.InferenceSession(str(path)).get_outputs()[0].name == "logits"
+
+
+def run_program(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(folder / "app" / "edgekit_group.py")], capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr[-500:]
+
+
+def test_the_groups_own_program_does_what_the_pipeline_does(talk: Path, digits: Path) -> None:
+    assert run_program(talk).startswith("24 of 24 golden samples")
+    assert run_program(digits).startswith("24 of 24 golden samples")
+    # It leaves nothing behind by which the group would be refused.
+    open_group(talk)
+
+
+def test_the_groups_own_program_refuses_altered_weights(copied: Path) -> None:
+    (weights,) = copied.glob("models/weights-*.data")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert "was altered" in run_program(copied)
 
 
 def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
@@ -306,9 +336,8 @@ def test_a_group_has_the_same_bytes_when_it_is_built_again(talk: Path, tmp_path:
     assert open_group(tmp_path / "out" / "talk-cpu").sha256 == open_group(talk).sha256
 
 
-def test_models_that_share_nothing_keep_their_forms(tmp_path: Path) -> None:
-    build_into(tmp_path, make_digits, data="digits.npz", labels="digits.txt")
-    group: Group = open_group(tmp_path / "out" / "digits-cpu")
+def test_models_that_share_nothing_keep_their_forms(digits: Path) -> None:
+    group: Group = open_group(digits)
     assert {manifest.form for manifest in group.manifests.values()} == {"full"}
     assert not list(group.folder.glob("models"))
 

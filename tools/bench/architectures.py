@@ -62,11 +62,14 @@ def silu(net: Net, x: str) -> str:
     return net.add("Mul", [x, net.add("Sigmoid", [x])])
 
 
-def attention(net: Net, x: str, sizes: tuple[int, int, int], mask: str = "") -> str:
-    """Adds self-attention over sizes: how many tokens, their width, and the heads."""
+def attention(
+    net: Net, x: str, sizes: tuple[int, int, int], mask: str = "", memory: tuple[str, int] | None = None
+) -> str:
+    """Adds attention over sizes: how many tokens, their width, and the heads; to itself, or to so many rows."""
     tokens, width, heads = sizes
-    shape = net.constant(np.array([1, tokens, heads, width // heads]))
-    parts = [net.add("Reshape", [net.linear(x, width, width), shape]) for _ in range(3)]
+    shapes = [net.constant(np.array([1, rows, heads, width // heads])) for rows in (tokens, memory[1] if memory else 0)]
+    sources = [(x, shapes[0]), *([(memory[0], shapes[1])] if memory else [(x, shapes[0])]) * 2]
+    parts = [net.add("Reshape", [net.linear(source, width, width), shape]) for source, shape in sources]
     query, value = (net.add("Transpose", [part], perm=[0, 2, 1, 3]) for part in (parts[0], parts[2]))
     key = net.add("Transpose", [parts[1]], perm=[0, 2, 3, 1])
     scores = net.add("MatMul", [query, key])
@@ -135,6 +138,27 @@ def speech_encoder(depth: int = 4, width: int = 384, frames: int = 3000) -> Arch
     net.add("Identity", [x], "hidden")
     net.outputs["hidden"] = (frames // 2, width)
     return Architecture(net=net, draw=partial(draw_normal, net))
+
+
+def speech_decoder(
+    depth: int = 4, width: int = 384, words: int = 51865, *, tokens: int = 64, rows: int = 1500
+) -> Architecture:
+    """Returns the decoder of Whisper without a cache, for so many tokens; the head is tied to the table of words."""
+    net = Net(f"whisper_decoder{depth}x{width}", 17, width)
+    net.inputs |= {"ids": (tokens,), "hidden": (rows, width)}
+    table = net.constant(net.rng.normal(0, 1, (words, width)).astype(np.float32))
+    x = net.add("Add", [net.add("Gather", [table, "ids"]), net.constant(net.rng.normal(0, 0.3, (tokens, width)))])
+    mask = net.constant(np.triu(np.full((tokens, tokens), -1e4, np.float32), 1))
+    sizes = (tokens, width, width // 64)
+    for _ in range(depth):
+        x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes, mask)])
+        x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes, memory=("hidden", rows))])
+        hidden = gelu(net, net.linear(layer_norm(net, x, width), width, 4 * width))
+        x = net.add("Add", [x, net.linear(hidden, 4 * width, width)])
+    head = net.add("Transpose", [table], perm=[1, 0])
+    net.add("MatMul", [layer_norm(net, x, width), head], "logits")
+    net.outputs["logits"] = (tokens, words)
+    return Architecture(net=net, draw=lambda rng: {"ids": rng.integers(0, words, (1, tokens))})
 
 
 def detector(*, side: int = 640, width: int = 16, classes: int = 80) -> Architecture:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, staged_folder, write_file
-from edgekit.bundle.folder import GOLDEN, MANIFEST, VERIFY, Bundle, open_bundle
+from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, VERIFY, Bundle, open_bundle
 from edgekit.bundle.golden.golden import Golden
 from edgekit.bundle.group.readme import render_group_readme
 from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
@@ -106,12 +106,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupContents(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into a group beside its members; `wiring` is settled and has no fault."""
+    """What goes into a group beside its members; `wiring` is settled and has no fault.
+
+    `programs` are files of code that an app may take over, for `app/`.
+    """
 
     name: str
     wiring: Wiring
     golden: Golden
     metric: TaskLimit
+    programs: tuple[Path, ...] = ()
 
 
 def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Path) -> Group:
@@ -133,8 +137,10 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
             write_file(staging / _MEMBERS / name / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
             for file, place in _places(name, bundle.manifest, shared).items():
                 _copy(bundle.folder / file, staging / place)
-        for path in contents.golden.files:
-            _copy(path, staging / GOLDEN / path.name)
+        own = {f"{GOLDEN}/{path.name}": path for path in contents.golden.files}
+        own |= {f"{APP}/{path.name}": path for path in contents.programs}
+        for place, path in own.items():
+            _copy(path, staging / place)
         draft = GroupManifest(
             name=contents.name,
             target=targets.pop(),
@@ -150,8 +156,7 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
         models = {name: member.model_file for name, member in draft.members.items()}
         readme = render_group_readme(draft.name, draft.target, draft.wiring, models)
         write_file(staging / README, readme.encode())
-        own = (README, *(f"{GOLDEN}/{path.name}" for path in contents.golden.files))
-        files = {name: _measure(staging / name) for name in own}
+        files = {name: _measure(staging / name) for name in (README, *own)}
         write_file(staging / GROUP, encode_json(msgspec.structs.replace(draft, files=files)))
     return open_group(out)
 

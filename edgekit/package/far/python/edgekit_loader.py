@@ -135,11 +135,12 @@ class Stepper:
         """Returns the outputs of the next step; `inputs` are those that hold no state."""
         outputs = dict(zip(self._names, self._session.run(self._names, {**self._state, **inputs}), strict=True))
         for name, output in self._feeds.items():
-            self._state[name] = _feed_back(self._specs[name]["shape"], self._state[name], outputs[output])
+            self._state[name] = feed_back(self._specs[name]["shape"], self._state[name], outputs[output])
         return outputs
 
 
-def _feed_back(shape: list[int], held: Any, output: Any) -> Any:
+def feed_back(shape: list[int], held: Any, output: Any) -> Any:
+    """Returns the input of the next step: the last rows of an output, behind those of `held` where it is shorter."""
     for axis, size in enumerate(shape):
         if output.shape[axis] < size:
             output = np.concatenate([held, output], axis)
