@@ -18,7 +18,7 @@ def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     Raises:
         UsageError: no input has a dynamic first axis, so that there is no batch.
     """
-    free = _find_free(inputs)
+    free = find_free(inputs)
     if not free:
         raise UsageError(
             "--batch means nothing here: no input has a dynamic first axis",
@@ -37,14 +37,15 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
     """
     kept = list(itertools.islice(samples, batch or 1))
     rows = list(itertools.islice(itertools.cycle(kept), batch or 1))
-    free: frozenset[str] = _find_free(inputs) if batch else frozenset()
+    free: frozenset[str] = find_free(inputs) if batch else frozenset()
     stacked = {
         name: np.concatenate([row[name] for row in rows]) if name in free else value for name, value in kept[0].items()
     }
     return Samples(source=samples.source, count=1, read=lambda: iter((stacked,)))
 
 
-def _find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:
+def find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:
+    """Returns the inputs whose first axis is dynamic: those that bring a row for each sample of a batch."""
     return frozenset(spec.name for spec in inputs if spec.shape and _is_free(spec.shape[0]))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough
+from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough, run_queue
 from edgekit.bench.interleaved import compare_on
 from edgekit.bench.latency import describe_drift, find_drift, median_interval
 from edgekit.bench.report import BenchReport, BenchRun
@@ -84,16 +84,28 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
         evidence=device.evidence,
         provider=CPU_PROVIDER,
         threads=effort.threads,
-        batch=subject.batch,
+        batch=subject.batch if effort.queue is None else effort.queue.most,
         concurrency=effort.concurrency,
         io_binding=effort.io_binding,
+        queue=_name_queue(effort),
     )
     try:
         job = effort.apply(subject.job_for(device))
         run = msgspec.structs.replace(run, provider=job.target.provider, model_bytes=_measure(job.model))
+        if effort.queue is not None:
+            queue = msgspec.structs.replace(effort.queue, rows=subject.rows)
+            return _describe(run, (run_queue(device, job, effort, queue),), job)
         return _describe(run, run_enough(device, job, effort), job)
     except EdgekitError as error:
         return msgspec.structs.replace(run, failure=error.message)
+
+
+def _name_queue(effort: Effort) -> str:
+    queue = effort.queue
+    if queue is None:
+        return ""
+    waits = "full" if queue.wait_ms is None else f"{queue.wait_ms:g} ms"
+    return f"{queue.rate_per_s:g}/s, {waits}"
 
 
 def _measure(model: Path) -> int:
@@ -116,7 +128,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         max_ms=float(series.max()),
         std_ms=float(series.std(ddof=1)) if len(series) > 1 else 0.0,
         interval_ms=median_interval(series),
-        throughput_per_s=1e3 * empty.batch / blocks[-1].pace_ms if median > 0 else 0.0,
+        throughput_per_s=1e3 * (1 if empty.queue else empty.batch) / blocks[-1].pace_ms if median > 0 else 0.0,
         load_ms=last.load_ms,
         first_ms=blocks[0].first_ms,
         peak_rss_bytes=last.peak_rss_bytes,

@@ -9,8 +9,9 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.bench.latency import count_needed, find_steady
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.errors import DeviceError
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue
+from edgekit.devices.labelled import address_of
+from edgekit.errors import DeviceError, UsageError
 from edgekit.model.tensors import Tensors
 
 PRECISION = 0.02
@@ -27,6 +28,8 @@ _WARM_MS = 300.0
 _MOST_WARMUP = 50
 # A clock may tell 0 for a short run, and the guess is divided by.
 _FAST_MS = 1e-3
+_QUEUING = frozenset({"host"})
+_FEWEST_REQUESTS = 50
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     concurrency: int = 1
     io_binding: bool = False
+    queue: Queue | None = None
 
     def apply(self, job: Job) -> Job:
         """Returns a job whose session runs as is asked for."""
@@ -105,6 +109,35 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
 def count_fitting(seconds: float, guess_ms: float) -> int:
     """Returns how many runs fit into a time, at least as many as every device makes."""
     return max(LEAST_SAMPLES, int(seconds * 1e3 / guess_ms))
+
+
+def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
+    """Returns the times from requests to their answers, of `effort.runs` or as many as come in its time.
+
+    Raises:
+        DeviceError: the device cannot serve a queue, is not there, or failed.
+    """
+    if address_of(device) not in _QUEUING:
+        raise DeviceError(
+            f"'{device.name}' serves no queue: only the runner in Python does", hint="--queue with --on host"
+        )
+    if not queue.rows:
+        raise UsageError(
+            "--queue means nothing here: no input has a dynamic first axis", hint="export the model with a free batch"
+        )
+    count = effort.runs or max(_FEWEST_REQUESTS, min(MOST_RUNS, int(queue.rate_per_s * effort.seconds)))
+    asked = msgspec.structs.replace(job, queue=queue, concurrency=1, io_binding=False)
+    run, outputs = _run(device, asked, slices=1, repeat=count, seconds=effort.seconds)
+    # The queue is empty at first, and the first requests are served as they never will be again.
+    warmup = count // 10
+    return Block(
+        latency_ms=run.latency_ms[warmup:],
+        run=run,
+        warmup=warmup,
+        first_ms=run.latency_ms[0],
+        pace_ms=run.elapsed_ms[0] / count,
+        outputs=outputs,
+    )
 
 
 def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: float) -> Block:

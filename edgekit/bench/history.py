@@ -138,7 +138,8 @@ def _describe(one: Slowdown, source: str) -> str:
 def _name_way(run: BenchRun) -> tuple[str, str]:
     parts = {"batch": run.batch, "at once": run.concurrency, "threads": run.threads, "IO binding": int(run.io_binding)}
     usual = {"batch": 1, "at once": 1, "threads": 0, "IO binding": 0}
-    return run.device, ", ".join(f"{name} {value}" for name, value in parts.items() if value != usual[name])
+    told = [f"{name} {value}" for name, value in parts.items() if value != usual[name]]
+    return run.device, ", ".join([*told, *([f"queue {run.queue}"] if run.queue else [])])
 
 
 def _name_machine() -> str:

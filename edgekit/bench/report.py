@@ -12,7 +12,9 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
 
     `provider` is the target's, or the CPU's where that took no node; `provider_nodes` counts the nodes of each.
     `interval_ms` holds the median with 95 % confidence. A run takes `batch` samples, `concurrency` runs are made at
-    once, and `throughput_per_s` counts the samples of all. `load_ms` and `first_ms` are the cold start: making the
+    once, and `throughput_per_s` counts the samples of all. With a `queue`, such as
+    "200/s, 5 ms", times are those from a request to its answer; at most `batch` were run at once, when the first had
+    waited so long, or when they were "full". `load_ms` and `first_ms` are the cold start: making the
     session, and its first run; `warmup` runs were left out until the times were steady. `model_bytes` counts the files
     that were loaded. `threads` of 0 means that ONNX Runtime chose. `energy_mj` are the millijoules a sample
     that all packages of the processor used, whoever ran on them, where the system tells. `warnings` say why the figures
@@ -26,6 +28,7 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1
     concurrency: int = 1
     io_binding: bool = False
+    queue: str = ""
     median_ms: float = 0.0
     mean_ms: float = 0.0
     p90_ms: float = 0.0

@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.batch import cut_rows, stack_samples
+from edgekit.bench.batch import cut_rows, find_free, stack_samples
 from edgekit.bundle.folder import open_bundle, read_target
 from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.snapshot import snapshot_bundle
@@ -49,7 +49,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """Something to time.
 
     `target_for` gives the target that a device, by its kind, runs it as; `job_for` the job with one sample, which is a
-    batch of `batch`. `notes` say what was assumed.
+    batch of `batch`; `rows` are the inputs that have a row for each. `notes` say what was assumed.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     job_for: Callable[[Device], Job]
     default_device: str
     batch: int = 1
+    rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -105,6 +106,7 @@ def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
         job_for=job_for,
         default_device=_planned_device(chosen),
         batch=opening.batch or 1,
+        rows=tuple(sorted(find_free(inputs))),
     )
 
 
@@ -141,6 +143,7 @@ def _open_model(path: Path, opening: Opening) -> Subject:
         job_for=job_for,
         default_device="host",
         batch=opening.batch or 1,
+        rows=tuple(sorted(find_free(inputs))),
         notes=tuple(notes),
     )
 

@@ -1,5 +1,7 @@
 """`edgekit bench`."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,6 +17,7 @@ from edgekit.cli import options
 from edgekit.cli.limits import limit
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.devices.device import Queue
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.plain import to_json
@@ -23,6 +26,7 @@ from edgekit.report.timing.bench_series import list_series
 from edgekit.report.timing.bench_text import list_bench_remarks, table_bench
 
 _MOST = 65536
+_WAIT_MS = 5.0
 
 
 def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -30,6 +34,17 @@ def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str
     if not all(word.isdecimal() and 1 <= int(word) <= _MOST for word in words):
         raise click.BadParameter(f"'{value}' is no list of sizes: 1,2,4,8")
     return tuple(dict.fromkeys(map(int, words)))
+
+
+def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[Queue, ...]:
+    """Returns a queue that waits so long at most, and one that waits until it is full."""
+    if value is None:
+        return ()
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)(?::([0-9]{1,6}(?:\.[0-9]+)?))?", value)
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"'{value}' is no rate: 200, or 200:5 with a limit of 5 ms")
+    limited = Queue(rate_per_s=float(match[1]), most=1, wait_ms=float(match[2] or _WAIT_MS))
+    return limited, msgspec.structs.replace(limited, wait_ms=None)
 
 
 @click.command(short_help="Time a bundle or a model on devices, or two of them in interleaved rounds.")
@@ -47,6 +62,13 @@ def _read_sizes(_context: click.Context, _parameter: click.Parameter, value: str
 @click.option("--batch", "batches", metavar="N,N", callback=_read_sizes, help="Batch sizes to time, such as 1,2,4,8.")
 @click.option(
     "--concurrency", metavar="N,N", callback=_read_sizes, help="Runs at once in one session to time, such as 1,2,4."
+)
+@click.option(
+    "--queue",
+    "queues",
+    metavar="RATE[:MS]",
+    callback=_read_queue,
+    help="Serve RATE requests a second, in batches that wait MS for more (5), or until full.",
 )
 @click.option("--io-binding", is_flag=True, help="Bind inputs, and write outputs where those of the run before lie.")
 @options.DIM
@@ -75,6 +97,7 @@ def command(
     target: str | None,
     batches: tuple[int, ...],
     concurrency: tuple[int, ...],
+    queues: tuple[Queue, ...],
     io_binding: bool,
     dims: tuple[str, ...],
     data: str | None,
@@ -100,19 +123,30 @@ def command(
     """
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
     effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads, io_binding=io_binding)
-    efforts = [msgspec.structs.replace(effort, concurrency=count) for count in concurrency or (1,)]
+    efforts = _list_efforts(effort, concurrency, batches, queues)
     opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
-    openings = [msgspec.structs.replace(opening, batch=batch) for batch in batches or (None,)]
+    openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]
     _refuse_contradictions(against, len(openings) * len(efforts), history, max_slowdown)
     options.require_places((markdown, series, history), (subject, against))
     with showing_progress(volume) as progress:
         report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
     report = _keep(report, history, max_slowdown)
-    for file, render in ((markdown, render_bench_markdown), (series, _render_series)):
-        if file is not None:
-            write_file(file, render(report).encode())
+    _write(report, markdown, series)
     show_json(report) if as_json else _show_bench(report)
     return YES if report.succeeded else NO
+
+
+def _list_efforts(
+    effort: Effort, concurrency: Sequence[int], batches: Sequence[int], queues: Sequence[Queue]
+) -> list[Effort]:
+    """Returns the ways to run: so many at once, or with a queue each batch with the limit and, where it waits, full."""
+    if not queues:
+        return [msgspec.structs.replace(effort, concurrency=count) for count in concurrency or (1,)]
+    if concurrency:
+        raise UsageError("--queue and --concurrency are two ways to load a session", hint="give one of them")
+    asked = [msgspec.structs.replace(queue, most=size) for size in batches or (1, 8) for queue in queues]
+    # A batch of one is full with its first request.
+    return [msgspec.structs.replace(effort, queue=one) for one in asked if one.most > 1 or one.wait_ms is not None]
 
 
 def _refuse_contradictions(against: Path | None, ways: int, history: Path | None, max_slowdown: float | None) -> None:
@@ -131,8 +165,11 @@ def _keep(report: BenchReport, history: Path | None, max_slowdown: float | None)
     return held
 
 
-def _render_series(report: BenchReport) -> str:
-    return to_json(list_series(report))
+def _write(report: BenchReport, markdown: Path | None, series: Path | None) -> None:
+    if markdown is not None:
+        write_file(markdown, render_bench_markdown(report).encode())
+    if series is not None:
+        write_file(series, to_json(list_series(report)).encode())
 
 
 def _show_bench(report: BenchReport) -> None:

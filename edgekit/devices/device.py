@@ -17,6 +17,19 @@ LEAST_SAMPLES = 4
 """How many samples a slow device runs however long they take."""
 
 
+class Queue(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that come at random, `rate_per_s` of them on average, and are run together, `most` at once.
+
+    A batch begins when it is full, or when its oldest request has waited for `wait_ms`; None waits until it is full.
+    `rows` are the inputs of which a request brings a row.
+    """
+
+    rate_per_s: float
+    most: int
+    wait_ms: float | None
+    rows: tuple[str, ...] = ()
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A model file and how an app would open it on the target.
 
@@ -29,7 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     side where a session is `parallel`. `arena` and `memory_pattern` are ONNX Runtime's. `custom_ops` are libraries of
     this machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the
     digest of its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session
-    optimises the graph, as an app's would unless said. With `trace` ONNX Runtime's profiler watches every run.
+    optimises the graph, as an app's would unless said. With `trace` ONNX Runtime's profiler watches every run. With a
+    `queue` the runs of a sample are requests that come at random; the runner in Python alone can do that.
     """
 
     model: Path
@@ -52,6 +66,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     level: Level = Level.ALL
     digests_hold: bool = False
     trace: bool = False
+    queue: Queue | None = None
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "edgekit/_targets/coreml/app/ModelSession.swift.j2",
         "edgekit/demo/digits_mobilenet.onnx",
         "edgekit/demo/LICENSE.md",
+        "edgekit/devices/far/ort_queue.py",
         "edgekit/devices/far/ort_runner.py",
         "edgekit/convert/far/qnn_context.py",
         "edgekit/_runner/CMakeLists.txt",

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import platform
+import runpy
 import shutil
 import sys
 import tempfile
@@ -41,6 +42,7 @@ _LEVELS = {
 
 Json = dict[str, Any]
 Array = npt.NDArray[Any]
+Serve = Callable[..., tuple[list[Any], list[float], float]]
 
 
 def main() -> int:
@@ -50,7 +52,6 @@ def main() -> int:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_bytes())
     run = _new_run(job)
-    run["before"] = read_state()
 
     def keep(index: int, tensors: dict[str, Any]) -> None:
         # No renaming: a file that is cut off is not as long as its first line says.
@@ -76,7 +77,6 @@ def _serve_pipe() -> int:
         os.dup2(2, 1)
         job = json.loads(stdin.readline())
         run = _new_run(job)
-        run["before"] = read_state()
 
         def answer(_: int, tensors: dict[str, Any]) -> None:
             stdout.write(_join_tensors(tensors))
@@ -100,6 +100,7 @@ def _new_run(job: Json) -> Json:
         "latency_ms": [],
         "elapsed_ms": [],
         "peak_rss_bytes": 0,
+        "before": read_state(),
         "versions": {"onnxruntime": ort.__version__, "python": platform.python_version()},
         "placement": [],
         "placement_source": "profile" if job["profile"] else "session",
@@ -171,6 +172,12 @@ def _serve_samples(
 
 def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json) -> list[Any]:
     """Runs a sample as often as the job says, notes the times, and returns what came out."""
+    if job.get("queue"):
+        # Beside this file, and asked for only where both are: other machines get the runner alone.
+        serve: Serve = runpy.run_path(str(Path(__file__).with_name("ort_queue.py")))["serve_queue"]
+        values, run["latency_ms"], elapsed_ms = serve(session, inputs, job["queue"], job["repeat"])
+        run["elapsed_ms"] = [elapsed_ms]
+        return values
     turns = iter(range(job.get("repeat", 1)))
     threads = job.get("concurrency", 1)
     calls = [_prepare_call(session, inputs, job) for _ in range(threads)]
@@ -345,31 +352,24 @@ def _finish_run(run: Json) -> bytes:
 
 def read_state(system: Path = Path("/sys")) -> Json:
     """Reads sensors, clocks and the counters of energy as far as the system tells them, as the C++ runner does."""
-    zones = [(zone.name.removeprefix("thermal_zone"), zone) for zone in system.glob("class/thermal/thermal_zone*")]
-    cpus = [(cpu.name, cpu / "cpufreq") for cpu in system.glob("devices/system/cpu/cpu[0-9]*")]
-    packages = [(_first_line(zone / "name"), zone) for zone in system.glob("class/powercap/intel-rapl:*")]
-    temperatures = {f"{number} {_first_line(zone / 'type')}": _first_number(zone / "temp") for number, zone in zones}
-    clocks = {name: _first_number(cpu / "scaling_cur_freq") for name, cpu in cpus}
+    zones, clocks = system.glob("class/thermal/thermal_zone*"), system.glob("devices/system/cpu/cpu[0-9]*")
     # Parts of a package, with two colons in their names, are in its own counter.
-    energy = {name: _first_number(zone / "energy_uj") for name, zone in packages if zone.name.count(":") == 1}
+    packages = system.glob("class/powercap/intel-rapl:[0-9]")
+    degrees = {f"{zone.name[12:]} {_first_line(zone / 'type')}": _first_line(zone / "temp") for zone in zones}
+    speeds = {cpu.name: _first_line(cpu / "cpufreq" / "scaling_cur_freq") for cpu in clocks}
+    energy = {_first_line(package / "name"): _first_line(package / "energy_uj") for package in packages}
     return {
-        "temperatures_c": {name: value / 1e3 for name, value in sorted(temperatures.items()) if value is not None},
-        "clocks_khz": {name: value for name, value in sorted(clocks.items()) if value is not None},
-        "energy_uj": {name: value for name, value in sorted(energy.items()) if value is not None},
+        "temperatures_c": {name: int(line) / 1e3 for name, line in degrees.items() if line.isdecimal()},
+        "clocks_khz": {name: int(line) for name, line in speeds.items() if line.isdecimal()},
+        "energy_uj": {name: int(line) for name, line in energy.items() if line.isdecimal()},
     }
 
 
 def _first_line(path: Path) -> str:
     try:
         return path.read_text(errors="replace").partition("\n")[0].strip()
-    except OSError:
-        # Not there, or only root may read it.
+    except OSError:  # it is not there, or only root may read it
         return ""
-
-
-def _first_number(path: Path) -> int | None:
-    line = _first_line(path)
-    return int(line) if line.removeprefix("-").isdecimal() else None
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -90,6 +90,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         profile=job.model.suffix == ".ort" and not job.trace,
         custom_ops=tuple(map(str, job.custom_ops)),
         trace=job.trace,
+        queue=job.queue,
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from edgekit._files import open_regular, read_chunks, write_file, write_new
 from edgekit._ort import Level
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, DeviceState
+from edgekit.devices.device import LEAST_SAMPLES, DeviceState, Queue
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 
@@ -77,6 +77,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     io_binding: bool = False
     custom_ops: tuple[str, ...] = ()
     trace: bool = False
+    queue: Queue | None = None
 
 
 class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,6 +27,7 @@ def list_series(report: BenchReport) -> tuple[SeriesPoint, ...]:
 
 def _list(subject: str, run: BenchRun) -> Iterator[SeriesPoint]:
     way = f"batch {run.batch}, {run.concurrency} at once" + (", IO binding" if run.io_binding else "")
+    way += f", queue {run.queue}" if run.queue else ""
     name = f"{subject} on {run.device}, {way}"
     low, high = run.interval_ms
     extra = f"{run.iterations} runs, {run.evidence.value}, {run.provider}"

@@ -10,13 +10,13 @@ from edgekit.report.tables import make_table
 
 _BAD, _UNKNOWN = "red", "yellow"
 _NOTHING = ("-",) * 7
-_HEADINGS = {"batch": "batch", "concurrency": "at once"}
+_HEADINGS = {"batch": "batch", "concurrency": "at once", "queue": "queue"}
 
 
 def table_bench(report: BenchReport) -> Table:
     """Returns the times as a table: a row a device."""
     # No mean: one pause of the system moves it, and not the median.
-    ways = [column for column in ("batch", "concurrency") if any(getattr(run, column) > 1 for run in report.runs)]
+    ways = [column for column in _HEADINGS if any(getattr(run, column) not in {1, ""} for run in report.runs)]
     columns = ["p50", "p95", "p99", "per second", "runs", "load", "first", "memory"]
     table = make_table("device", "evidence", "provider", *(_HEADINGS[way] for way in ways), *columns)
     for run in report.runs:

@@ -1,0 +1,94 @@
+"""Requests that come at random, in batches that wait for more or until they are full."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import parse_model
+
+from edgekit.cli.main import run_command
+from edgekit.devices.far.ort_queue import serve_queue, stack_rows
+
+X = {"x": np.ones((1, 4), np.float32), "scale": np.ones(2, np.float32)}
+
+
+class Server:
+    """A session that takes 2 ms however many come at once, and notes how many did."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def run(self, _: None, inputs: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+        self.sizes.append(len(inputs["x"]))
+        assert inputs["scale"].shape == (2,)
+        time.sleep(0.002)
+        return [inputs["x"]]
+
+
+def serve(most: int, wait_ms: float | None, rate: float = 1000.0, count: int = 60) -> tuple[list[int], list[float]]:
+    server = Server()
+    queue = {"most": most, "wait_ms": wait_ms, "rate_per_s": rate, "rows": ["x"]}
+    values, times, elapsed_ms = serve_queue(server, X, queue, count)
+    assert values[0].shape == (1, 4)
+    assert len(times) == count
+    assert elapsed_ms >= 0.9 * 1e3 * count / rate * 0.5
+    assert server.sizes[:most] == list(range(1, most + 1))
+    return server.sizes[most:], times
+
+
+def test_a_full_batch_waits_for_its_last_request() -> None:
+    sizes, times = serve(8, None)
+    assert sizes == [8] * 7 + [4]
+    # Seven more come at 1 ms each on average before the first is served.
+    assert float(np.median(times)) > 2
+
+
+def test_a_limit_ends_the_waiting() -> None:
+    # Requests 50 ms apart: nobody waits for the next.
+    sizes, times = serve(8, 1.0, rate=20.0, count=8)
+    assert max(sizes) <= 3
+    assert min(times) >= 2
+    assert 2.9 < float(np.median(times)) < 30
+
+
+def test_more_at_once_serve_what_one_by_one_cannot() -> None:
+    # A thousand a second come, five hundred a second can be served singly: the queue grows without end.
+    _, single = serve(1, 0.0)
+    sizes, dynamic = serve(8, 0.0)
+    assert single[-1] > 2 * dynamic[-1]
+    assert max(sizes) > 1
+
+
+def test_rows_are_stacked_where_there_are_any() -> None:
+    batch = stack_rows(X, ["x"], 3)
+    assert (batch["x"].shape, batch["scale"].shape) == ((3, 4), (2,))
+
+
+def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
+    model = parse_model(text, tmp_path / "m.onnx")
+    bench = ["bench", str(model), "--runs", "50", "-q", "--queue", "2000:2", "--batch", "1,4"]
+    assert run_command([*bench, "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["batch"], run["queue"]) for run in runs] == [
+        (1, "2000/s, 2 ms"),
+        (4, "2000/s, 2 ms"),
+        (4, "2000/s, full"),
+    ]
+    assert all(run["iterations"] == 45 and run["failure"] is None for run in runs)
+    assert all(0 < run["throughput_per_s"] < 4000 for run in runs)
+    assert run_command([*bench, "--on", "host:native"]) == 1
+    assert "only the runner in Python" in capsys.readouterr().out
+    for wrong, words in (
+        (["--queue", "0"], "is no rate"),
+        (["--queue", "9:x"], "is no rate"),
+        (["--queue", "9", "--concurrency", "2"], "two ways to load"),
+    ):
+        assert run_command(["bench", str(model), *wrong]) == 2
+        assert words in capsys.readouterr().err
+    fixed = parse_model(text.replace("n,4", "1,4"), tmp_path / "f.onnx")
+    assert run_command(["bench", str(fixed), "--queue", "9"]) == 2
+    assert "no input has a dynamic first axis" in capsys.readouterr().err
