@@ -33,7 +33,7 @@ def serve_queue(
         full = due[min(done + most, count) - 1]
         ready = full if wait_s is None else min(full, due[done] + wait_s)
         time.sleep(max(0.0, begin + ready - time.perf_counter()))
-        now, size = time.perf_counter() - begin, 1
+        now, size = max(ready, time.perf_counter() - begin), 1
         while size < min(most, count - done) and due[done + size] <= now:
             size += 1
         session.run(None, batches[size - 1])
