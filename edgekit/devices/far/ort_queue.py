@@ -19,7 +19,8 @@ def serve_queue(
 
     A batch begins when it is full, or when its oldest request has waited long enough; it takes what has come by then.
     """
-    most, wait_s = queue["most"], None if queue["wait_ms"] is None else queue["wait_ms"] / 1e3
+    most: int = queue["most"]
+    wait_s: float | None = None if queue["wait_ms"] is None else queue["wait_ms"] / 1e3
     batches = [stack_rows(inputs, queue["rows"], size) for size in range(1, most + 1)]
     # Memory is planned anew for each size: that is no part of what is measured.
     warm = [session.run(None, batch) for batch in batches]
