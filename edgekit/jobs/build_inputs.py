@@ -29,6 +29,7 @@ from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings
+from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision
 from edgekit.target import INTEGERS, Target, TaskLimit
@@ -192,6 +193,8 @@ def _calibrate(
     if job.cache is not None:
         cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
     try:
+        hint = "build it with --precision fp32; edgekit quantize MODEL --method minmax compares none"
+        refuse_huge(prepared.path.name, prepared.size_bytes, "plans are compared", hint)
         return calibrate_model(
             prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress
         )

@@ -122,7 +122,7 @@ def quantize_for(
     start, how = time.monotonic(), options or QuantizeOptions()
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, how.read_plan(), work, how.budget(start, progress or say_nothing))
+        job = _open_job(model, data, recipe, how, work, how.budget(start, progress or say_nothing))
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
         state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
         plan, searched = _choose_plan(job, search, how.method, state)
@@ -164,19 +164,29 @@ def plan_for(
     Raises:
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
-    how = options or QuantizeOptions()
+    how = msgspec.structs.replace(options or QuantizeOptions(), plan=None)
     budget = how.budget(time.monotonic(), progress or say_nothing)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, None, work, budget)
+        job = _open_job(model, data, recipe, how, work, budget)
         plan, _ = _choose_plan(job, _open_search(job, how), how.method, None)
     return plan
 
 
-def _open_job(model: Path, data: Data, recipe: Recipe, plan: QuantPlan | None, work: Path, budget: Budget) -> _Job:
+def _open_plan(model: Path, recipe: Recipe, how: QuantizeOptions) -> QuantPlan | None:
+    """Returns the plan of the file that is named, None where none is; refuses a model too large to compare plans."""
+    plan = how.read_plan()
+    searches = plan is None and (how.method in _OPEN_METHODS or recipe.max_drop is not None)
+    if searches or how.layers:
+        hint = "--method minmax compares none; or build it with --precision fp32"
+        # Before gigabytes are read: by the sizes of the files alone.
+        refuse_huge(model.name, measure_files(model), "plans are compared", hint)
+    return plan
+
+
+def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, work: Path, budget: Budget) -> _Job:
     target = _one_target(recipe)
+    plan = _open_plan(model, recipe, how)
     precision = _choose_integers(target, recipe, plan)
-    # Before gigabytes are read: by the sizes of the files alone.
-    refuse_huge(model.name, measure_files(model))
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims)
     if reason := explain_no_gain(read_graph(fixed.model), target, precision, partial(check_model, fixed.model, target)):

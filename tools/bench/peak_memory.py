@@ -63,12 +63,12 @@ def make_chain(path: Path, size_mb: int) -> None:
         data.unlink()
 
 
-def list_commands(model: Path, size_mb: int) -> dict[str, list[str]]:
-    """Returns what is measured; static INT8 needs a model that protobuf holds."""
+def list_commands(model: Path) -> dict[str, list[str]]:
+    """Returns what is measured, by name."""
     folder = model.parent
     sized = ["--dim", "batch=1"]
     small = f"{folder}/int4/model.onnx"
-    commands = {
+    return {
         "prepare": ["prepare", str(model), *sized, "--out", f"{folder}/prepared.onnx", "-q"],
         "check": ["check", str(model), *sized, "--target", "cpu"],
         "int4": ["convert", str(model), *sized, *INT4, "--out", f"{folder}/int4", "-q"],
@@ -81,9 +81,6 @@ def list_commands(model: Path, size_mb: int) -> dict[str, list[str]]:
             "--out", f"{folder}/bundles",
         ],
     }  # fmt: skip
-    if size_mb >= EXTERNAL_FROM_MB:
-        del commands["quantize"]
-    return commands
 
 
 def measure(arguments: list[str], limit_bytes: int | None) -> tuple[int, float, int, str]:
@@ -107,7 +104,7 @@ def measure_model(size_mb: int, limit_bytes: int | None, only: list[str]) -> boo
         subprocess.run([sys.executable, __file__, "--make", str(model), str(size_mb)], check=True)
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         np.savez(f"{folder}/data.npz", x=np.random.default_rng(1).standard_normal((32, WIDTH), np.float32))
-        for name, arguments in list_commands(model, size_mb).items():
+        for name, arguments in list_commands(model).items():
             if only and name not in only:
                 continue
             code, seconds, peak, line = measure(arguments, limit_bytes)

@@ -34,9 +34,8 @@ def read_float_graph(model: Model) -> Graph:
     """Reads the graph of a float model.
 
     Raises:
-        ModelError: the model is quantized already, older than opset 13, or too large, or names clash.
+        ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
-    refuse_huge(model.path.name, model.size_bytes)
     proto = read_proto(model)
     _check_float(model, proto)
     lift_constants(proto.graph)
@@ -53,18 +52,15 @@ def read_float_graph(model: Model) -> Graph:
     return view_model(proto, model.path.parent)
 
 
-def refuse_huge(name: str, size_bytes: int) -> None:
-    """Refuses a model that is too large to be quantized: graphs are copied and judged as one protobuf.
+def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
+    """Refuses a model that is too large for what a job `does` with copies of its float weights.
 
     Raises:
         ModelError: it is.
     """
     if size_bytes > MOST_INLINE_BYTES:
         size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_INLINE_BYTES))
-        raise ModelError(
-            f"'{name}' has {size}; quantizing ends at {most}, for it needs up to seven times as much memory",
-            hint="build it with --precision fp32",
-        )
+        raise ModelError(f"'{name}' has {size}; {does} up to {most}, for it takes several times as much", hint=hint)
 
 
 def set_weights_aside(graph: Graph, path: Path) -> Graph:

@@ -12,7 +12,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
-from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.graph.float_graph import read_float_graph, refuse_huge
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges.methods import PLAIN_METHODS
 from edgekit.quantize.rounding.comq import round_comq
@@ -35,6 +35,8 @@ def learn_blocks(
     Raises:
         EdgekitError: the model cannot be calibrated with the samples.
     """
+    hint = "leave --data out: weights are rounded to the nearest"
+    refuse_huge(model.path.name, model.size_bytes, "weights are rounded by samples", hint)
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op != "Conv"}
     calibrate_model(model, samples, work=work, methods=PLAIN_METHODS)
