@@ -123,13 +123,13 @@ NETS: dict[str, tuple[Callable[[], Net], str, Callable[[int, int], tuple[Array, 
 """How a net is made, the name of its input, and what draws samples and labels from a number and a seed."""
 
 
-def load_net(name: str, cache: Path) -> ZooTask:
+def load_net(name: str, cache: Path, scored: int = _SCORED) -> ZooTask:
     """Returns a net with its samples; trains it where the cache has none."""
     make, key, draw = NETS[name]
     path = cache / f"{name}.onnx"
     if not path.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         onnx.save(make().to_onnx(), str(path))
-    calibration, (scored, labels) = draw(_CALIBRATE, 910)[0], draw(_SCORED, 911)
-    found: dict[str, Any] = {"name": name, "calibration": {key: calibration}, "scored": {key: scored}, "path": path}
+    calibration, (rows, labels) = draw(_CALIBRATE, 910)[0], draw(scored, 911)
+    found: dict[str, Any] = {"name": name, "calibration": {key: calibration}, "scored": {key: rows}, "path": path}
     return ZooTask(**found, labels=tuple(int(label) for label in labels), limit=TaskLimit(name="top1"))
