@@ -133,6 +133,17 @@ def test_nan_in_an_input_names_the_input(net: Model, tmp_path: Path) -> None:
         calibrate_model(net, make_samples([{"x": np.full((1, 3, 8, 8), np.nan, np.float32)}]), work=tmp_path / "work")
 
 
+def test_a_sample_that_makes_another_shape_than_declared_is_named(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> g (float[1,10,10,1] x, int64 axis) => (float[1,6,10,2] y)
+      { y = DFT<onesided = 1>(x, , axis) }"""
+    image = np.zeros((1, 10, 10, 1), np.float32)
+    good, bad = (make_samples([{"x": image, "axis": np.array(axis)}] * 2) for axis in (1, 2))
+    model = make_model(text, tmp_path / "m.onnx")
+    assert calibrate_model(model, good, work=tmp_path / "good", methods=PLAIN_METHODS).ranges
+    with pytest.raises(DataError, match=r"sample 0 of .* gives a tensor another shape than 'm.onnx'"):
+        calibrate_model(model, bad, work=tmp_path / "bad", methods=PLAIN_METHODS)
+
+
 def test_no_sample_is_refused(net: Model, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no sample"):
         calibrate_model(net, make_samples([]), work=tmp_path / "work")

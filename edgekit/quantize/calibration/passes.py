@@ -229,6 +229,12 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             raise DataError(text, hint="mend the sample or the model") from values
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
+        # An axis may be an input, as a DFT's; then a sample decides shapes.
+        if not run.statistics.fits(values):
+            raise DataError(
+                f"sample {index} of '{task.samples.source}' gives a tensor another shape than '{task.model.path.name}'",
+                hint="give samples with the axes and sizes that the model's shapes were declared for",
+            )
         run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
         run.seen[index] = digest
         yield

@@ -28,6 +28,11 @@ class ActivationStatistics:
         sizes = block_sizes(self._layers)
         self._moments = [MomentCollector(layer, its, sizes[layer.node]) for layer, its in instrumented.patches]
 
+    def fits(self, values: Tensors) -> bool:
+        """Returns False where ONNX Runtime gave a tensor more or fewer channels than the graph says."""
+        ends = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
+        return all(values[name].size == end.size for name, end in ends.items() if name in values)
+
     def add(self, values: Tensors, *, learn: bool) -> None:
         """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
         self._lows.add(values.get(LOWS))
@@ -158,6 +163,11 @@ class _Extremes:
         self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
         self._sums = np.zeros(len(parts))
+
+    @property
+    def size(self) -> int:
+        """How many entries all tensors have."""
+        return len(self._best)
 
     def add(self, values: Array | None) -> None:
         if values is not None:
