@@ -26,7 +26,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TARGETS = Path(__file__).parents[1] / "targets"
 SLOW_FIXTURES = frozenset({"arm_runner", "browser", "demo_build", "host_runner", "tutorial"})
-CANNOT_RUN_IN_CI = ("ios-sim is not installed", "needs a Mac", "needs ../shared/zoo", "needs a user who is not root")
+CANNOT_RUN_IN_CI = (
+    "ios-sim is not installed",
+    "labgrid is not installed",
+    "needs a Mac",
+    "needs ../shared/zoo",
+    "needs a user who is not root",
+)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -75,7 +75,8 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("release",),
         ("local",),
         ("bundled", "emulators", "parallel", "recorded", "self_test"),
-        ("labelled", "process"),
+        ("labelled",),
+        ("process",),
         ("device", "plain"),
     ),
     "prepare": (

@@ -7,12 +7,11 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_file, write_file
-from edgekit.app.config import App, Cell
+from edgekit.app.config import App, Cell, choose_for
 from edgekit.app.keys import Digests, make_key
 from edgekit.app.parcels import cell_folder
 from edgekit.app.result import RESULT, CellResult, fail_cell, read_result, write_result
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
@@ -64,12 +63,12 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, *, ca
             cell.data,
             folder,
             cell.recipe,
-            verify=verify.enabled and not verify.on,
+            verify=verify.enabled and not verify.names_devices,
             cache=cache or app.out / CACHE,
             time_budget_s=app.table.time_budget_s,
             progress=lambda step: progress(f"{cell.name}: {step}"),
         )
-        if verify.enabled and (verify.on or verify.require):
+        if verify.enabled and (verify.names_devices or verify.require):
             report = _verify_on(app, report, folder)
     except EdgekitError as error:
         failed = fail_cell(cell, f"It cannot be built: {error}.")
@@ -92,8 +91,8 @@ def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
     if summary.path is None:
         return report
     found = summary.verify
-    if verify.on:
-        found = verify_on(open_bundle(summary.path), DeviceChoice(names=verify.on))
+    if verify.names_devices:
+        found = verify_on(open_bundle(summary.path), choose_for(app))
     if found is not None:
         found = require_devices(found, verify.require)
     bundles = (msgspec.structs.replace(summary, verify=found),)

@@ -88,7 +88,9 @@ def fill_order(order: Order) -> CellResult | None:
 def list_slots(app: App) -> tuple[str, ...]:
     """Returns the phones and boards that each cell of an app needs for itself."""
     verify = app.table.verify
-    named = dict.fromkeys((*verify.on, *verify.require)) if verify.enabled else {}
+    known = app.table.devices
+    words = (*verify.on, *verify.require) if verify.enabled else ()
+    named = dict.fromkeys(known[name].device if name in known else name for name in words)
     return tuple(name for name in named if name.partition(":")[0] in REMOTE)
 
 
@@ -150,7 +152,9 @@ def _make_order(app: App, cell: Cell, store: Store, digests: Digests, *, again: 
     key, beside = find_key(app, cell, digests)
     table = app.table
     # Only what a cell needs: a table of 10,000 models would go out 10,000 times.
-    lean = AppTable(models={}, targets={}, verify=table.verify, time_budget_s=table.time_budget_s)
+    lean = AppTable(
+        models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
+    )
     inputs = {what: send_parcel(paths, store, digests) for what, paths in list_inputs(cell, beside).items()}
     return Order(
         app=App(path=Path(app.path.name), table=lean),

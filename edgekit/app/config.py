@@ -9,6 +9,7 @@ import msgspec
 
 from edgekit.app.positions import FILE, Place, refuse_at
 from edgekit.data.images import Preprocess, load_preprocess
+from edgekit.devices.register import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
@@ -77,13 +78,21 @@ class GateTable(_Table, frozen=True, kw_only=True):
 class VerifyTable(_Table, frozen=True, kw_only=True):
     """`[verify]`: the devices to run on (those of the targets by default), and those that must run.
 
+    A name may be that of a `[devices.NAME]`; `on_file` and `settings` are `--on-file` and `--set`.
     With `accept_unproven` bundles that are not proven are packed, and are no reason to say no.
     """
 
     enabled: bool = True
     on: tuple[str, ...] = ()
+    on_file: str | None = None
+    settings: dict[str, str] = {}
     require: tuple[str, ...] = ()
     accept_unproven: bool = False
+
+    @property
+    def names_devices(self) -> bool:
+        """True if it says where bundles run."""
+        return bool(self.on) or self.on_file is not None
 
 
 class PackageTable(_Table, frozen=True, kw_only=True):
@@ -96,6 +105,17 @@ class PackageTable(_Table, frozen=True, kw_only=True):
     group: str = ""
     version: str = ""
     extras: tuple[Extra, ...] = msgspec.field(name="with", default=())
+    allow_failed: bool = False
+
+
+class KeyTable(_Table, frozen=True, kw_only=True):
+    """`[keys]`: the private key that signs each bundle that may go, and the public one, by default beside it.
+
+    Packages then hold only what that key signed.
+    """
+
+    sign: str
+    check: str = ""
 
 
 class SweepTable(_Table, frozen=True, kw_only=True):
@@ -122,7 +142,9 @@ class AppTable(_Table, frozen=True, kw_only=True):
     targets: dict[str, TargetTable]
     gates: GateTable = GateTable()
     verify: VerifyTable = VerifyTable()
+    devices: dict[str, DeviceEntry] = {}
     packages: dict[str, PackageTable] = {}
+    keys: KeyTable | None = None
     sweep: SweepTable = SweepTable()
     commands: dict[str, dict[str, Any]] = {}
 
@@ -187,6 +209,27 @@ def list_cells(app: App) -> tuple[Cell, ...]:
     )
 
 
+def choose_for(app: App) -> DeviceChoice:
+    """Returns the devices that an app names for its bundles, none where those of the targets are to run.
+
+    Raises:
+        UsageError: the name of a device in the file is none.
+    """
+    verify, known, folder = app.table.verify, app.table.devices, app.path.parent
+    tables = {name: {"name": name, **msgspec.to_builtins(known[name])} for name in verify.on if name in known}
+    try:
+        listed = [msgspec.convert(table, ListedDevice) for table in tables.values()]
+    except msgspec.ValidationError as error:
+        said = f"'{app.path}': a name in [devices] is none: {error}"
+        raise UsageError(said, hint="letters, digits and a few marks") from error
+    return DeviceChoice(
+        names=tuple(name for name in verify.on if name not in known),
+        file=None if verify.on_file is None else folder / verify.on_file,
+        listed=tuple(resolve_device(entry, folder) for entry in listed),
+        settings=verify.settings,
+    )
+
+
 def describe_schema() -> dict[str, Any]:
     """Returns the JSON Schema of `edgekit.toml`, which editors use (`#:schema FILE` in its first line)."""
     schema = msgspec.json.schema(AppTable)
@@ -236,7 +279,12 @@ def _place(folder: Path, source: str) -> str:
 
 def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
     # Entry by entry: msgspec names the key of a field, and not that of an entry in a table of tables.
-    kinds: dict[str, Any] = {"models": ModelTable, "targets": TargetTable, "packages": PackageTable}
+    kinds: dict[str, Any] = {
+        "models": ModelTable,
+        "targets": TargetTable,
+        "devices": DeviceEntry,
+        "packages": PackageTable,
+    }
     tables: dict[str, Any] = {}
     for section, kind in kinds.items():
         found = raw.get(section, {})

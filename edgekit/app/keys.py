@@ -91,6 +91,7 @@ def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> s
         "recipe": msgspec.structs.replace(cell.recipe, targets=(target.name,)),
         "preprocess": data.preprocess,
         "verify": msgspec.structs.replace(app.table.verify, accept_unproven=False),
+        "devices": {name: app.table.devices[name] for name in app.table.verify.on if name in app.table.devices},
         "time_budget_s": app.table.time_budget_s,
         "versions": {name: version(name) for name in _PACKAGES},
     }

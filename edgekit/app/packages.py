@@ -6,12 +6,13 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, staged_entries, write_file
-from edgekit.app.config import App, PackageTable
+from edgekit.app.config import App, KeyTable, PackageTable
 from edgekit.app.result import CellResult, PackageResult
-from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.manifest.manifest import encode_json
-from edgekit.errors import EdgekitError
-from edgekit.jobs.release import Allowed, package_verified
+from edgekit.bundle.sign import check_signature, require_private_key
+from edgekit.errors import BundleError, EdgekitError
+from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
 from edgekit.package.variant import Names, sort_bundles
 
@@ -27,14 +28,50 @@ def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]
     return results
 
 
+def require_keys(app: App) -> None:
+    """Refuses keys that cannot sign, before anything is built that is to be signed.
+
+    Raises:
+        UsageError: the key cannot be read, or is no Ed25519 private key.
+        MissingExtraError: `cryptography` is not installed.
+    """
+    if app.table.keys is not None:
+        require_private_key(app.path.parent / app.table.keys.sign)
+
+
+def sign_all(app: App, cells: Sequence[CellResult]) -> None:
+    """Signs the bundles that may go, where the app has a key and they are not signed with it.
+
+    Raises:
+        EdgekitError: a key cannot be read, or a bundle is not whole.
+    """
+    keys = app.table.keys
+    if keys is None:
+        return
+    for cell in cells:
+        if not cell.bundle or not _may_go(app, cell):
+            continue
+        folder = app.out / cell.bundle
+        try:
+            check_signature((folder / MANIFEST).read_bytes(), MANIFEST, folder, _public(app, keys))
+        except BundleError:
+            allowed = Allowed(unproven=app.table.verify.accept_unproven)
+            sign_verified(folder, app.path.parent / keys.sign, allowed=allowed)
+
+
+def _public(app: App, keys: KeyTable) -> Path:
+    return app.path.parent / (keys.check or f"{keys.sign}.pub")
+
+
 def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult | None) -> PackageResult:
     table = app.table.packages[name]
     model, providers = table.model or next(iter(app.table.models)), FORMS[table.kind].providers
     wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
     # What failed is not packed; what was asked for by name and failed is a failure of the package.
-    good = [cell for cell in wanted if cell.bundle and _may_go(app, cell)]
+    good = [cell for cell in wanted if cell.bundle and (table.allow_failed or _may_go(app, cell))]
     left_out = tuple(cell.target for cell in wanted if cell not in good)
-    key = digest_bytes(encode_json({"package": table, "bundles": [cell.sha256 for cell in good]}))
+    facts = {"package": table, "bundles": [cell.sha256 for cell in good], "keys": app.table.keys}
+    key = digest_bytes(encode_json(facts))
     result = PackageResult(name=name, kind=table.kind, key=key, state="failed", left_out=left_out)
     missing = next((target for target in table.targets if target in left_out), None)
     if missing is not None:
@@ -57,10 +94,13 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
 def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequence[Path]) -> PackageResult:
     suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
     names = Names(name=table.name, group=table.group, version=table.version)
-    allowed = Allowed(unproven=app.table.verify.accept_unproven)
+    allowed = Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed)
+    keys = None if app.table.keys is None else _public(app, app.table.keys)
     with staged_entries(app.out / _FOLDER) as staging:
         place = staging / f"{result.name}{suffix}"
-        report, _ = package_verified(folders, table.kind, place, names=names, extras=table.extras, allowed=allowed)
+        report, _ = package_verified(
+            folders, table.kind, place, names=names, extras=table.extras, allowed=allowed, key=keys
+        )
     return msgspec.structs.replace(
         result,
         state="built",

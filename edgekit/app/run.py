@@ -10,7 +10,7 @@ from edgekit._files import write_file
 from edgekit.app.cells import build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, list_cells
 from edgekit.app.keys import STORE, Digests
-from edgekit.app.packages import pack_all
+from edgekit.app.packages import pack_all, require_keys, sign_all
 from edgekit.app.parcels import fetch_cell, publish_cell
 from edgekit.app.result import AppReport, CellResult, render_app
 from edgekit.app.store import Store
@@ -48,6 +48,8 @@ def run_app(
         EdgekitError: a target or a preprocessing file cannot be read.
     """
     start, progress = time.monotonic(), progress or say_nothing
+    if not bare:
+        require_keys(app)
     cells, digests = _choose(list_cells(app), only), Digests(app.out / STORE)
     if again:
         for cell in cells:
@@ -62,6 +64,8 @@ def run_app(
         found[cell.name] = result or _build(app, cell, digests, store, progress)
     results = tuple(result for result in found.values() if result is not None)
     digests.save()
+    if not bare:
+        sign_all(app, results)
     report = AppReport(
         app=app.path.name,
         out=app.out,

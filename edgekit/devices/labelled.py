@@ -1,20 +1,26 @@
-"""A device under a name of the user's, with its own time limits."""
+"""A device under a name of the user's, with its own time limits and its place in a laboratory."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.process.labgrid import holding_place
 from edgekit.evidence import Evidence
 
 
 class Labelled(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as `devices.toml` lists it: reports call it `label`; limits of None are those of the job."""
+    """A device as `devices.toml` lists it: reports call it `label`; limits of None are those of the job.
+
+    A `place` of Labgrid is held while it runs.
+    """
 
     label: str
     device: Device
     timeout_s: float | None = None
     budget_s: float | None = None
+    place: str | None = None
 
     @property
     def name(self) -> str:
@@ -34,7 +40,7 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
         """Runs every sample of a job within the limits.
 
         Raises:
-            DeviceError: the device is not there.
+            DeviceError: the device is not there, or its place is not free.
         """
         limited = msgspec.structs.replace(
             job,
@@ -42,7 +48,8 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
             # A job may ask for less time than the user allows, never for more.
             budget_s=job.budget_s if self.budget_s is None else min(job.budget_s, self.budget_s),
         )
-        return msgspec.structs.replace(self.device.run_job(limited, work), device=self.label)
+        with nullcontext() if self.place is None else holding_place(self.place):
+            return msgspec.structs.replace(self.device.run_job(limited, work), device=self.label)
 
 
 def address_of(device: Device) -> str:

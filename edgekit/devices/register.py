@@ -18,15 +18,15 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
 
 
-class ListedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of a `devices.toml`.
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device as a file describes it.
 
     `device` is what `--on` takes. For devices over adb or ssh, `runner` and `library` are edgekit's runner and ONNX
     Runtime's library to use in place of those that edgekit finds (relative paths start at the file's folder), and
-    `provider` is one to use in place of the target's, which proves less. `settings` are those of `--set`.
+    `provider` is one to use in place of the target's, which proves less. `settings` are those of `--set`. `labgrid` is
+    the device's place in a laboratory that shares its devices through Labgrid: it is held while the device runs.
     """
 
-    name: _Label
     device: str
     runner: str | None = None
     library: str | None = None
@@ -34,13 +34,24 @@ class ListedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: _Seconds | None = None
     budget_s: _Seconds | None = None
     settings: dict[str, str] = {}
+    labgrid: _Label | None = None
+
+
+class ListedDevice(DeviceEntry, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of a `devices.toml`, with the name that reports call it by."""
+
+    name: _Label
 
 
 class DeviceChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices as a user names them: by `--on`, with settings for those that take some, and by a file of `--on-file`."""
+    """Devices as a user names them: by `--on`, with settings for those that take some, and by a file of `--on-file`.
+
+    `listed` are others as in such a file.
+    """
 
     names: tuple[str, ...] = ()
     file: Path | None = None
+    listed: tuple[ListedDevice, ...] = ()
     settings: Mapping[str, str] = {}
 
 
@@ -71,7 +82,17 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"'{path}' lists the name '{twice}' twice", hint="give each device a name of its own")
-    return tuple(_resolve(entry, path.parent) for entry in listed)
+    return tuple(resolve_device(entry, path.parent) for entry in listed)
+
+
+def resolve_device(entry: ListedDevice, folder: Path) -> ListedDevice:
+    """Returns a device of a file with the paths in it as they are from here; they start at its folder."""
+    return msgspec.structs.replace(
+        entry,
+        runner=None if entry.runner is None else str(folder / entry.runner),
+        library=None if entry.library is None else str(folder / entry.library),
+        settings={key: str(folder / value) if key == "driver" else value for key, value in entry.settings.items()},
+    )
 
 
 def choose_devices(
@@ -85,7 +106,7 @@ def choose_devices(
         UsageError: there is no such device, it runs another provider, or the file is malformed; `default`, which a
             stranger's bundle may have set, names a device that is not on this machine; or no device takes a setting.
     """
-    listed = () if choice.file is None else read_devices(choice.file)
+    listed = (*choice.listed, *(() if choice.file is None else read_devices(choice.file)))
     if not choice.names and not listed:
         # The default may come from a bundle, which must not make edgekit contact a machine.
         for name in default:
@@ -131,7 +152,7 @@ def _label(entry: ListedDevice, name: str, device: Device) -> Device:
                 f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'", hint="leave it out"
             )
     adapted = cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes))
-    return Labelled(label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s)
+    return Labelled(label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s, place=entry.labgrid)
 
 
 def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
@@ -145,15 +166,6 @@ def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
             if key not in ListedDevice.__struct_fields__:
                 hint = suggest_name(key, ListedDevice.__struct_fields__)
                 raise UsageError(f"'{path}' has the unknown key '{key}' in a [[device]]", hint=hint)
-
-
-def _resolve(entry: ListedDevice, folder: Path) -> ListedDevice:
-    return msgspec.structs.replace(
-        entry,
-        runner=None if entry.runner is None else str(folder / entry.runner),
-        library=None if entry.library is None else str(folder / entry.library),
-        settings={key: str(folder / value) if key == "driver" else value for key, value in entry.settings.items()},
-    )
 
 
 def _form() -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -14,12 +15,14 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from tiny_models import parse_model
 
 from edgekit.app.config import list_cells, load_app
 from edgekit.app.keys import STORE, Digests, make_key
 from edgekit.app.result import RESULT, headline_app, render_app
 from edgekit.app.run import run_app
 from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.sign import make_key as make_pair
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 
@@ -223,3 +226,43 @@ def test_watch_runs_again_when_a_file_changes(
         "1 of 1 bundles passed (1 built).",
         "1 of 1 bundles passed (1 kept).",
     ]
+
+
+def test_bundles_are_signed_and_packed_with_the_keys_of_the_app(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = '<ir_version: 8, opset_import: ["" : 17]>'
+    parse_model(f"{head} g (float[1,4] x) => (float[1,4] y) {{ y = Relu(x) }}", tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
+    text = """
+[models.m]
+path = "m.onnx"
+data = { source = "d.npz" }
+[targets.cpu]
+precision = "fp32"
+[verify]
+on = ["desk"]
+[devices.desk]
+device = "host"
+[packages.all]
+as = "tar"
+[keys]
+sign = "release.pem"
+"""
+    (tmp_path / "edgekit.toml").write_text(text)
+    assert run_command(["run", str(tmp_path / "edgekit.toml")]) == 2
+    assert "cannot read the private key" in capsys.readouterr().err
+    assert not (tmp_path / "build").exists()
+    make_pair(tmp_path / "release.pem")
+    first = _run(tmp_path / "edgekit.toml", capsys)
+    assert (first["cells"][0]["verdict"], first["cells"][0]["evidence"]) == ("pass", "same-ep (desk)")
+    bundle, public = tmp_path / "build" / first["cells"][0]["bundle"], tmp_path / "release.pem.pub"
+    assert run_command(["verify", str(bundle), "--files-only", "--key", str(public)]) == 0
+    with tarfile.open(tmp_path / "build" / first["packages"][0]["path"]) as package:
+        assert any(name.endswith("signature.json") for name in package.getnames())
+    # Another key signs anew, and packs anew what it signed.
+    make_pair(tmp_path / "other.pem")
+    (tmp_path / "edgekit.toml").write_text(text.replace("release", "other"))
+    second = _run(tmp_path / "edgekit.toml", capsys)
+    assert (second["cells"][0]["state"], second["packages"][0]["state"]) == ("kept", "built")
+    assert run_command(["verify", str(bundle), "--files-only", "--key", str(public)]) == 2

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,14 @@ from edgekit.app.config import list_cells, load_app
 from edgekit.app.result import read_result
 
 ALLOWED = 1.05
+# As docs/how-to/sweep.md advises: what Dask looks at many times a second is of no use to cells that take seconds.
+QUIET: Mapping[str, object] = {
+    "distributed.logging.distributed": "error",
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.worker.memory.monitor-interval": "2s",
+}
 WAYS = ("one", "pool", "cluster", "killed")
 TEXT = """[targets.cpu]
 precision = "int8"
@@ -298,7 +306,7 @@ def find_again(cluster: LocalCluster) -> list[str]:
 
 @contextmanager
 def _cluster(workers: int) -> Iterator[LocalCluster]:
-    dask.config.set({"distributed.admin.low-level-log-length": 100_000, "distributed.logging.distributed": "error"})
+    dask.config.set({**QUIET, "distributed.admin.low-level-log-length": 100_000})
     with LocalCluster(  # type: ignore[no-untyped-call]
         n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
     ) as cluster:
