@@ -16,8 +16,8 @@ from edgekit.model.state import State
 from edgekit.package.contents import Extra
 from edgekit.package.package import Kind
 from edgekit.plain import read_toml
-from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes
-from edgekit.target import TaskLimit, load_target
+from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, load_targets
+from edgekit.target import TaskLimit, Thresholds, load_target
 
 _Value = TypeVar("_Value")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -233,14 +233,18 @@ def choose_for(app: App) -> DeviceChoice:
 def describe_schema() -> dict[str, Any]:
     """Returns the JSON Schema of `edgekit.toml`, which editors use (`#:schema FILE` in its first line)."""
     schema = msgspec.json.schema(AppTable)
+    # A target's limits change one by one: none of them is required.
+    (limits,), defined = msgspec.json.schema_components([Thresholds], ref_template="#/$defs/{name}")
+    schema["$defs"] |= defined
+    changes = {key: value for key, value in defined[limits["$ref"].rpartition("/")[2]].items() if key != "required"}
+    schema["$defs"]["TargetTable"]["properties"]["thresholds"] = changes
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
 
 
 def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
     folder, gates, table = app.path.parent, app.table.gates, app.table.targets[target]
     given = model.data.preprocess
-    wanted = table.target or target
-    named = str(folder / wanted) if "/" in wanted else wanted
+    named = _name_target(app, target, table)
     preprocess = load_preprocess(folder / given) if isinstance(given, str) else given
     return Cell(
         model=name,
@@ -325,11 +329,31 @@ def _check_names(app: App, text: str) -> None:
             place = ("models", name, "path")
             said = f"there is no model '{folder / model.path}'"
             raise refuse_at(app.path, text, place, said, hint="give its path")
+    for name, entry in table.targets.items():
+        _check_target(app, name, entry, text)
     for name, package in table.packages.items():
         if package.model or len(table.models) > 1:
             _require(package.model, table.models, "model", ("packages", name, "model"), app.path, text)
         for target in package.targets:
             _require(target, table.targets, "target", ("packages", name, "targets"), app.path, text)
+
+
+def _check_target(app: App, name: str, table: TargetTable, text: str) -> None:
+    """Refuses parameters and limits that a target does not have, where they stand."""
+    named, place = _name_target(app, name, table), ("targets", name)
+    settings = {key: str(value) for key, value in table.settings.items()}
+    for key in ("target", "settings", "thresholds"):
+        try:
+            target = load_target(named, settings if key != "target" else {})
+            if key == "thresholds" and table.thresholds:
+                load_targets(Recipe(targets=(named,), settings=settings, thresholds={target.name: table.thresholds}))
+        except UsageError as error:
+            raise refuse_at(app.path, text, (*place, key), error.message, hint=error.hint or "") from error
+
+
+def _name_target(app: App, name: str, table: TargetTable) -> str:
+    wanted = table.target or name
+    return str(app.path.parent / wanted) if "/" in wanted else wanted
 
 
 def _require(name: str, known: Mapping[str, object], what: str, place: Place, path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from edgekit.errors import DataError, UsageError
 from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import TensorSpec
+from edgekit.package.package import Kind
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import target_names
 
@@ -23,6 +24,7 @@ _MOST_IMAGES = 64
 # Networks for images halve their size five times: what is no multiple of 32 does not divide.
 _STEP = 32
 _USUAL_SIDE = 224
+_NO_PACKAGE = ("\n# [packages.app]", '# as = "aar"  # or swiftpm, tar, zip, ort-package')
 _WHOLE = frozenset({"int32", "int64"})
 
 
@@ -40,8 +42,18 @@ class _Frozen(msgspec.Struct, frozen=True, kw_only=True):
     after: int
 
 
-def draft_app(model: Path, folder: Path, *, data: str | None, images: Path | None, targets: Sequence[str]) -> Draft:
+def draft_app(
+    model: Path,
+    folder: Path,
+    *,
+    data: str | None,
+    images: Path | None,
+    targets: Sequence[str],
+    package: Kind | None = None,
+) -> Draft:
     """Returns an `edgekit.toml` for a model, its data and some targets; paths in it are relative to `folder`.
+
+    It packs the bundles as `package`, if that is given.
 
     Raises:
         EdgekitError: the model cannot be read, or there is no image, or a target that does not exist.
@@ -66,7 +78,8 @@ def draft_app(model: Path, folder: Path, *, data: str | None, images: Path | Non
             f" {preprocess.dtype}: hold that against how the model was trained"
         )
     lines = _write(source, folder, data, images, dims=dims, frozen=frozen, preprocess=preprocess, targets=targets)
-    return Draft(text="\n".join(lines) + "\n", remarks=tuple(remarks))
+    packed = ("\n[packages.app]", f'as = "{package}"') if package else _NO_PACKAGE
+    return Draft(text="\n".join([*lines, *packed]) + "\n", remarks=tuple(remarks))
 
 
 def _write(
@@ -105,8 +118,6 @@ def _write(
         yield f"\n[targets.{target}]"
     yield "\n[gates]"
     yield "# max_drop = 1.0  # answers that may change, in percent"
-    yield "\n# [packages.app]"
-    yield '# as = "aar"  # or swiftpm, tar, zip, ort-package'
 
 
 def _guess_dims(model: Model, images: Path | None) -> dict[str, int]:

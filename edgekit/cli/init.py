@@ -12,6 +12,7 @@ from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import show_line
 from edgekit.errors import UsageError
+from edgekit.package.package import FORMS, Kind
 from edgekit.plain import to_json
 
 
@@ -20,20 +21,28 @@ from edgekit.plain import to_json
 @click.option("--images", type=click.Path(path_type=Path), metavar="DIR", help="A folder of images to feed it.")
 @click.option("--data", metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
 @click.option("--target", "targets", multiple=True, default=("nnapi", "xnnpack"), metavar="NAME", show_default=True)
+@click.option("--as", "package", type=click.Choice(sorted(FORMS)), help="Pack the bundles as this kind of package.")
 @click.option("--out", default=FILE, type=click.Path(path_type=Path), metavar="FILE", show_default=True)
-def command(model: Path, images: Path | None, data: str | None, targets: tuple[str, ...], out: Path) -> int:
+def command(
+    model: Path,
+    images: Path | None,
+    data: str | None,
+    targets: tuple[str, ...],
+    package: Kind | None,
+    out: Path,
+) -> int:
     """Write an edgekit.toml for MODEL, with what the model can tell and guesses that are marked as such.
 
     \b
     Example:
-      edgekit init model.onnx --images photos --target nnapi --target qnn
+      edgekit init model.onnx --images photos --target nnapi --target xnnpack --as aar
       edgekit run
 
     Exit code 0: written. 2: an input is wrong, or the file is there already.
     """
     if out.exists():
         raise UsageError(f"'{out}' is there already", hint="remove it, or give another --out")
-    draft = draft_app(model, out.parent, data=data, images=images, targets=targets)
+    draft = draft_app(model, out.parent, data=data, images=images, targets=targets, package=package)
     write_file(out, draft.text.encode())
     # Beside it: editors find it by the first line, without a network.
     write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())

@@ -60,6 +60,9 @@ def test_the_state_of_a_model_is_its_own_table(tmp_path: Path) -> None:
     [
         ("source =", "sauce =", "line 5, column 1: models.digits.data.sauce: Object contains unknown field", "schema"),
         ("api_level = 31", "api_level = true", "line 8, column 1: targets.nnapi.settings: Expected", "schema"),
+        ("api_level =", "api_levle =", "line 8, column 1: targets.nnapi.settings: ", "api_level"),
+        ("min_cosine", "min_cosin", "line 11, column 1: targets.mine.thresholds: ", "min_cosine"),
+        ('target = "xnnpack"', 'target = "xnpack"', "line 10, column 1: targets.mine.target: ", "xnnpack"),
         ('target = "xnnpack"', "target = 3", "line 10, column 1: targets.mine.target: Expected `str`", "schema"),
         ("[targets.nnapi]", "[target.nnapi]", "line 7, column 1: target: Object contains unknown field", "targets"),
         (str(MODEL), "gone.onnx", "line 3, column 1: models.digits.path: there is no model", "path"),
@@ -132,6 +135,9 @@ def test_init_asks_the_model_and_says_what_it_guessed(tmp_path: Path, capsys: py
     assert cell.recipe.freeze == {"sr": 16000}
     assert cell.data.preprocess is not None
     assert (cell.data.preprocess.size, cell.data.preprocess.layout) == ((96, 96), "NCHW")
+    assert load_app(tmp_path / "edgekit.toml").table.packages == {}
+    assert run_command([*words, "--as", "tar", "--out", str(tmp_path / "packed.toml")]) == 0
+    assert load_app(tmp_path / "packed.toml").table.packages["app"].kind == "tar"
     assert (tmp_path / "edgekit.schema.json").is_file()
     assert run_command([*words, "--out", str(tmp_path / "edgekit.toml")]) == 2
     assert "is there already" in capsys.readouterr().err
