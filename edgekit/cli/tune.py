@@ -8,7 +8,7 @@ from edgekit._files import write_file
 from edgekit.bench.subject import Opening
 from edgekit.cli import options
 from edgekit.cli.limits import limit
-from edgekit.cli.main import NO, YES
+from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.devices.register import DeviceChoice
 from edgekit.report.pages.tune_page import render_tuning
@@ -68,7 +68,7 @@ def command(
       edgekit tune model.onnx --goal throughput --time-budget 2m --html tune.html
       edgekit tune bundles/model-cpu --on host --state tune.json --apply
 
-    Exit code 0: the search came to an end, whatever it found. 1: not so. 2: the usage or an input is wrong.
+    Exit code 0: the search came to an end, whatever it found. 2: the usage or an input is wrong, or the device failed.
     """
     options.require_places((html, state), (subject, *candidates))
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
@@ -86,7 +86,7 @@ def command(
     if html is not None:
         write_file(html, render_tuning(report).encode())
     show_json(report) if as_json else _show(report)
-    return YES if report.succeeded else NO
+    return YES
 
 
 def _show(report: TuneReport) -> None:

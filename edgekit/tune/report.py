@@ -54,7 +54,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A setting over all of its measurements: medians, and on which front it lies.
 
-    `best_in` is true where no other setting is at least as good in latency, memory and accuracy, and better in one.
+    `pareto` is true where no other setting is at least as good in latency, memory and accuracy, and better in one.
     """
 
     entrant: Entrant
@@ -111,9 +111,3 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     applied: str = ""
-    failure: str | None = None
-
-    @property
-    def succeeded(self) -> bool:
-        """True if the search came to an end, whatever it found."""
-        return self.failure is None

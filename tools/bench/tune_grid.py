@@ -3,28 +3,38 @@
     python tools/bench/tune_grid.py [NAME | MODEL.onnx ...] [--on host:native] [--state DIR] [--rounds 8]
 
 NAME is one of tools/bench/architectures.py (encoder25m) or of ../shared/zoo/models. Each cell of the grid gets as many
-rounds as one decision of the search; then what both chose is compared in fresh rounds. Times of others on this machine
-hit neighbours alike: shares are said in seconds and in sessions measured, which do not depend on them. With `--state`
-what was measured is kept, and a run that was cut off goes on. Exit code 1 where a goal is missed.
+rounds as one decision of the search; then what both chose is compared in fresh rounds. On a busy machine their interval
+is wide: where both have one thread they are compared in CPU seconds too, in one process, which others hardly change.
+Shares are said in seconds and in sessions measured. With `--state` what was measured is kept, and a run that was cut
+off goes on. Exit code 1 where a goal is missed.
 """
 
 import argparse
 import itertools
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import msgspec
+import onnxruntime
 from architectures import ARCHITECTURES
 from quantize_ratio import write_model
 
 from edgekit._ort import Level
+from edgekit.bench.latency import Ratio, compare_rounds
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bundle.manifest.tuned import SessionSetting
+from edgekit.data.random_samples import draw_samples
 from edgekit.devices.bundled import set_job
 from edgekit.devices.device import Job
 from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors
 from edgekit.tune.front import sum_up
 from edgekit.tune.journal import Journal
 from edgekit.tune.measure import GATE, Course, measure
@@ -34,6 +44,12 @@ from edgekit.tune.tune import DEFAULTS, Tuning, tune_on
 
 ZOO = Path(__file__).parents[2].parent / "shared" / "zoo" / "models"
 NEAR, SHARE, SECONDS = 1.03, 0.2, 300.0
+ort: Any = onnxruntime
+_LEVELS = {
+    Level.ALL: ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    Level.EXTENDED: ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    Level.BASIC: ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+}
 _SPIN = {"session.intra_op.allow_spinning": "0"}
 
 
@@ -93,17 +109,65 @@ def _run(path: Path, on: str, state: Path, rounds: int) -> bool:
     ratio = compare_fresh(best, chosen, last.take, "latency")
     if isinstance(ratio, str):
         raise SystemExit(ratio)
+    unit = "times"
+    if best.setting.threads == 1 == chosen.setting.threads:
+        ratio, unit = compare_cpu(path, best.setting, chosen.setting), "CPU seconds"
     low, high = ratio.interval
     share, sessions = found.seconds / grid.seconds, found.measurements / grid.measurements
     gain = tried[best.name].median_ms / tried[DEFAULTS.name].median_ms
     print(
         f"{path.stem}: tune chose '{found.chosen.name}', the grid '{best.name}' ({gain:.3f} of the defaults);"
-        f" tuned takes {ratio.value:.3f} of the grid's (95 %: {low:.3f} to {high:.3f}); {found.seconds:.0f} s and"
-        f" {found.measurements} sessions of {grid.seconds:.0f} s and {grid.measurements}: {share:.2f} of the time,"
-        f" {sessions:.2f} of the sessions; load {os.getloadavg()[0]:.1f}",
+        f" tuned takes {ratio.value:.3f} of the grid's (95 %, {unit}: {low:.3f} to {high:.3f});"
+        f" {found.seconds:.0f} s and {found.measurements} sessions of {grid.seconds:.0f} s and {grid.measurements}:"
+        f" {share:.2f} of the time, {sessions:.2f} of the sessions; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     return ratio.value > NEAR or sessions > SHARE or found.seconds > SECONDS
+
+
+def compare_cpu(path: Path, a: SessionSetting, b: SessionSetting) -> Ratio:
+    """Returns how many times the CPU seconds of A a run of B takes; both have one thread."""
+    samples = draw_samples(load_model(path).inputs)
+    if samples is None:
+        raise SystemExit(f"no sample can be drawn for '{path}'")
+    sample = next(iter(samples))
+    calls = [_open(path, setting, sample) for setting in (a, b)]
+    rounds: list[tuple[float, float]] = []
+    for number in range(24):
+        spent: dict[int, float] = {}
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            spent[side] = median(_spend(calls[side]) for _ in range(8))
+        rounds.append((spent[0], spent[1]))
+    return compare_rounds(rounds)
+
+
+def _spend(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def _open(path: Path, setting: SessionSetting, sample: Tensors) -> Callable[[], object]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = _LEVELS[setting.level]
+    options.intra_op_num_threads = setting.threads
+    options.enable_cpu_mem_arena, options.enable_mem_pattern = setting.arena, setting.memory_pattern
+    for key, value in setting.config.items():
+        options.add_session_config_entry(key, value)
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feeds = dict(sample)
+    session.run(None, feeds)
+    if not setting.io_binding:
+        return lambda: session.run(None, feeds)
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_cpu_input(name, array)
+    for output in session.get_outputs():
+        binding.bind_output(output.name)
+    session.run_with_iobinding(binding)
+    for output, made in zip(session.get_outputs(), binding.get_outputs(), strict=True):
+        binding.bind_ortvalue_output(output.name, made)
+    return lambda: session.run_with_iobinding(binding)
 
 
 def _make_course(path: Path, on: str, state: Path, found: TuneReport) -> Course:

@@ -27,8 +27,6 @@ _BUSY = 0.5
 def headline_tuning(report: TuneReport) -> str:
     """Returns in one line what was chosen and what it gains."""
     where = f"{report.subject} on {report.device}, {_MEANINGS[report.goal]}"
-    if report.failure is not None:
-        return f"{where}: failed: {report.failure}"
     if report.chosen == report.defaults or report.final is None:
         return f"{where}: the defaults stay; nothing is proven to be better"
     return f"{where}: {report.chosen.name}: {describe_ratio(report.final)} that of the defaults"
