@@ -37,3 +37,12 @@ def test_a_precision_may_be_told_by_its_bits(word: PrecisionChoice, meant: str) 
     if word in {"w8a16", "w4a16"}:
         with pytest.raises(UsageError, match=f"does not take {meant}"):
             choose_precision(load_target("nnapi"), word)
+
+
+def test_a_recipe_leaves_out_forms_on_devices_too() -> None:
+    (target,) = load_targets(Recipe(targets=("cpu",), forms=("onnx",)))
+    assert target.conversion.forms == ("onnx",)
+    assert {each.form for each in target.verification} == {"onnx"}
+    assert load_targets(Recipe(targets=("qnn",), forms=("context", "onnx")))[0] == load_target("qnn")
+    with pytest.raises(UsageError, match="target 'qnn' loads none of the forms full"):
+        load_targets(Recipe(targets=("qnn",), forms=("full",)))

@@ -325,6 +325,32 @@ def _join(case: Case) -> list[str]:
     ]
 
 
+def _group_build(case: Case) -> list[str]:
+    case.take("models/net.onnx")
+    labels = ["--eval", case.take("data/net.npz"), "--labels", case.take("data/labels.npy")]
+    options = ["--target", "cpu", "--no-verify", *case.option(0.3, "--precision", "fp32", "int8", "fp16")]
+    return [
+        "build",
+        case.take("texts/group.toml"),
+        "--data",
+        case.take("data/net.npz"),
+        *labels,
+        *options,
+        *case.out("out"),
+    ]
+
+
+def _group_verify(case: Case) -> list[str]:
+    case.writes.add("pair-cpu/verify.json")
+    return ["verify", case.take("grouped/pair-cpu"), "--on", "host"]
+
+
+def _tune(case: Case) -> list[str]:
+    case.writes.add("tune.json")
+    subject = case.rng.choice((case.model, case.bundle))()
+    return [subject, "--on", "host", "--time-budget", "1s", *case.some(0.3, "--state", "tune.json")]
+
+
 def _operators(case: Case) -> list[str]:
     if case.rng.random() < 0.5:
         return [case.take("ort/model.ort"), "--compare", case.take("made/required.config")]
@@ -389,6 +415,9 @@ PLANS: tuple[tuple[str, float, Callable[[Case], list[str]]], ...] = (
     ("package", 9, _package),
     ("sign", 5, _sign),
     ("join", 5, _join),
+    ("group", 1, _group_build),
+    ("group", 2, _group_verify),
+    ("tune", 0.1, _tune),
     ("operators", 4, _operators),
     ("runs", 7, _runs),
     ("targets", 4, _targets),

@@ -129,6 +129,10 @@ def _save_texts(folder: Path) -> None:
     )
     (texts / "state.toml").write_text('[state]\nsteps = 2\n[state.feeds]\nh = "new_h"\n')
     (texts / "metric.toml").write_text('name = "top1"\nmax_drop = 1.0\n')
+    (texts / "group.toml").write_text(
+        'name = "pair"\n[members.net]\nmodel = "net.onnx"\n[[stages]]\nrun = "net"\n'
+        '[metric]\nname = "top1"\nmax_drop = 5.0\n'
+    )
     (texts / "edgekit.toml").write_text(
         'version = 1\n[models.net]\npath = "net.onnx"\n[models.net.data]\nsource = "net.npz"\nsamples = 8\n'
         "[targets.cpu]\n[gates]\nmax_drop = 5.0\n[verify]\nenabled = false\n"
@@ -157,6 +161,10 @@ def _run_commands(folder: Path) -> None:
     _edgekit(
         "build", *recurrent, "--target", "cpu", "--precision", "fp32", "--no-verify", "--out", str(folder / "stateful")
     )
+    shutil.copy(folder / "texts/group.toml", folder / "models/group.toml")
+    labelled = ("--data", data, "--eval", data, "--labels", str(folder / "data/labels.npy"))
+    grouped = ("--target", "cpu", "--no-verify", "--accept-unproven", "--out", str(folder / "grouped"))
+    _edgekit("group", "build", str(folder / "models/group.toml"), *labelled, *grouped)
     history = f"{made}/history.sqlite"
     for _ in range(2):
         _edgekit("verify", f"{bundles}/net-cpu", "--on", "host", "--history", history)
