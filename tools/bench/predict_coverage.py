@@ -24,6 +24,7 @@ from row_state import add_state_option, resume_rows
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
 
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
+from edgekit.data.wilson import Z95
 from edgekit.errors import EdgekitError
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
@@ -133,11 +134,14 @@ def summarize(cases: list[Case], name: str) -> str:
     if not cases:
         return f"{name}: no case"
     errors = np.array([(case.here.drop_estimate or 0.0) - (case.truth.drop_estimate or 0.0) for case in cases]) * 100
+    # What a normal error is off by on average: sqrt(2 / pi) of its deviation.
+    reaches = [np.ptp(case.truth.drop_interval or (0.0, 0.0)) / 2 for case in cases]
+    doubt = 100 * float(np.mean(reaches)) / Z95 * (2 / np.pi) ** 0.5
     same, other = (100 * float(np.mean([getattr(case, key) for case in cases])) for key in ("same", "other"))
     return (
         f"{name}: {len(cases)} cases, interval holds the true drop in {same:.1f} % (same samples),"
         f" {other:.1f} % (other samples); estimate less truth {errors.mean():+.2f} points on average,"
-        f" {np.abs(errors).mean():.2f} in size"
+        f" {np.abs(errors).mean():.2f} in size; labels alone are off by {doubt:.2f}"
     )
 
 

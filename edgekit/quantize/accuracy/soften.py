@@ -10,8 +10,8 @@ def soften(share: float | Array) -> Array:
 
     Half of it counts as long as it is small, and all where all is lost: what moves a little does so towards the truth
     as often as away from it. The law of raw heads (`loss`), found again by 46 plans of six detectors, which lost 0.06
-    where 0.10 was drawn, 0.2 for 0.25, 0.32 for 0.44, 0.6 for 0.65; and by 13 of an embedding, which lost 0.02 for
-    0.05, 0.08 for 0.17, 0.38 for 0.44, 0.63 for 0.71.
+    where 0.10 was drawn, 0.2 for 0.25, 0.32 for 0.44, 0.6 for 0.65; and by 13 of an embedding where little is lost,
+    0.03 for 0.05 and 0.10 for 0.17; much was 0.50 for 0.44 there, of which this says 0.32.
     """
     share = np.clip(share, -1.0, 1.0)
     return np.asarray(share * (1 + np.abs(share)) / 2)
