@@ -23,7 +23,9 @@ class Bench(NamedTuple):
 BENCHES = (
     Bench("accuracy", "four_bits.py", "weights of 8 and 4 bits on QNN against ONNX Runtime's own, 12 models"),
     Bench("accuracy", "four_bit_methods.py", "roundings, AWQ, rotations and blocks of 4 bits held against each other"),
-    Bench("accuracy", "range_mix.py", "ranges chosen tensor by tensor gain nothing on samples that chose nothing"),
+    Bench(
+        "accuracy", "range_mix.py", "ranges chosen tensor by tensor against one method, on samples that chose nothing"
+    ),
     Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "collapse/run_unseen.py", "families that no rule was made from: drop and estimate in plain mode"),
