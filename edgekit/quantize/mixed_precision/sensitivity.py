@@ -110,7 +110,8 @@ def rank_activations(
     switched = _Switched(graph, qdq, compared, statistics, budget)
     names = switched.names
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
-    if worst is not None:
+    # Few activations are judged by all samples in no more runs.
+    if worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         few = switched.find_noisiest(held)[: max(1, _SPANS_EACH * worst // len(names))]
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
         chosen, held = sorted(chosen, key=lambda index: ratios[index])[:worst], held[:_FEWER_SAMPLES]
