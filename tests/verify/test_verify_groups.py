@@ -89,5 +89,5 @@ def test_a_group_that_ran_nowhere_is_not_proven(speech: Group) -> None:
 
 
 @pytest.mark.slow
-def test_a_group_passes_on_this_machine_and_on_arm(speech: Group) -> None:
-    assert run_command(["group", "verify", str(speech.folder), "--require", "host", "--require", "arm64", "-q"]) == 0
+def test_a_group_passes_on_this_machine(speech: Group) -> None:
+    assert run_command(["group", "verify", str(speech.folder), "--require", "host", "-q"]) == 0
