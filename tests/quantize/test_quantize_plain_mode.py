@@ -11,7 +11,7 @@ from quantize_models import make_model, random_samples
 from edgekit.model.model import Model, load_model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.output_kinds import Reading
+from edgekit.quantize.accuracy.output_kinds import MeasuredKind, Reading
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import Search, has_collapsed, plan_sparingly, write_chosen
@@ -81,19 +81,19 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     assert load_model(tmp_path / "other.onnx").node_count == anew.model.node_count
 
 
-def test_vectors_of_length_one_count_by_half() -> None:
+def test_vectors_of_length_one_of_which_none_are_alike_count_by_half() -> None:
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(40, 1, 16))
     unit = rows / np.linalg.norm(rows, axis=2, keepdims=True)
-    reading, measure = Reading(kind="values", axis=1), MEASURES["values"]
+    kinds: tuple[MeasuredKind, MeasuredKind] = ("values", "embedding")
     whole, half = (
-        measure.judge(
+        MEASURES[kind].judge(
             [
-                measure.record(row, row + scale * noise, reading)
-                for row, noise in zip(each, rng.normal(size=each.shape) * 0.1, strict=True)
+                MEASURES[kind].record(row, row + noise, Reading(kind=kind, axis=1))
+                for row, noise in zip(unit, rng.normal(size=unit.shape) * 0.1, strict=True)
             ]
         )
-        for each, scale in ((3 * unit, 3.0), (unit, 1.0))
+        for kind in kinds
     )
     assert 0.05 < whole.estimate < 0.3
     assert half.estimate == pytest.approx(whole.estimate * (1 + whole.estimate) / 2, rel=0.3)
