@@ -146,7 +146,7 @@ def _build_members(job: _Job) -> dict[str, tuple[Path, BuildReport]]:
             dims=member.dims,
             precision=member.precision or job.recipe.precision,
             samples=None,
-            forms=_SHARING if shares else (),
+            forms=_SHARING if shares and not job.recipe.forms else job.recipe.forms,
         )
         source, evaluation = job.samples.find_calibration(name), job.samples.find_evaluation(name)
         data = Data(source=str(source), evaluation=str(evaluation))
