@@ -8,14 +8,13 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit._ort import Level
 from edgekit.bench.blocks import Block, Effort, guess_time, run_block
 from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest.tuned import MachineClass, TunedSession, TuningEvidence
+from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, TunedSession, TuningEvidence
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, find_class
 from edgekit.devices.device import Device
@@ -230,21 +229,28 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
 def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
     """Returns the report with all that was measured."""
     tried = sum_up(search.journal.rounds)
+    # The levels were raced beside whatever was held by then, such as another file.
+    name = next((one.holder for one in found.decisions if one.group == LEVELS.name), DEFAULTS.name)
+    held = tried[name].entrant if name in tried else DEFAULTS
     by_level = {
-        Level.ALL: tried.get(DEFAULTS.name),
-        **{change.level: tried.get(change.name) for change in LEVELS.changes if change.level is not None},
+        one.entrant.setting.level: one
+        for one in tried.values()
+        if msgspec.structs.replace(one.entrant, name=name, setting=_at_level(one.entrant, held)) == held
     }
-    known = {level: one for level, one in by_level.items() if one is not None}
     return msgspec.structs.replace(
         found,
         machine=find_class(search.course.device) or _read_class(search.first.run.versions),
         tried=mark_front(tuple(tried.values())),
-        levels=tuple(list_levels(search.course.job_for(DEFAULTS), known, work / "levels")),
+        levels=tuple(list_levels(search.course.job_for(held), by_level, work / "levels")),
         seconds=search.journal.seconds,
         measurements=search.journal.measurements,
         cores=search.given.cores,
         versions=dict(sorted(search.first.run.versions.items())),
     )
+
+
+def _at_level(one: Entrant, held: Entrant) -> SessionSetting:
+    return msgspec.structs.replace(one.setting, level=held.setting.level)
 
 
 def _read_class(versions: Mapping[str, str]) -> MachineClass | None:
