@@ -132,7 +132,7 @@ class SweepTable(_Table, frozen=True, kw_only=True):
 class AppTable(_Table, frozen=True, kw_only=True):
     """An `edgekit.toml`: everything lies below `out`, and planning of a bundle ends after `time_budget_s`.
 
-    `[commands.NAME]` holds options of other commands, which count where nobody types them.
+    `[commands.NAME]` holds options of other commands, which count where `--config` names the file.
     """
 
     version: Literal[1] = 1

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from tiny_models import parse_model
 
+from edgekit.bench.blocks import Effort, run_queue
 from edgekit.cli.main import run_command
+from edgekit.devices.device import Queue
 from edgekit.devices.far import ort_queue
+from edgekit.devices.find import find_device
+from edgekit.devices.observe import describe_job
+from edgekit.errors import DeviceError
+from edgekit.model.model import load_model
+from edgekit.target import load_target
 
 X = {"x": np.ones((1, 4), np.float32), "scale": np.ones(2, np.float32)}
 
@@ -99,8 +106,6 @@ def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
     assert all(run["iterations"] == 45 and run["failure"] is None for run in runs)
     assert all(0 < run["throughput_per_s"] < 4000 for run in runs)
-    assert run_command([*bench, "--on", "host:native"]) == 1
-    assert "only the runner in Python" in capsys.readouterr().out
     for wrong, words in (
         (["--queue", "0"], "is no rate"),
         (["--queue", "9:x"], "is no rate"),
@@ -111,3 +116,11 @@ def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     fixed = parse_model(text.replace("n,4", "1,4"), tmp_path / "f.onnx")
     assert run_command(["bench", str(fixed), "--queue", "9"]) == 2
     assert "no input has a dynamic first axis" in capsys.readouterr().err
+
+
+def test_only_the_runner_in_python_serves_a_queue(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
+    target = load_target("cpu")
+    job = describe_job(load_model(parse_model(text, tmp_path / "m.onnx")), target, samples=0)
+    with pytest.raises(DeviceError, match="'host:native' serves no queue: only the runner in Python does"):
+        run_queue(find_device("host:native", target), job, Effort(), Queue(most=4, wait_ms=None, rate_per_s=9.0))
