@@ -5,11 +5,14 @@ WORKERS := -n auto --dist worksteal
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: demo test test-fast check lint mypy pyright shape docs bench mutants fuzz lock format clean
+.PHONY: demo wheel test test-fast check lint mypy pyright shape docs bench mutants fuzz lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
 	$(BIN)/edgekit demo --out build/demo
+
+wheel: .venv/dev.stamp  ## dist/edgekit_onnx-*.whl: pipx install, uv tool install or pip install it elsewhere
+	$(BIN)/python -m hatchling build -t wheel -d dist
 
 test: .venv/dev.stamp  ## install what the tests need, then run them all
 	tools/install_system_packages.sh
