@@ -167,3 +167,14 @@ def test_equations_of_einsum_pass(tmp_path: Path, equation: str) -> None:
     proto.graph.node.append(helper.make_node("Einsum", ["x"] * count, ["e"], equation=equation))
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
     assert load_model(tmp_path / "m.onnx").node_count == 3
+
+
+@pytest.mark.parametrize("in_node", [False, True])
+def test_where_weights_lie_is_told_in_text(tmp_path: Path, *, in_node: bool) -> None:
+    proto = parser.parse_model(TWO)
+    point_out(proto, location="w.data")
+    if in_node:
+        proto.graph.node.append(helper.make_node("Constant", [], ["c"], value=proto.graph.initializer.pop()))
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString().replace(b"location", b"loca\xf4ion"))
+    with pytest.raises(ModelError, match="no UTF-8"):
+        load_model(tmp_path / "m.onnx")

@@ -70,7 +70,8 @@ def _list_texts(proto: onnx.ModelProto) -> Iterator[Any]:
     while graphs:
         graph = graphs.pop()
         yield from (graph.name, graph.doc_string)
-        yield from (tensor.name for tensor in graph.initializer)
+        for tensor in graph.initializer:
+            yield from _list_tensor_texts(tensor)
         for value in (*graph.input, *graph.output, *graph.value_info):
             yield from (value.name, value.doc_string)
             yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
@@ -86,6 +87,14 @@ def _list_node_texts(node: onnx.NodeProto) -> Iterator[Any]:
     yield from (node.name, node.op_type, node.domain, node.overload, node.doc_string, *node.input, *node.output)
     for attribute in node.attribute:
         yield from (attribute.name, attribute.ref_attr_name, attribute.doc_string)
+        if attribute.type == onnx.AttributeProto.TENSOR:
+            yield from _list_tensor_texts(attribute.t)
+
+
+def _list_tensor_texts(tensor: onnx.TensorProto) -> Iterator[Any]:
+    yield tensor.name
+    for entry in tensor.external_data:
+        yield from (entry.key, entry.value)
 
 
 def _find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
