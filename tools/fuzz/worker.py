@@ -254,7 +254,9 @@ def _judge_files(
     if left:
         yield "left behind", f"{case.command} {left[0][:12]}", " ".join(left[:20])
     made = [name for name in new if not name.startswith("tmp/")]
-    odd = [name for name in made if not any(name == w or name.startswith(f"{w}/") for w in case.writes)]
+    # `golden/..` is the folder of the case itself.
+    asked = [os.path.normpath(place) for place in case.writes]
+    odd = [name for name in made if not any(w in {".", name} or name.startswith(f"{w}/") for w in asked)]
     if odd:
         yield "unasked file", f"{case.command} {odd[0][:20]}", " ".join(odd[:20])
     if told.code == 2 and made:
