@@ -4,6 +4,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -107,6 +109,18 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def built_wheel(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The wheel, made by the command of `make wheel`."""
+
+    def build_wheel(out: Path) -> None:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True)
+
+    (path,) = make_once("wheel", build_wheel).glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="session")

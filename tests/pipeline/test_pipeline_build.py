@@ -1,6 +1,10 @@
 """A build, end to end, on the demo model and on models that are hard."""
 
 import json
+import subprocess
+import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import msgspec
@@ -19,6 +23,7 @@ from edgekit.jobs.build import build
 from edgekit.jobs.check import check_targets
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
+from edgekit.plain import to_plain
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
 from edgekit.target import Precision, load_target, target_names
@@ -128,9 +133,26 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
     assert verify_on(open_bundle(nnapi), DeviceChoice(names=("android:x86_64",))).passed
 
 
-def test_the_same_input_gives_the_same_bytes(demo: BuildReport, tmp_path: Path) -> None:
-    again = build(MODEL, DEMO_DATA, tmp_path / "elsewhere", Recipe(targets=TARGETS), verify=False)
-    assert {b.target: b.files for b in again.bundles} == {b.target: b.files for b in demo.bundles}
+def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same_bytes(
+    demo: BuildReport, built_wheel: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "env"
+    venv.create(place, symlinks=True)
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-cache", "--python"]
+    subprocess.run([*uv, str(place / "bin/python"), str(built_wheel)], check=True, capture_output=True)
+    # What edgekit depends on is that of this environment; the checkout itself, an editable install, stays hidden.
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    asked = "import edgekit; print(edgekit.__file__)"
+    where = subprocess.run(
+        [place / "bin/python", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert Path(where.stdout.strip()).is_relative_to(place)
+    command = [str(place / "bin/edgekit"), "demo", "-q", "--json", "--out", "elsewhere"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    files = {bundle.target: bundle.files for bundle in demo.bundles}
+    assert {bundle["target"]: bundle["files"] for bundle in json.loads(made.stdout)["bundles"]} == to_plain(files)
 
 
 def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path, nnapi: str) -> None:
