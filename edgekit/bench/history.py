@@ -21,6 +21,7 @@ CREATE TABLE IF NOT EXISTS benches (
   report TEXT NOT NULL
 )
 """
+_SELECT = "SELECT id, time, subject, machine, report FROM benches "
 
 
 class PastBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,14 +71,7 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    with opened_history(path) as connection:
-        if not has_table(connection, "benches"):
-            return ()
-        rows = connection.execute(
-            "SELECT id, time, subject, machine, report FROM benches WHERE ? IS NULL OR subject = ? ORDER BY id",
-            (subject, subject),
-        ).fetchall()
-    return tuple(_read_row(row, path) for row in rows)
+    return _select(path, "WHERE ? IS NULL OR subject = ? ORDER BY id", (subject, subject))
 
 
 def find_last(path: Path, report: BenchReport) -> PastBench | None:
@@ -88,8 +82,10 @@ def find_last(path: Path, report: BenchReport) -> PastBench | None:
     """
     if not path.exists():
         return None
-    machine = _name_machine()
-    return next((one for one in reversed(list_benches(path, subject=report.subject)) if one.machine == machine), None)
+    found = _select(
+        path, "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1", (report.subject, _name_machine())
+    )
+    return found[0] if found else None
 
 
 def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
@@ -127,6 +123,14 @@ def hold_against_last(report: BenchReport, path: Path, max_slowdown: float | Non
             if max_slowdown is not None and one.apart and one.ratio > max_slowdown
         ),
     )
+
+
+def _select(path: Path, condition: str, values: tuple[str | None, ...]) -> tuple[PastBench, ...]:
+    with opened_history(path) as connection:
+        if not has_table(connection, "benches"):
+            return ()
+        rows = connection.execute(_SELECT + condition, values)
+        return tuple(_read_row(row, path) for row in rows.fetchall())
 
 
 def _describe(one: Slowdown, source: str) -> str:

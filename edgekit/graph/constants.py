@@ -10,6 +10,7 @@ import onnx
 from onnx import external_data_helper, helper, numpy_helper
 
 from edgekit._files import safe_join
+from edgekit.model.external import read_place
 from edgekit.model.tensors import Array
 
 MAIN_DOMAINS = ("", "ai.onnx")
@@ -81,15 +82,15 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
         BundleError: the external file lies outside the folder.
         ValueError: the tensor holds no data, or not all.
     """
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    place = read_place(tensor)
+    if place is None:
         return numpy_helper.to_array(tensor)
     dtype, count = helper.tensor_dtype_to_np_dtype(tensor.data_type), math.prod(tensor.dims)
-    where = {entry.key: entry.value for entry in tensor.external_data}
     # Types of their own bytes can be mapped; those of 4 bits are packed, strings lie elsewhere, and mmap refuses an
     # empty range.
     if dtype.kind in "biufc" and count:
-        file, offset = safe_join(folder, where["location"]), int(where.get("offset", 0))
-        mapped: Array = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
+        file = safe_join(folder, place.file)
+        mapped: Array = np.memmap(file, dtype=dtype, mode="r", offset=place.offset, shape=(count,))
         return mapped.reshape(tuple(tensor.dims))
     copy = onnx.TensorProto()
     copy.CopyFrom(tensor)

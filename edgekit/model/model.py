@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
+from edgekit.model.external import list_files, read_place
 from edgekit.model.skim import point_into, skim_model
 from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
 from edgekit.model.tensors import TensorSpec
@@ -129,9 +130,9 @@ def _read_large(path: Path) -> onnx.ModelProto:
     with path.open("rb") as file:
         for graph in iterate_graphs(proto.graph):
             for tensor in graph.initializer:
-                if where := {entry.key: entry.value for entry in tensor.external_data}:
-                    file.seek(int(where["offset"]))
-                    tensor.raw_data = file.read(int(where["length"]))
+                if place := read_place(tensor):
+                    file.seek(place.offset)
+                    tensor.raw_data = file.read(place.length)
                     del tensor.external_data[:]
                     tensor.ClearField("data_location")
     return proto
@@ -351,15 +352,9 @@ def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None
 
 def _external_files(proto: onnx.ModelProto) -> Iterator[str]:
     for graph in iterate_graphs(proto.graph):
-        yield from _external_locations(graph.initializer)
+        yield from list_files(graph.initializer)
         for node in graph.node:
-            yield from _external_locations(attribute.t for attribute in node.attribute if attribute.HasField("t"))
-
-
-def _external_locations(tensors: Iterable[onnx.TensorProto]) -> Iterator[str]:
-    for tensor in tensors:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            yield from (entry.value for entry in tensor.external_data if entry.key == "location")
+            yield from list_files(attribute.t for attribute in node.attribute if attribute.HasField("t"))
 
 
 def _check_external(path: Path, name: str) -> None:

@@ -12,6 +12,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from edgekit.errors import ModelError
+from edgekit.model.external import DataPlace, point_to
 
 MAX_DATA_BYTES = 1 << 17
 """Data of a tensor beyond this are left out."""
@@ -101,9 +102,8 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
 
 def _external_fields(location: str, offset: int, length: int) -> bytes:
     """Returns the fields of a tensor that say where its data lie."""
-    tensor = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
+    tensor = onnx.TensorProto()
+    point_to(tensor, DataPlace(location, offset, length))
     return tensor.SerializeToString()
 
 

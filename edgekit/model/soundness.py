@@ -13,8 +13,9 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import msgspec
-import numpy as np
 import onnx
+
+from edgekit.model.external import count_bytes, read_words
 
 # The largest file of weights is far below; a product beyond it is a size that nothing can hold.
 _MOST_ELEMENTS = 1 << 40
@@ -47,7 +48,7 @@ def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
     for tensor in proto.graph.initializer:
         if not tensor.HasField("raw_data") or tensor.data_location == onnx.TensorProto.EXTERNAL:
             continue
-        wanted = _count_bytes(tensor)
+        wanted = count_bytes(tensor)
         if wanted is not None and wanted != len(tensor.raw_data):
             return f"initializer '{tensor.name}' has {len(tensor.raw_data)} bytes, its type and shape want {wanted}"
     return None
@@ -265,7 +266,7 @@ def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:
 
 def _check_place(tensor: onnx.TensorProto) -> Iterator[str]:
     """Yields a flaw where the words do not say which part of which file holds the data."""
-    where = {entry.key: entry.value for entry in tensor.external_data}
+    where = read_words(tensor)
     odd = next((key for key in where if key not in _PLACES and not key.startswith(_PREPACKED)), None)
     if odd is not None:
         yield f"tensor '{tensor.name}' lies in another file with the unknown word '{odd[:80]}'"
@@ -283,15 +284,6 @@ def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:
         yield f"tensor '{value.name}' has the shape {[dim.dim_value for dim in tensor.shape.dim][:8]}"
     if tensor.elem_type and tensor.elem_type not in _TYPES:
         yield f"tensor '{value.name}' has the type {tensor.elem_type}, which is none"
-
-
-def _count_bytes(tensor: onnx.TensorProto) -> int | None:
-    """Returns how many bytes the raw data of a tensor must have, None where elements are no whole bytes."""
-    dtype: np.dtype[Any] = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    name = onnx.TensorProto.DataType.Name(tensor.data_type)
-    if dtype.kind == "O" or name.endswith(("INT4", "INT2", "4E2M1")):
-        return None
-    return dtype.itemsize * math.prod(tensor.dims)
 
 
 @lru_cache(maxsize=4096)

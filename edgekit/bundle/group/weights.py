@@ -8,14 +8,10 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit._files import write_new
+from edgekit._files import read_chunks, write_new
 from edgekit.bundle.folder import Bundle, replace_model
+from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_place, read_words
 from edgekit.model.model import Model, load_model, read_proto
-
-_PAGE_BYTES = 4096
-# Smaller ones stay inside: shape inference reads them, and cannot from another file.
-_LEAST_BYTES = 1024
-_BLOCK_BYTES = 1 << 20
 
 
 class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +34,9 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
         if self.file is None:
             yield self.tensor.raw_data
             return
-        left = self.size_bytes
         with self.file.open("rb") as source:
             source.seek(self.offset)
-            while left > 0 and (block := source.read(min(left, _BLOCK_BYTES))):
-                left -= len(block)
-                yield block
+            yield from read_chunks(source, self.size_bytes)
 
 
 def find_equal_weights(models: Sequence[Model]) -> int:
@@ -91,7 +84,7 @@ def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Pla
     found: dict[str, list[_Place]] = {}
     for tensor in proto.graph.initializer:
         place = _locate(tensor, model.path.parent)
-        if place.size_bytes > _LEAST_BYTES:
+        if place.size_bytes > LEAST_BYTES:
             digest = hashlib.sha256()
             for block in place.read():
                 digest.update(block)
@@ -100,11 +93,10 @@ def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Pla
 
 
 def _locate(tensor: onnx.TensorProto, folder: Path) -> _Place:
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    place = read_place(tensor)
+    if place is None:
         return _Place(tensor=tensor, file=None, offset=0, size_bytes=len(tensor.raw_data))
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    offset, length = int(entries.get("offset", "0")), int(entries.get("length", "0"))
-    return _Place(tensor=tensor, file=folder / entries["location"], offset=offset, size_bytes=length)
+    return _Place(tensor=tensor, file=folder / place.file, offset=place.offset, size_bytes=place.length)
 
 
 def _find_equal(weights: Sequence[Mapping[str, Sequence[_Place]]]) -> Iterator[tuple[str, int]]:
@@ -129,8 +121,8 @@ def _write_weights(file: Path, places: Mapping[str, _Place]) -> dict[str, int]:
     def write() -> Iterator[bytes]:
         end = 0
         for key, place in places.items():
-            yield bytes(-end % _PAGE_BYTES)
-            offsets[key] = end + -end % _PAGE_BYTES
+            yield bytes(-end % PAGE_BYTES)
+            offsets[key] = end + -end % PAGE_BYTES
             yield from place.read()
             end = offsets[key] + place.size_bytes
 
@@ -140,12 +132,7 @@ def _write_weights(file: Path, places: Mapping[str, _Place]) -> dict[str, int]:
 
 def _point_to(places: Iterable[_Place], name: str, offset: int) -> None:
     for place in places:
-        tensor = place.tensor
-        tensor.ClearField("raw_data")
-        del tensor.external_data[:]
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in {"location": name, "offset": str(offset), "length": str(place.size_bytes)}.items():
-            tensor.external_data.add(key=key, value=value)
+        point_to(place.tensor, DataPlace(name, offset, place.size_bytes))
 
 
 def _move_others(proto: onnx.ModelProto, model: Model, shared: str, path: Path) -> tuple[Path, ...]:
@@ -153,14 +140,10 @@ def _move_others(proto: onnx.ModelProto, model: Model, shared: str, path: Path) 
     others = {
         tensor.name: _locate(tensor, model.path.parent)
         for tensor in proto.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL and not _lies_in(tensor, shared)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL and read_words(tensor).get("location") != shared
     }
     if not others:
         return ()
     for name, offset in _write_weights(path, others).items():
         _point_to([others[name]], path.name, offset)
     return (path,)
-
-
-def _lies_in(tensor: onnx.TensorProto, file: str) -> bool:
-    return any(entry.key == "location" and entry.value == file for entry in tensor.external_data)

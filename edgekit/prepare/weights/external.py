@@ -8,11 +8,9 @@ import onnx
 
 from edgekit._files import move_file, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
+from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_place, read_words
 from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
 from edgekit.prepare.weights.inline import write_inline
-
-_PAGE_BYTES = 4096
-_LARGE_BYTES = 1024
 
 
 def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
@@ -44,11 +42,7 @@ def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
 
 def points_into(proto: onnx.ModelProto, source: Model) -> bool:
     """Returns True if weights of a graph lie in the very file of the model, as `point_into` leaves them."""
-    return any(
-        entry.key == "location" and entry.value == source.path.name
-        for tensor in proto.graph.initializer
-        for entry in tensor.external_data
-    )
+    return any(read_words(tensor).get("location") == source.path.name for tensor in proto.graph.initializer)
 
 
 def refuse_inline(model: Model) -> None:
@@ -91,17 +85,11 @@ def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Returns the model with its large weights in the file `path`; the memory they took is free once `proto` is."""
     with path.open("wb") as out:
         for tensor in proto.graph.initializer:
-            # Small tensors stay inside: shape inference and constant folding read them, and cannot from another file.
-            if len(tensor.raw_data) > _LARGE_BYTES:
-                # On a page of its own, so that ONNX Runtime can map it (onnx's external_data_helper aligns for the same
-                # reason).
-                out.write(bytes(-out.tell() % _PAGE_BYTES))
-                entries = {"location": path.name, "offset": str(out.tell()), "length": str(len(tensor.raw_data))}
-                out.write(tensor.raw_data)
-                tensor.ClearField("raw_data")
-                tensor.data_location = onnx.TensorProto.EXTERNAL
-                for key, value in entries.items():
-                    tensor.external_data.add(key=key, value=value)
+            data = tensor.raw_data
+            if len(data) > LEAST_BYTES:
+                out.write(bytes(-out.tell() % PAGE_BYTES))
+                point_to(tensor, DataPlace(path.name, out.tell(), len(data)))
+                out.write(data)
     # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
     return onnx.ModelProto.FromString(proto.SerializeToString())
 
@@ -111,16 +99,16 @@ def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
 
     Weights of several files go into one, each file on a page of its own.
     """
-    tensors = [tensor for tensor in _iterate_tensors(proto.graph) if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    places = [(tensor, place) for tensor in _iterate_tensors(proto.graph) if (place := read_place(tensor))]
     starts: dict[str, int] = {}
     with path.open("wb") as out:
-        for name in sorted({_read_entries(tensor)["location"] for tensor in tensors}):
-            out.write(bytes(-out.tell() % _PAGE_BYTES))
+        for name in sorted({place.file for _, place in places}):
+            out.write(bytes(-out.tell() % PAGE_BYTES))
             starts[name] = out.tell()
             with (folder / name).open("rb") as file:
                 shutil.copyfileobj(file, out, 1 << 20)
-    for tensor in tensors:
-        _repoint(tensor, path.name, starts)
+    for tensor, place in places:
+        point_to(tensor, DataPlace(path.name, starts[place.file] + place.offset, place.length))
 
 
 def _iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
@@ -128,17 +116,3 @@ def _iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
         yield from part.initializer
         for node in part.node:
             yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
-
-
-def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in tensor.external_data}
-
-
-def _repoint(tensor: onnx.TensorProto, name: str, starts: dict[str, int]) -> None:
-    entries = _read_entries(tensor)
-    entries["offset"] = str(int(entries.get("offset", "0")) + starts[entries["location"]])
-    entries["location"] = name
-    del tensor.external_data[:]
-    for key in ("location", "offset", "length"):
-        if key in entries:
-            tensor.external_data.add(key=key, value=entries[key])

@@ -8,6 +8,7 @@ import onnx
 from google.protobuf.message import Message
 
 from edgekit._files import read_chunks
+from edgekit.model.external import DataPlace, read_place
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 
@@ -34,17 +35,16 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
         for frame, (before, place, _, after) in zip(frames, tensors, strict=True):
             out.write(frame + before)
             if place is not None:
-                _copy(folder / place[0], place[1], place[2], out)
+                _copy(place, folder, out)
             out.write(after)
         out.write(tail + last)
 
 
-def _open_tensor(tensor: onnx.TensorProto) -> tuple[bytes, tuple[str, int, int] | None, int, bytes]:
+def _open_tensor(tensor: onnx.TensorProto) -> tuple[bytes, DataPlace | None, int, bytes]:
     """Returns the bytes before the data, where the data lie and how many they are, and the bytes behind."""
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    place = read_place(tensor)
+    if place is None:
         return tensor.SerializeToString(deterministic=True), None, 0, b""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    length = int(entries["length"])
     bare = onnx.TensorProto()
     bare.CopyFrom(tensor)
     bare.ClearField("external_data")
@@ -53,8 +53,7 @@ def _open_tensor(tensor: onnx.TensorProto) -> tuple[bytes, tuple[str, int, int] 
     if not bare.doc_string:
         bare.ClearField("doc_string")
     before, after = _split(bare, _RAW_DATA)
-    place = entries["location"], int(entries.get("offset", "0")), length
-    return before + _frame(_RAW_DATA, length), place, length, after
+    return before + _frame(_RAW_DATA, place.length), place, place.length, after
 
 
 def _split(message: Message, field: int) -> tuple[bytes, bytes]:
@@ -87,11 +86,12 @@ def _varint(value: int) -> Iterator[int]:
     yield value
 
 
-def _copy(source: Path, offset: int, length: int, out: BinaryIO) -> None:
-    with source.open("rb") as file:
-        file.seek(offset)
-        for block in read_chunks(file, length):
+def _copy(place: DataPlace, folder: Path, out: BinaryIO) -> None:
+    left = place.length
+    with (folder / place.file).open("rb") as file:
+        file.seek(place.offset)
+        for block in read_chunks(file, left):
             out.write(block)
-            length -= len(block)
-    if length:
-        raise OSError(f"'{source}' ends within a weight")
+            left -= len(block)
+    if left:
+        raise OSError(f"'{folder / place.file}' ends within a weight")

@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import onnx
 
-_LARGE_BYTES = 1024
+from edgekit.model.external import LEAST_BYTES
 
 
 @contextlib.contextmanager
@@ -38,4 +38,4 @@ def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None
 
 
 def _is_large(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > _LARGE_BYTES
+    return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > LEAST_BYTES
