@@ -133,6 +133,16 @@ def copy_file(source: Path, path: Path) -> None:
         copy_into(source, file)
 
 
+def copy_once(source: Path, path: Path) -> None:
+    """Copies a file to where there is none; what is there stays.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    if not path.exists():
+        copy_file(source, path)
+
+
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Generator[Path]:
     """Yields a temporary path beside `path`, which becomes `path` if the block ends well and is gone if not.

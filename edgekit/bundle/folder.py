@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, replacing_file, write_file
+from edgekit._files import copy_once, digest_bytes, digest_file, replacing_file, staged_folder, write_file
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.golden.expected import write_expected
 from edgekit.bundle.golden.golden import Golden
@@ -70,6 +70,11 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
             outputs=tuple(tensor.spec for tensor in self.manifest.outputs),
             has_labels=self.manifest.golden.has_labels,
         )
+
+    @property
+    def manifest_file(self) -> BundledFile:
+        """The digest and size of `manifest.json`, and so of everything in the bundle."""
+        return BundledFile(sha256=self.sha256, size_bytes=(self.folder / MANIFEST).stat().st_size)
 
     def find_model(self, form: Form) -> Path:
         """Returns the file to load for a form.
@@ -169,6 +174,20 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
     said = decode_plain(data, str(path / MANIFEST))
     check_same(manifest, said, read_target(bundle), str(path / MANIFEST))
     return bundle
+
+
+def regain_bundle(manifest: bytes, files: Mapping[str, Path], out: Path) -> Bundle:
+    """Writes a bundle that lay in pieces into the folder `out` and opens it; `files` says where each of them lies.
+
+    Raises:
+        BundleError: the pieces are not those that the manifest names.
+        OutputError: `out` cannot be written.
+    """
+    with staged_folder(out) as staging:
+        for name, source in files.items():
+            copy_once(source, staging / name)
+        write_file(staging / MANIFEST, manifest)
+    return open_bundle(out)
 
 
 def read_check(bundle: Bundle) -> CheckReport:

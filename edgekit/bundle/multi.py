@@ -1,6 +1,5 @@
 """Several targets in one folder: what they share is stored once, and an index says which to take where."""
 
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from edgekit._files import digest_bytes, replacing_file, staged_folder, write_file
+from edgekit._files import copy_once, digest_bytes, staged_folder, write_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle, regain_bundle
 from edgekit.bundle.manifest.checks import check_files, read_bounded
 from edgekit.bundle.manifest.manifest import (
     BundledFile,
@@ -126,12 +125,12 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
     with staged_folder(out) as staging:
         for bundle in bundles:
             for name, place in _places(bundle.manifest, shared).items():
-                _copy(bundle.folder / name, staging / place)
+                copy_once(bundle.folder / name, staging / place)
             folder = staging / _VARIANTS / bundle.manifest.target
             for name in (MANIFEST, VERIFY):
                 source = bundle.folder / name
                 if source.is_file() and not source.is_symlink():
-                    _copy(source, folder / name)
+                    copy_once(source, folder / name)
         index = _make_index(bundles, shared)
         data = encode_json(index)
         write_file(staging / INDEX, data)
@@ -187,11 +186,8 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
     variant = by_target[target]
     data = read_bounded(multi.folder / variant.folder, MANIFEST)
     manifest = decode_manifest(data, f"{multi.folder}/{variant.folder}/{MANIFEST}")
-    with staged_folder(out) as staging:
-        for name, place in _places(manifest, set(multi.index.shared)).items():
-            _copy(multi.folder / place, staging / name)
-        write_file(staging / MANIFEST, data)
-    bundle = open_bundle(out)
+    places = _places(manifest, set(multi.index.shared))
+    bundle = regain_bundle(data, {name: multi.folder / place for name, place in places.items()}, out)
     if bundle.sha256 != variant.manifest.sha256:
         raise BundleError(f"variant '{target}' of '{multi.folder}' was altered", hint="fetch it again")
     return bundle
@@ -238,7 +234,7 @@ def _make_index(bundles: Sequence[Bundle], shared: set[str]) -> Index:
     return Index(
         name=bundles[0].manifest.name,
         source=bundles[0].manifest.ancestry.source,
-        variants=tuple(_describe_variant(bundle.manifest, _measure(bundle), shared) for bundle in ordered),
+        variants=tuple(_describe_variant(bundle.manifest, bundle.manifest_file, shared) for bundle in ordered),
         shared={digest: entries[digest] for digest in sorted(shared)},
     )
 
@@ -246,10 +242,6 @@ def _make_index(bundles: Sequence[Bundle], shared: set[str]) -> Index:
 def _rank(bundle: Bundle) -> tuple[int, str]:
     provider = bundle.manifest.provider
     return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), bundle.manifest.target)
-
-
-def _measure(bundle: Bundle) -> BundledFile:
-    return BundledFile(sha256=bundle.sha256, size_bytes=(bundle.folder / MANIFEST).stat().st_size)
 
 
 def _describe_variant(manifest: Manifest, file: BundledFile, shared: set[str]) -> Variant:
@@ -301,9 +293,3 @@ def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledF
         raise BundleError(f"'{path / INDEX}' contradicts '{name}'", hint="build the bundles again")
     places = _places(manifest, shared)
     return {name: variant.manifest, **{places[file]: entry for file, entry in manifest.files.items()}}
-
-
-def _copy(source: Path, target: Path) -> None:
-    if not target.exists():
-        with replacing_file(target) as temporary:
-            shutil.copyfile(source, temporary)

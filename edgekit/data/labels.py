@@ -7,10 +7,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from edgekit.data.npz import MALFORMED
+from edgekit.data.npz import MALFORMED, open_npy
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError
-from edgekit.model.tensors import HEADERS, Array
+from edgekit.model.tensors import Array
 
 LabelKind = Literal["class", "text", "array", "boxes", "any"]
 FOLDERS = Path("folders")
@@ -41,9 +41,7 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
     if path == FOLDERS and samples.class_names:
         return _number_folders(samples.class_names)
     try:
-        # Never pickle: it runs code of whoever wrote the file.
-        with HEADERS:
-            values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
+        values = open_npy(path) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     except OSError as error:
         raise DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line") from error
     except MALFORMED as error:
@@ -97,8 +95,7 @@ def _guess_kind(path: Path) -> LabelKind:
         return "boxes"
     if path.suffix == ".npy":
         try:
-            with HEADERS:
-                return "class" if np.load(path, allow_pickle=False, mmap_mode="r").ndim == 1 else "array"
+            return "class" if open_npy(path, mapped=True).ndim == 1 else "array"
         except MALFORMED:
             return "array"
     return "text" if path.suffix == ".txt" else "class"
@@ -110,8 +107,7 @@ def _read_texts(path: Path) -> Sequence[str]:
 
 def _read_arrays(path: Path) -> Sequence[Array]:
     # Mapped: masks of a validation set may be larger than the memory.
-    with HEADERS:
-        values: Any = np.load(path, allow_pickle=False, mmap_mode="r")
+    values: Any = open_npy(path, mapped=True)
     if path.suffix != ".npy" or values.ndim < 2:
         raise ValueError("it holds no array with a row a sample")
     rows: Sequence[Array] = values

@@ -80,6 +80,19 @@ def read_rows(path: Path) -> Iterator[Tensors]:
             raise DataError(f"array '{torn}' of '{path}' is longer than its shapes say", hint="build it again")
 
 
+def open_npy(path: Path, *, mapped: bool = False) -> Array:
+    """Returns the array of a `.npy` file; `mapped`: it stays in the file, and what is not read takes no memory.
+
+    Raises:
+        OSError: the file cannot be read.
+        Exception: one of `MALFORMED`, where it holds no plain array.
+    """
+    # Never pickle: it runs code of whoever wrote the file.
+    with HEADERS:
+        array: Array = np.load(path, allow_pickle=False, mmap_mode="r" if mapped else None)
+    return array
+
+
 @contextlib.contextmanager
 def _open_archive(path: Path) -> Generator[zipfile.ZipFile]:
     try:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
 from edgekit.data.images import SUFFIXES, Preprocess, read_image
-from edgekit.data.npz import MALFORMED, count_rows, read_rows
+from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
 from edgekit.data.user_code import load_function
 from edgekit.errors import DataError, quote_error, suggest_name
 from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, shape_matches
@@ -323,8 +323,7 @@ def _read_npz_sample(file: Path) -> Tensors:
 
 def _read_npy(file: Path) -> Array:
     try:
-        with HEADERS:
-            return cast("Array", np.load(file, allow_pickle=False))
+        return open_npy(file)
     except MALFORMED as error:
         raise DataError(f"cannot read '{file}'", hint="write it with numpy.save") from error
 

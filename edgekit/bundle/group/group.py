@@ -4,7 +4,6 @@
 weights beside it lies with them in `models/`, where several models may use the same.
 """
 
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, replacing_file, staged_folder, write_file
-from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, VERIFY, Bundle, open_bundle
+from edgekit._files import copy_once, digest_bytes, digest_file, staged_folder, write_file
+from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, VERIFY, Bundle, regain_bundle
 from edgekit.bundle.golden.golden import Golden
 from edgekit.bundle.group.readme import render_group_readme
 from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
@@ -136,11 +135,11 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
         for name, bundle in bundles.items():
             write_file(staging / _MEMBERS / name / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
             for file, place in _places(name, bundle.manifest, shared).items():
-                _copy(bundle.folder / file, staging / place)
+                copy_once(bundle.folder / file, staging / place)
         own = {f"{GOLDEN}/{path.name}": path for path in contents.golden.files}
         own |= {f"{APP}/{path.name}": path for path in contents.programs}
         for place, path in own.items():
-            _copy(path, staging / place)
+            copy_once(path, staging / place)
         draft = GroupManifest(
             name=contents.name,
             target=targets.pop(),
@@ -192,11 +191,9 @@ def extract_member(group: Group, name: str, out: Path) -> Bundle:
         BundleError: the group was altered since it was opened.
         OutputError: `out` cannot be written.
     """
-    with staged_folder(out) as staging:
-        for file, place in _places(name, group.manifests[name], group.manifest.shared).items():
-            _copy(group.folder / place, staging / file)
-        write_file(staging / MANIFEST, read_bounded(group.folder / _MEMBERS / name, MANIFEST))
-    bundle = open_bundle(out)
+    data = read_bounded(group.folder / _MEMBERS / name, MANIFEST)
+    places = _places(name, group.manifests[name], group.manifest.shared)
+    bundle = regain_bundle(data, {file: group.folder / place for file, place in places.items()}, out)
     if bundle.sha256 != group.manifest.members[name].manifest.sha256:
         raise BundleError(f"member '{name}' of '{group.folder}' was altered", hint="build the group again")
     return bundle
@@ -210,9 +207,8 @@ def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
 
 
 def _describe_member(name: str, bundle: Bundle, shared: Mapping[str, BundledFile]) -> Member:
-    file = BundledFile(sha256=bundle.sha256, size_bytes=(bundle.folder / MANIFEST).stat().st_size)
     model_file = _places(name, bundle.manifest, shared)[bundle.manifest.model_file]
-    return Member(manifest=file, model_file=model_file)
+    return Member(manifest=bundle.manifest_file, model_file=model_file)
 
 
 def _measure(path: Path) -> BundledFile:
@@ -272,9 +268,3 @@ def _check_places(manifests: Mapping[str, Manifest], shared: Mapping[str, object
             digest = manifest.files[name].sha256
             if taken.setdefault(place, digest) != digest:
                 raise UsageError(f"two members have a file '{name}'", hint="give the models of a group different names")
-
-
-def _copy(source: Path, target: Path) -> None:
-    if not target.exists():
-        with replacing_file(target) as temporary:
-            shutil.copyfile(source, temporary)

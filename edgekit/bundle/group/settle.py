@@ -1,6 +1,7 @@
 """What a wiring leaves out, found by names: an input is fed by what bears its name, state by what comes next."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -19,7 +20,7 @@ def settle_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     for stage in wiring.stages:
         mine = members.get(stage.run)
         stages.append(stage if mine is None else _settle_stage(stage, mine, stages, members))
-    align = "right" if any(stage.state for stage in stages) else "left"
+    align: Literal["left", "right"] = "right" if any(stage.state for stage in stages) else "left"
     return msgspec.structs.replace(wiring, stages=tuple(_align(stage, align) for stage in stages))
 
 
@@ -54,8 +55,8 @@ def _find_source(name: str, mine: Interface, before: Sequence[Stage], members: M
     return None
 
 
-def _align(stage: Stage, align: str) -> Stage:
+def _align(stage: Stage, align: Literal["left", "right"]) -> Stage:
     if stage.text is None or stage.text.align is not None:
         return stage
-    text = msgspec.convert({**msgspec.structs.asdict(stage.text), "align": align}, type(stage.text))
+    text = msgspec.structs.replace(stage.text, align=align)
     return msgspec.structs.replace(stage, text=text)

@@ -8,15 +8,15 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import drop_unread
-from edgekit.model.tensors import HEADERS, Array
+from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import import_contrib
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.rounding.memory import recall, remember
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, write_product
 from edgekit.quantize.weight_only.learned import round_blocks
 
@@ -89,18 +89,15 @@ def _learn(
     """Returns the blocks of a weight by its layer's moments, remembered; None where it has none."""
     key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{factors.get(layer.node)}".encode())
     key.update(np.ascontiguousarray(weight).tobytes())
-    memory = statistics / "rounded" / f"{key.hexdigest()[:24]}.npz"
-    if memory.is_file():
-        with HEADERS, np.load(memory, allow_pickle=False) as fields:
-            return fields["values"], fields["scales"]
+    if known := recall(statistics, key.hexdigest()[:24]):
+        return known["values"], known["scales"]
     moments = stored(layer.node)
     if moments is None:
         return None
     if layer.node in factors:
         moments = scale_moments(moments, layer, np.asarray(factors[layer.node]))
     values, scales = round_blocks(weight, moments, form)
-    with replacing_file(memory) as temporary, temporary.open("wb") as file:
-        np.savez(file, allow_pickle=False, values=values, scales=scales)
+    remember(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
     return values, scales
 
 

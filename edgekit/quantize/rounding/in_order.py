@@ -9,10 +9,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
-from edgekit.model.tensors import HEADERS, Array, Tensors
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.calibration.fitted import read_fitted
 from edgekit.quantize.calibration.moments import block_sizes, patches_per_sample
 from edgekit.quantize.graph.layers import Layer, locate_patches
@@ -28,6 +27,7 @@ from edgekit.quantize.rounding.gptq import (
     split_pieces,
     weight_scale,
 )
+from edgekit.quantize.rounding.memory import recall, remember
 from edgekit.quantize.rounding.places import QdqLayer, write_layer
 
 Places = Mapping[str, tuple[Layer, QdqLayer]]
@@ -53,12 +53,11 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
         UsageError: the calibration's statistics are gone.
     """
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    memory = statistics / "rounded" / f"{_digest(qdq, places)}.npz"
-    if memory.is_file():
-        with HEADERS, np.load(memory, allow_pickle=False) as fields:
-            for index, (_, place) in enumerate(places.values()):
-                own = {name: fields[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
-                write_layer(initializers, place, **own)
+    key = _digest(qdq, places)
+    if known := recall(statistics, key):
+        for index, (_, place) in enumerate(places.values()):
+            own = {name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
+            write_layer(initializers, place, **own)
         return
     samples = list(read_fitted(statistics))
     sizes = block_sizes([layer for layer, _ in places.values()])
@@ -75,8 +74,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
         own = _round_layer(graph, layer, place, inputs, sizes[layer.node])
         write_layer(initializers, place, **own)
         kept |= {f"{index}.{name}": value for name, value in own.items()}
-    with replacing_file(memory) as temporary, temporary.open("wb") as file:
-        np.savez(file, allow_pickle=False, **kept)
+    remember(statistics, key, kept)
 
 
 def _digest(qdq: onnx.ModelProto, places: Places) -> str:

@@ -10,10 +10,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import replacing_file
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
-from edgekit.model.tensors import HEADERS, Array
+from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, scale_moments
 from edgekit.quantize.graph.layers import Layer
 from edgekit.quantize.rounding.comq import round_comq
@@ -33,6 +32,7 @@ from edgekit.quantize.rounding.gptq import (
     weight_scale,
 )
 from edgekit.quantize.rounding.in_order import Places, round_in_order
+from edgekit.quantize.rounding.memory import recall, remember
 from edgekit.quantize.rounding.places import QdqLayer, find_places, write_layer
 
 Rounding = Literal["nearest", "bias", "gptq", "refit", "comq", "qronos"]
@@ -123,10 +123,8 @@ def _correct_layer(
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{step};".encode())
     for part in (largest, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
-    memory = statistics / "rounded" / f"{key.hexdigest()[:24]}.npz"
-    if memory.is_file():
-        with HEADERS, np.load(memory, allow_pickle=False) as fields:
-            return {name: fields[name] for name in fields.files}
+    if known := recall(statistics, key.hexdigest()[:24]):
+        return known
     moments = read(layer)
     if moments is None:
         return None
@@ -142,8 +140,7 @@ def _correct_layer(
         "scale": rounded.scale.reshape(-1),
         "bias": bias + mean_error.reshape(-1),
     }
-    with replacing_file(memory) as temporary, temporary.open("wb") as file:
-        np.savez(file, allow_pickle=False, **corrected)
+    remember(statistics, key.hexdigest()[:24], corrected)
     return corrected
 
 

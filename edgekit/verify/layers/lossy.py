@@ -5,6 +5,7 @@ nothing overflows. Which nodes those are cannot be told from their values, for a
 not; so parts of the model are left in float32 and its outputs measured.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -56,14 +57,16 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         return None
     search = _begin(model, halved, samples)
-    lost_db, least_db = _measure(search, 0, 0), least_db + _MARGIN_DB
+    # The bisections come back to some of the runs that they measured.
+    measure = functools.cache(functools.partial(_measure, search))
+    lost_db, least_db = measure(0, 0), least_db + _MARGIN_DB
     if lost_db >= least_db:
         return None
-    end = _bisect(len(search.halved), lambda count: _measure(search, 0, count) >= least_db)
+    end = _bisect(len(search.halved), lambda count: measure(0, count) >= least_db)
     # From the end backwards: the shortest run before `end` that is enough.
-    length = _bisect(end, lambda count: _measure(search, end - count, end) >= least_db)
+    length = _bisect(end, lambda count: measure(end - count, end) >= least_db)
     nodes = tuple(search.halved[end - length : end])
-    return LossyNodes(nodes=nodes, sqnr_db=lost_db, kept_db=_measure(search, end - length, end))
+    return LossyNodes(nodes=nodes, sqnr_db=lost_db, kept_db=measure(end - length, end))
 
 
 def _begin(model: Model, halved: Collection[str], samples: Samples) -> _Search:
