@@ -16,7 +16,7 @@ def recall(statistics: Path, key: str) -> dict[str, Array] | None:
     if not path.is_file():
         return None
     try:
-        with HEADERS, np.load(path, allow_pickle=False) as fields:
+        with HEADERS, path.open("rb") as file, np.load(file, allow_pickle=False) as fields:
             return {name: fields[name] for name in fields.files}
     except MALFORMED:
         # It is rounded again, and the file replaced.
