@@ -15,6 +15,8 @@ from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
 VERSION: str = _ort.__version__
+AVAILABLE_PROVIDERS: tuple[str, ...] = tuple(cast("Any", _ort).get_available_providers())
+"""The providers that this ONNX Runtime was built with; what they need to run may be missing."""
 CPU_PROVIDER = "CPUExecutionProvider"
 
 REFUSALS: tuple[type[Exception], ...] = tuple(

@@ -34,6 +34,7 @@ CANNOT_RUN_IN_CI = (
     "needs a Mac",
     "needs ../shared/zoo",
     "needs a user who is not root",
+    "onnxruntime-ep-openvino is not installed",
 )
 
 

@@ -70,14 +70,14 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "devices": (
         ("packages",),
         ("observe", "register"),
-        ("find", "placed"),
-        ("android", "ios", "remote"),
+        ("find", "placed", "self_test"),
+        ("android", "ios", "plain", "remote"),
         ("release",),
         ("local",),
-        ("bundled", "emulators", "parallel", "recorded", "self_test"),
+        ("bundled", "emulators", "parallel", "recorded"),
         ("labelled",),
         ("process",),
-        ("device", "plain"),
+        ("device",),
     ),
     "prepare": (
         ("fix",),

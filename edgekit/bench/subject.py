@@ -18,7 +18,7 @@ from edgekit.data.random_samples import draw_samples
 from edgekit.data.samples import Samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
-from edgekit.devices.labelled import kind_of
+from edgekit.devices.labelled import address_of
 from edgekit.devices.plain import plain_target
 from edgekit.devices.process.child import REPLAY_SAVED
 from edgekit.errors import DataError, UsageError
@@ -119,11 +119,11 @@ def _open_model(path: Path, opening: Opening) -> Subject:
     inputs, outputs = _read_interface(path)
     sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
 
-    def target_for(kind: str) -> Target:
-        return target or plain_target(kind)
+    def target_for(name: str) -> Target:
+        return target or plain_target(name)
 
     def job_for(device: Device) -> Job:
-        chosen = target_for(kind_of(device))
+        chosen = target_for(address_of(device))
         return Job(
             model=path,
             target=chosen,

@@ -9,6 +9,7 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_devices, show_self_test
 from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.local.offered import list_offered
 from edgekit.devices.plain import plain_target
 from edgekit.devices.self_test import try_device
 from edgekit.target import load_target
@@ -26,7 +27,7 @@ def command(ctx: click.Context) -> int:
       edgekit devices install android
     """
     if ctx.invoked_subcommand is None:
-        show_devices(list_devices())
+        show_devices(list_devices(), list_offered())
     return YES
 
 
@@ -35,8 +36,8 @@ def command(ctx: click.Context) -> int:
 @options.JSON
 def list_command(target: str | None, as_json: bool) -> int:
     """List the devices, what they prove, and what they lack here."""
-    statuses = list_devices(load_target(target) if target else None)
-    show_json({"devices": statuses}) if as_json else show_devices(statuses)
+    statuses, offered = list_devices(load_target(target) if target else None), () if target else list_offered()
+    show_json({"devices": statuses, "providers": offered}) if as_json else show_devices(statuses, offered)
     return YES
 
 
@@ -51,7 +52,7 @@ def install_command(name: str, library: Path | None, framework: Path | None, vol
     """Install what the device NAME needs into your cache."""
     with showing_progress(volume) as progress:
         install_device(name, progress, library=library, framework=framework)
-    missing = find_device(name, plain_target(name.partition(":")[0])).find_missing()
+    missing = find_device(name, plain_target(name)).find_missing()
     show_line(f"'{name}' can run" if missing is None else f"'{name}' is installed, but {missing.reason}")
     return YES
 
@@ -65,7 +66,7 @@ def test_command(name: str, as_json: bool, volume: int) -> int:
 
     Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.
     """
-    device = find_device(name, plain_target(name.partition(":")[0]))
+    device = find_device(name, plain_target(name))
     with showing_progress(volume) as progress:
         test = try_device(device, progress)
     show_json(test) if as_json else show_self_test(test)

@@ -7,6 +7,7 @@ from edgekit.cli.main import YES
 from edgekit.cli.screen import show_json, show_line
 from edgekit.cli.terminal import show_devices
 from edgekit.devices.find import list_devices
+from edgekit.devices.local.offered import list_offered
 from edgekit.jobs.prepare import list_versions
 
 
@@ -19,10 +20,10 @@ def command(as_json: bool) -> int:
     Example:
       edgekit doctor
     """
-    versions, devices = list_versions(), list_devices()
+    versions, devices, offered = list_versions(), list_devices(), list_offered()
     if as_json:
-        show_json({"versions": versions, "devices": devices})
+        show_json({"versions": versions, "devices": devices, "providers": offered})
     else:
         show_line(", ".join(f"{name} {version}" for name, version in versions.items()))
-        show_devices(devices)
+        show_devices(devices, offered)
     return YES

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from edgekit.bundle.statement import TestResult
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.devices.device import DeviceStatus
+from edgekit.devices.local.offered import OfferedProvider
 from edgekit.devices.self_test import SelfTest
 from edgekit.jobs.release import Doubt
 from edgekit.report import text
@@ -55,9 +56,11 @@ def show_self_test(test: SelfTest) -> None:
     show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
 
 
-def show_devices(statuses: Sequence[DeviceStatus]) -> None:
-    """Prints devices as a table."""
+def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProvider] = ()) -> None:
+    """Prints devices as a table, and another of the providers that are installed."""
     print_table(text.table_devices(statuses))
+    if offered:
+        print_table(text.table_providers(offered))
 
 
 def show_comparison(report: ModelComparison) -> None:

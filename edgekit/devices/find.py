@@ -25,6 +25,8 @@ from edgekit.devices.local.coreml import UNITS, CoreMl
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host, OlderHost
 from edgekit.devices.local.native import Arm64Native, HostNative
+from edgekit.devices.local.offered import find_provider_versions
+from edgekit.devices.local.provider import LocalProvider, provider_devices
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.address import check_host, check_serial
 from edgekit.devices.remote.ssh import SshDevice
@@ -48,6 +50,7 @@ _DEVICES: dict[str, Device] = {
     "emulated": Emulated(),
     "coreml": CoreMl(),
     **{f"coreml:{units}": CoreMl(units=units) for units in UNITS},
+    **provider_devices(),
 }
 
 # Devices by what stands before the colon; the rest is their address.
@@ -100,7 +103,7 @@ def find_device(name: str, target: Target) -> Device:
             hint=f"--on {better}, or --on host for the CPU provider",
         )
     if not _fits(name, target):
-        providers = " and ".join(sorted(_PROVIDERS[name.partition(":")[0]]))
+        providers = " and ".join(sorted(_providers_of(name)))
         raise UsageError(
             f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
@@ -135,8 +138,7 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     return tuple(
         _describe_status(name)
         for name in device_names()
-        # Variants of a device lack what it lacks: one line for all.
-        if ":" not in name and (target is None or name in _fitting_names(target))
+        if _has_own_line(name) and (target is None or name in _fitting_names(target))
     )
 
 
@@ -227,7 +229,21 @@ def _fitting_names(target: Target) -> tuple[str, ...]:
 def _fits(name: str, target: Target) -> bool:
     if target.provider in _REPLACED.get(name, (frozenset[str](), ""))[0]:
         return False
-    return target.provider in _PROVIDERS.get(name.partition(":")[0], {target.provider})
+    return target.provider in (_providers_of(name) or {target.provider})
+
+
+def _providers_of(name: str) -> frozenset[str]:
+    """Returns the providers whose targets a device runs, none for one that runs those of all."""
+    device = _DEVICES.get(name)
+    if isinstance(device, LocalProvider):
+        return frozenset({device.provider})
+    return _PROVIDERS.get(name.partition(":")[0], frozenset())
+
+
+def _has_own_line(name: str) -> bool:
+    """Returns True for a device that lacks what no other does: variants of one lack what it lacks."""
+    device = _DEVICES[name]
+    return ":" not in name or (isinstance(device, LocalProvider) and not device.hardware)
 
 
 def _describe_status(name: str) -> DeviceStatus:
@@ -239,8 +255,14 @@ def _describe_status(name: str) -> DeviceStatus:
         available=missing is None,
         reason="" if missing is None else missing.reason,
         command="" if missing is None or missing.command is None else missing.command,
-        versions={} if missing is not None else _VERSIONS.get(name, _own_version)(),
+        versions={} if missing is not None else _find_versions(name, device),
     )
+
+
+def _find_versions(name: str, device: Device) -> dict[str, str]:
+    if isinstance(device, LocalProvider):
+        return find_provider_versions(device.kind)
+    return _VERSIONS.get(name, _own_version)()
 
 
 def _own_version() -> dict[str, str]:

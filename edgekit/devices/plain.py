@@ -2,14 +2,21 @@
 
 import msgspec
 
+from edgekit.devices.local.offered import PROVIDERS
 from edgekit.target import Session, Target, load_target
 
 _TARGETS = {"qnn-htp-sim": "qnn", "android": "xnnpack", "coreml": "coreml", "ios-sim": "coreml"}
 
 
-def plain_target(kind: str) -> Target:
-    """Returns the target that a device of a kind, such as `arm64`, opens a model as when none was named."""
-    return load_target(_TARGETS[kind]) if kind in _TARGETS else cpu_target()
+def plain_target(device: str) -> Target:
+    """Returns the target that a device, such as `arm64` or `host:cuda`, opens a model as when none was named."""
+    kind = device.partition(":")[0]
+    name = _TARGETS.get(device) or _TARGETS.get(kind)
+    if name is not None:
+        return load_target(name)
+    row = PROVIDERS.get(device) or PROVIDERS.get(kind)
+    # A provider without a target of its own is held to what the CPU provider takes.
+    return cpu_target() if row is None else msgspec.structs.replace(cpu_target(), provider=row.name)
 
 
 def cpu_target() -> Target:

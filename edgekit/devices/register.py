@@ -100,7 +100,7 @@ def choose_devices(
 ) -> list[Device]:
     """Returns the devices of a choice, those named first, or where there are none those of `default`.
 
-    `target_for` gives the target that each is to run, by the device's kind.
+    `target_for` gives the target that each is to run, by the device's name.
 
     Raises:
         UsageError: there is no such device, it runs another provider, or the file is malformed; `default`, which a
@@ -123,13 +123,13 @@ def choose_devices(
 
 def _find_set(name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]) -> Sequence[Device]:
     """Returns a device as settings want it, several where they name several CPUs, as it is where it takes none."""
-    target = target_for(name.partition(":")[0])
+    target = target_for(name)
     device = find_device(name, target)
     return (vary_device(device, settings, target) or (device,)) if settings else (device,)
 
 
 def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
-    target = target_for(name.partition(":")[0])
+    target = target_for(name)
     return vary_device(find_device(name, target), {}, target) is not None
 
 

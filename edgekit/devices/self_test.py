@@ -12,7 +12,7 @@ from edgekit._files import work_folder
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.labelled import kind_of
+from edgekit.devices.labelled import address_of
 from edgekit.devices.plain import plain_target
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
@@ -79,7 +79,7 @@ def try_device(device: Device, progress: Progress | None = None) -> SelfTest:
 def _run(device: Device, proto: onnx.ModelProto, work: Path) -> DeviceRun:
     (work / "run").mkdir()
     model = load_model(save_proto(proto, work / "self-test.onnx").path)
-    target = plain_target(kind_of(device))
+    target = plain_target(address_of(device))
     check = CheckReport(
         target=target.name,
         model=model.name,
@@ -112,7 +112,7 @@ def _judge_outputs(run: DeviceRun, device: Device) -> Iterator[SelfCheck]:
         return
     error = _error(run)
     yield SelfCheck(name="outputs", passed=error <= TOLERANCE, detail=f"largest error {error:.2g} of the range")
-    provider = plain_target(kind_of(device)).provider
+    provider = plain_target(address_of(device)).provider
     taken = [node.op for node in run.placement if node.provider == provider and "Conv" in node.op]
     seen = ", ".join(sorted({f"{node.op} on {node.provider}" for node in run.placement})) or "no node"
     is_seen = run.placement_source != "predicted" or device.evidence is Evidence.EMULATED

@@ -9,6 +9,7 @@ from rich.text import Text
 from edgekit._ort import CPU_PROVIDER
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
+from edgekit.devices.local.offered import OfferedProvider
 from edgekit.devices.self_test import SelfTest
 from edgekit.evidence import Verdict
 from edgekit.inspect.inspect import OnnxReport
@@ -179,6 +180,14 @@ def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
         versions = [f"{name} {version}" for name, version in status.versions.items() if name != "onnxruntime"]
         about = "; ".join(filter(None, (status.reason, status.command, ", ".join(versions))))
         table.add_row(status.name, status.evidence.value, here, status.versions.get("onnxruntime", "-"), about)
+    return table
+
+
+def table_providers(offered: Sequence[OfferedProvider]) -> Table:
+    """Returns the providers that are installed as a table: a row a provider."""
+    table = make_table("provider", "from", "--on", "what it finds here, or what it lacks")
+    for one in offered:
+        table.add_row(one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware))
     return table
 
 

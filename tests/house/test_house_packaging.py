@@ -28,6 +28,7 @@ def wheel(built_wheel: Path) -> list[str]:
         "edgekit/_targets/coreml/app/ModelSession.swift.j2",
         "edgekit/demo/digits_mobilenet.onnx",
         "edgekit/demo/LICENSE.md",
+        "edgekit/devices/far/ort_provider.py",
         "edgekit/devices/far/ort_queue.py",
         "edgekit/devices/far/ort_runner.py",
         "edgekit/convert/far/qnn_context.py",

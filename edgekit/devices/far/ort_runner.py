@@ -30,7 +30,6 @@ except ImportError:  # Windows has none
     resource = None
 
 ort: Any = onnxruntime
-_STATUS = Path("/proc/self/status")
 _CPU = "CPUExecutionProvider"
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -42,7 +41,6 @@ _LEVELS = {
 
 Json = dict[str, Any]
 Array = npt.NDArray[Any]
-Serve = Callable[..., tuple[list[Any], list[float], float]]
 
 
 def main() -> int:
@@ -174,7 +172,8 @@ def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json
     """Runs a sample as often as the job says, notes the times, and returns what came out."""
     if job.get("queue"):
         # Beside this file, and asked for only where both are: other machines get the runner alone.
-        serve: Serve = runpy.run_path(str(Path(__file__).with_name("ort_queue.py")))["serve_queue"]
+        serve = runpy.run_path(str(Path(__file__).with_name("ort_queue.py")))["serve_queue"]
+        values: list[Any]
         values, run["latency_ms"], elapsed_ms = serve(session, inputs, job["queue"], job["repeat"])
         run["elapsed_ms"] = [elapsed_ms]
         return values
@@ -255,14 +254,16 @@ def _open_session(folder: Path, job: Json) -> Any:
     if not job["profile"]:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     provider = job["provider"]
-    if job["library"]:
-        ort.register_execution_provider_library(provider, job["library"])
-        devices = [device for device in ort.get_ep_devices() if device.ep_name == provider]
-        options.add_provider_for_devices(devices[:1], job["provider_options"])
-        # Otherwise a session that cannot be made on the provider is made again on the CPU, without a word.
-        return ort.InferenceSession(job["model"], options, enable_fallback=False)
-    providers = [(provider, job["provider_options"])] if provider != _CPU else []
-    return ort.InferenceSession(job["model"], options, providers=[*providers, _CPU], enable_fallback=False)
+    providers: Any = [_CPU] if provider == _CPU else [(provider, job["provider_options"]), _CPU]
+    if job["library"] or job.get("preload"):
+        # Beside this file, as the queue is.
+        prepare = runpy.run_path(str(Path(__file__).with_name("ort_provider.py")))["prepare_provider"]
+        providers = prepare(options, job, providers)
+    # Otherwise a session that cannot be made on the provider is made again on the CPU, without a word.
+    session = ort.InferenceSession(job["model"], options, providers, enable_fallback=False)
+    if provider not in session.get_providers():
+        raise RuntimeError(f"asked for {provider}, and the session has {', '.join(session.get_providers())} alone")
+    return session
 
 
 def _assigned_nodes(session: Any) -> list[Json]:
@@ -380,8 +381,8 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _peak_rss_bytes() -> int:
     """Reads VmHWM where there is a /proc: ru_maxrss also counts the parent before the exec."""
-    if _STATUS.is_file():
-        for line in _STATUS.read_text().splitlines():
+    if (status := Path("/proc/self/status")).is_file():
+        for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     if resource is None:
@@ -392,8 +393,7 @@ def _peak_rss_bytes() -> int:
 
 
 def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:400]
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:400]
 
 
 if __name__ == "__main__":

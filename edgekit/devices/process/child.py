@@ -1,7 +1,7 @@
 """Runs a far-side program in a child process of its own, and judges what came back."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -110,8 +110,18 @@ def refuse_run(runner: Runner, reason: str) -> DeviceRun:
     )
 
 
-def run_python(runner: Runner, job: Job, far: FarJob, work: Path, emulator: Sequence[str] = ()) -> DeviceRun:
-    """Runs a job with the onnxruntime of this Python, in a child, which `emulator` executes if it is given."""
+def run_python(
+    runner: Runner,
+    job: Job,
+    far: FarJob,
+    work: Path,
+    emulator: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> DeviceRun:
+    """Runs a job with the onnxruntime of this Python, in a child, which `emulator` executes if it is given.
+
+    `env` is added to the child's environment.
+    """
     write_job(work, far, job.samples)
     finished = run_process(
         # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same
@@ -119,6 +129,7 @@ def run_python(runner: Runner, job: Job, far: FarJob, work: Path, emulator: Sequ
         [*emulator, sys.executable, "-P", str(ORT_RUNNER), str(work)],
         timeout_s=job.timeout_s,
         cwd=work,
+        env=env,
     )
     return collect_run(runner, job, finished, work)
 

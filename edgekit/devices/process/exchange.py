@@ -45,9 +45,12 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
 class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a far-side program is told; paths are as that program sees them.
 
-    `library` is a plug-in provider's library, "" for providers that are built in. `threads` of 0 lets ONNX Runtime
-    choose, and so do `inter_threads`, which count where nodes run in `parallel`. Without `arena` memory is asked of the
-    system each time, without `memory_pattern` no block is planned for all of a run. The program stops after
+    `library` is a plug-in provider's library, "" for providers that are built in; of its devices the first is taken
+    that is of the kind `hardware` (cpu, gpu or npu, "" for any), and while it looks for them every CPU is said to be of
+    `cpu_vendor` (a PCI number, 0 for what it is). With `preload` libraries of CUDA that wheels brought are loaded
+    first. `threads` of 0 lets ONNX Runtime choose, and so do `inter_threads`, which count where nodes run in
+    `parallel`. Without `arena` memory is asked of the system each time, without `memory_pattern` no block is planned
+    for all of a run. The program stops after
     `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the placement from the profile of the
     first sample, for files of ORT format. `runtime` is where a runtime lies that the program must find. The program
     runs each sample `repeat` times and gives a time for each of these runs. With a `concurrency` above 1 so many
@@ -59,6 +62,9 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     provider: str
     library: str = ""
+    hardware: str = ""
+    cpu_vendor: int = 0
+    preload: bool = False
     provider_options: dict[str, str] = {}
     session_config: dict[str, str] = {}
     level: Level = Level.ALL

@@ -1,0 +1,147 @@
+"""Providers of this machine as devices: what is offered, what is missing and named, and what a run on one says."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from devices_models import float_conv, make_job
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.devices.device import Job
+from edgekit.devices.find import device_names, find_device, list_devices
+from edgekit.devices.local import offered
+from edgekit.devices.local.offered import PROVIDERS, Found, ask_provider, find_missing_provider, list_offered
+from edgekit.devices.local.provider import check_options
+from edgekit.devices.plain import plain_target
+from edgekit.devices.process.child import FAR, Runner, describe_job, run_python
+from edgekit.devices.self_test import try_device
+from edgekit.errors import DeviceError, TargetError, UsageError
+from edgekit.evidence import Evidence
+from edgekit.target import load_target
+
+CUDA = "CUDAExecutionProvider"
+
+needs_openvino = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime_ep_openvino") is None,
+    reason="onnxruntime-ep-openvino is not installed: pip install onnxruntime-ep-openvino==1.8.1",
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = make_job(float_conv(tmp_path / "conv.onnx"), "cpu")
+    return msgspec.structs.replace(job, target=plain_target("host:cuda"))
+
+
+@pytest.fixture
+def built_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ONNX Runtime that says it was built with CUDA, as onnxruntime-gpu does, whose library is not there."""
+    monkeypatch.setattr(offered, "AVAILABLE_PROVIDERS", (CUDA, CPU_PROVIDER))
+    monkeypatch.setattr(offered, "ask_provider", ask_provider.__wrapped__)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+
+def test_every_row_of_the_table_is_a_device_that_runs_its_provider() -> None:
+    for name, row in PROVIDERS.items():
+        assert name in device_names()
+        assert plain_target(name).provider == row.name
+        assert bool(row.module) != bool(row.parts or row.systems == ("win32",)), "a plug-in, or built in"
+    with pytest.raises(UsageError, match=f"'host:cuda' runs {CUDA}, and target 'qnn' uses"):
+        find_device("host:cuda", load_target("qnn"))
+
+
+def test_a_kind_of_hardware_is_a_device_of_its_own_in_no_line_of_its_own() -> None:
+    assert {"openvino:cpu", "openvino:gpu", "openvino:npu"} <= set(device_names())
+    assert find_device("openvino:npu", plain_target("openvino:npu")).evidence is Evidence.DEVICE
+    listed = {status.name for status in list_devices()}
+    assert {"openvino", "host:cuda", "host:directml"} <= listed
+    assert "openvino:gpu" not in listed
+
+
+def test_a_provider_that_is_not_there_names_what_to_install() -> None:
+    missing = find_missing_provider("host:cuda", "")
+    assert missing is not None
+    assert "was built without CUDAExecutionProvider" in missing.reason
+    assert missing.command == "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
+    missing = find_missing_provider("host:tensorrt-rtx", "")
+    assert missing is not None
+    assert "the wheel onnxruntime-ep-nv-tensorrt-rtx-cu12 is not installed" in missing.reason
+
+
+def test_a_provider_of_another_system_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    missing = find_missing_provider("host:directml", "")
+    assert missing is not None
+    assert missing.reason == "DmlExecutionProvider runs only on Windows"
+    assert missing.command is None
+
+
+@pytest.mark.usefixtures("built_with_cuda")
+def test_a_library_that_cuda_lacks_is_named_before_a_run(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"libonnxruntime_providers_cuda\.so: cannot open") as caught:
+        find_device("host:cuda", job.target).run_job(job, tmp_path)
+    assert "cudnn" in caught.value.hint
+    (found,) = (one for one in list_offered() if one.provider == CUDA)
+    assert "cannot be loaded" in found.failure
+
+
+def test_a_library_of_a_library_is_named_too(tmp_path: Path) -> None:
+    (tmp_path / "none.c").write_text("void none(void) {}")
+    (tmp_path / "part.c").write_text("void none(void); void part(void) { none(); }")
+    for name, needed in (("libcublas_of_nobody", ()), ("libpart", ("-Wl,--no-as-needed", "-lcublas_of_nobody"))):
+        source = tmp_path / ("part.c" if needed else "none.c")
+        argv = ["cc", "-shared", "-o", tmp_path / f"{name}.so", source, f"-L{tmp_path}", *needed]
+        subprocess.run([str(word) for word in argv], check=True)
+    (tmp_path / "libcublas_of_nobody.so").unlink()
+    asked = {"provider": CUDA, "library": "", "cpu_vendor": 0, "parts": [str(tmp_path / "libpart.so")]}
+    argv = [sys.executable, "-P", str(FAR / "ort_provider.py"), json.dumps(asked)]
+    said = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+    assert "libcublas_of_nobody.so: cannot open shared object file" in said["failure"]
+
+
+def test_a_session_that_has_the_cpu_alone_is_a_failed_run(job: Job, tmp_path: Path) -> None:
+    run = run_python(Runner(device="x", evidence=Evidence.DEVICE), job, describe_job(job, provider=CUDA), tmp_path)
+    assert run.failure == f"refused: asked for {CUDA}, and the session has {CPU_PROVIDER} alone"
+    assert run.outputs.count == 0
+
+
+def test_a_provider_that_dies_while_it_is_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import os; os.abort()")
+    monkeypatch.setattr(offered, "_PROGRAM", tmp_path / "program.py")
+    assert "was ended by SIGABRT" in ask_provider.__wrapped__("host:cuda").failure
+    (tmp_path / "program.py").write_text("print('{')")
+    assert ask_provider.__wrapped__("host:cuda") == Found(failure="the process that asks it gave no answer")
+
+
+def test_an_option_that_the_provider_would_ignore_is_refused() -> None:
+    with pytest.raises(TargetError, match="'load_confg' is no option of OpenVINOExecutionProvider"):
+        check_options("OpenVINOExecutionProvider", {"load_confg": "{}"})
+    check_options("SomeExecutionProvider", {"any": "1"})
+
+
+def test_what_is_installed_is_listed_with_its_device() -> None:
+    found = {one.provider: one for one in list_offered()}
+    assert found[CPU_PROVIDER].device == "host"
+    assert found[CPU_PROVIDER].failure == ""
+    assert CUDA not in found
+
+
+@needs_openvino
+def test_openvino_runs_here_and_says_what_it_finds() -> None:
+    (found,) = (one for one in list_offered() if one.device == "openvino")
+    assert found.failure == ""
+    assert found.hardware[0].startswith("cpu: ")
+    test = try_device(find_device("openvino", plain_target("openvino")))
+    assert [check.name for check in test.checks if not check.passed] == []
+
+
+@needs_openvino
+def test_hardware_that_openvino_does_not_find_is_named() -> None:
+    kinds = {one.kind for one in ask_provider("openvino").devices}
+    missing = find_missing_provider("openvino", "npu")
+    assert (missing is None) == ("npu" in kinds)
+    assert missing is None or "finds no npu on this machine: it has cpu" in missing.reason
