@@ -10,7 +10,7 @@ from edgekit._files import work_folder
 from edgekit.bench.latency import count_needed, find_steady
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue
-from edgekit.devices.labelled import address_of
+from edgekit.devices.labelled import address_of, kind_of
 from edgekit.errors import DeviceError, UsageError
 from edgekit.model.tensors import Tensors
 
@@ -28,7 +28,9 @@ _WARM_MS = 300.0
 _MOST_WARMUP = 50
 # A clock may tell 0 for a short run, and the guess is divided by.
 _FAST_MS = 1e-3
-_QUEUING = frozenset({"host"})
+_WITH_QUEUE = "--on host, arm64, or ssh:HOST where a python3 has onnxruntime"
+# What runs models there is no Python: by the device's address, or its kind.
+_WITHOUT_QUEUE = frozenset({"adb", "android", "arm64:native", "emulated", "host:native", "ios-sim"})
 _FEWEST_REQUESTS = 50
 
 
@@ -117,9 +119,10 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
     Raises:
         DeviceError: the device cannot serve a queue, is not there, or failed.
     """
-    if address_of(device) not in _QUEUING:
+    if _WITHOUT_QUEUE & {address_of(device), kind_of(device)}:
         raise DeviceError(
-            f"'{device.name}' serves no queue: only the runner in Python does", hint="--queue with --on host"
+            f"'{device.name}' serves no queue: only the runner in Python does; {_WITH_QUEUE}",
+            hint="edgekit bench --help",
         )
     if not queue.rows:
         raise UsageError(

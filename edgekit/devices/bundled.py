@@ -3,6 +3,8 @@
 A bundle may have been tuned for a kind of machine: then its session is told more than what its target asks for.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
@@ -11,6 +13,7 @@ from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, class_of
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of, kind_of
+from edgekit.machine import count_cores
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Form, Verification
 
@@ -21,6 +24,9 @@ _NEEDING_ONNX = frozenset({"emulated"})
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
 """Devices that are this machine as it is, and stand for no other."""
+
+ELSEWHERE = frozenset({"adb", "ssh"})
+"""Kinds of device that are other machines; all else runs on this one, emulated or not."""
 
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
@@ -62,6 +68,22 @@ def find_class(device: Device) -> MachineClass | None:
     return class_of_this_machine() if address_of(device) in OF_THIS_MACHINE else None
 
 
+def read_class(versions: Mapping[str, str]) -> MachineClass | None:
+    """Returns the kind of a machine from what its runner says of it, such as the system `Linux 6.1.0 aarch64`."""
+    words, cores = versions.get("system", "").lower().split(), versions.get("cores", "")
+    if len(words) < 2:
+        return None
+    return MachineClass(system=words[0], machine=words[-1], cores=int(cores) if cores.isdecimal() else 0)
+
+
+def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
+    """Returns how many cores a device has: what it says where it is another machine, 0 where it says nothing."""
+    if kind_of(device) not in ELSEWHERE:
+        return count_cores()
+    kind = read_class(versions)
+    return 0 if kind is None else kind.cores
+
+
 def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
     """Returns the setting that a bundle was tuned to for the kind of machine that a device is, None without one.
 
@@ -85,10 +107,16 @@ def set_job(job: Job, setting: SessionSetting) -> Job:
         asked,
         config={**asked.config, **setting.config},
         provider_options={**asked.provider_options, **setting.provider_options},
+        # A device of one of these systems passes the options of that system, and the setting was chosen for it.
+        platforms={
+            name: msgspec.structs.replace(own, provider_options={**own.provider_options, **setting.provider_options})
+            for name, own in asked.platforms.items()
+        },
     )
     return msgspec.structs.replace(
         job,
         target=msgspec.structs.replace(job.target, session=session),
+        chosen=frozenset(setting.provider_options),
         level=setting.level,
         threads=setting.threads,
         inter_threads=setting.inter_threads,

@@ -42,8 +42,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     side where a session is `parallel`. `arena` and `memory_pattern` are ONNX Runtime's. `custom_ops` are libraries of
     this machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the
     digest of its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session
-    optimises the graph, as an app's would unless said. With `trace` ONNX Runtime's profiler watches every run. With a
-    `queue` the runs of a sample are requests that come at random; the runner in Python alone can do that.
+    optimises the graph, as an app's would unless said. `chosen` are keys of provider options that were chosen for this
+    very device: it takes them as they are, also where it knows better than the target. With `trace` ONNX Runtime's
+    profiler watches every run. With a `queue` the runs of a sample are requests that come at random; the runner in
+    Python alone can do that.
     """
 
     model: Path
@@ -64,6 +66,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arena: bool = True
     memory_pattern: bool = True
     level: Level = Level.ALL
+    chosen: frozenset[str] = frozenset()
     digests_hold: bool = False
     trace: bool = False
     queue: Queue | None = None

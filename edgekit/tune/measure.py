@@ -8,7 +8,7 @@ import numpy as np
 from edgekit.bench.blocks import Block, run_block
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
-from edgekit.errors import EdgekitError
+from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
 from edgekit.tune.report import Entrant, Measured
@@ -47,10 +47,18 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(course: Course, entrant: Entrant) -> Measured:
-    """Returns what one session of a setting gave; what fails is a fault, and no error."""
+    """Returns what one session of a setting gave; what fails is a fault, and no error.
+
+    Raises:
+        DeviceError: the device is gone: no other setting would find it there.
+    """
     try:
         block = _run(course, course.job_for(entrant))
     except EdgekitError as error:
+        missing = course.device.find_missing()
+        if missing is not None:
+            hint = missing.command or "what was measured is kept where --state names a file"
+            raise DeviceError(f"'{course.device.name}' is gone: {missing.reason}", hint=hint) from error
         return Measured(fault=f"failed: {error.message}")
     got = block.outputs
     if entrant.batch > 1:

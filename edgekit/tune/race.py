@@ -130,7 +130,6 @@ def _decide(empty: Decision, holder: Entrant, challenger: Entrant, take: TakeRou
 
 def _explain_none(out: Mapping[str, str], screened: Mapping[str, float]) -> str:
     best = min(screened, key=lambda name: screened[name], default=None)
-    told = (
-        [] if best is None else [f"none was ahead by {LEAST_GAIN:.0%}: the best was '{best}' at {screened[best]:.3f}"]
-    )
+    none = f"no gain: none was ahead by {LEAST_GAIN:.0%}"
+    told = [] if best is None else [f"{none}: the best was '{best}' at {screened[best]:.3f}"]
     return "; ".join([*told, *(f"'{name}' is out: {why}" for name, why in out.items())])

@@ -4,7 +4,7 @@ Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_confi
 stands in its page on https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -16,8 +16,12 @@ from edgekit.target import Session
 Goal = Literal["latency", "p99", "throughput", "memory", "load"]
 GOALS: tuple[Goal, ...] = ("latency", "p99", "throughput", "memory", "load")
 
-_SPIN = "session.intra_op.allow_spinning"
+_SPIN, _POOL = "session.intra_op.allow_spinning", "intra_op_num_threads"
+# Where the cores are not known, a phone of today has eight.
+_CORES = 8
 _BATCHES = (2, 4, 8)
+PROVIDER_OPTIONS = "provider options"
+"""The group of a provider's own options."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,8 +118,8 @@ _SWITCHES_THAT_COUNT: Mapping[Goal, frozenset[str]] = {
 
 PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
     "XnnpackExecutionProvider": tuple(
-        Change(name=f"{count} XNNPACK threads", provider_options={"intra_op_num_threads": str(count)})
-        for count in (1, 2, 3, 6, 8)
+        Change(name=f"{count} of XNNPACK's threads", provider_options={"intra_op_num_threads": str(count)})
+        for count in (1, 2, 3, 4, 6, 8)
     ),
     "QNNExecutionProvider": (
         *(
@@ -123,7 +127,7 @@ PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
             for mode in ("burst", "sustained_high_performance", "high_performance", "balanced")
         ),
         Change(name="RPC latency 100 us", provider_options={"rpc_control_latency": "100"}),
-        Change(name="VTCM 8 MB", provider_options={"vtcm_mb": "8"}),
+        *(Change(name=f"VTCM {size} MB", provider_options={"vtcm_mb": str(size)}) for size in (4, 8)),
         Change(name="finalization 3", provider_options={"htp_graph_finalization_optimization_mode": "3"}),
     ),
     "CoreMLExecutionProvider": (
@@ -163,9 +167,9 @@ def _list_all(given: Circumstances) -> Iterator[Group]:
     if given.files:
         yield Group(name="file", changes=tuple(Change(name=f"file {name}", file=name) for name in given.files))
     yield LEVELS
-    options = PROVIDER_CHANGES.get(given.provider, ())
+    options = tuple(_fitting(PROVIDER_CHANGES.get(given.provider, ()), given.cores))
     if options:
-        yield Group(name="provider options", changes=options, apart=True)
+        yield Group(name=PROVIDER_OPTIONS, changes=options, apart=True)
     yield Group(name="threads", changes=tuple(_list_threads(given.cores)))
     if given.branches and given.goal not in {"load", "memory"}:
         yield Group(name="execution", changes=tuple(_list_parallel(given.cores)))
@@ -176,12 +180,18 @@ def _list_all(given: Circumstances) -> Iterator[Group]:
         yield Group(name="calls", changes=tuple(_list_calls(given)))
 
 
+def _fitting(changes: Iterable[Change], cores: int) -> Iterator[Change]:
+    """Yields changes of a provider, without more threads in its pool than the device has cores."""
+    for change in changes:
+        if int(change.provider_options.get(_POOL, "0")) <= (cores or _CORES):
+            yield change
+
+
 def _list_threads(cores: int) -> Iterator[Change]:
     """Yields thread counts below that of the cores, which is the default, each with and without spinning."""
     yield Change(name="no spinning", config={_SPIN: "0"})
     for count in (1, 2, 4, 8, 16):
-        # Where the cores are not known, a phone of today has eight.
-        if count < (cores or 8):
+        if count < (cores or _CORES):
             yield Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count)
             if count > 1:
                 yield Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"})

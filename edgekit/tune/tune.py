@@ -1,29 +1,29 @@
 """Searching for what a session should be told on a device: groups of settings raced one after another."""
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import work_folder
+from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import Block, Effort, guess_time, run_block
 from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, TunedSession, TuningEvidence
+from edgekit.bundle.manifest.tuned import SessionSetting, TunedSession, TuningEvidence
 from edgekit.data.samples import select_samples
-from edgekit.devices.bundled import OF_THIS_MACHINE, find_class
-from edgekit.devices.device import Device
+from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class
+from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.labelled import address_of
+from edgekit.devices.placed import count_nodes
 from edgekit.devices.process.child import require_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
-from edgekit.machine import count_cores
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Thresholds
 from edgekit.tune.apply import apply_setting, require_bundle
@@ -112,9 +112,9 @@ def _prepare(
     )
     given = Circumstances(
         goal=asked.goal,
-        provider=job.target.provider,
+        provider=_find_provider(first.run, job),
         files=tuple(name for name in opened if name),
-        cores=count_cores() if find_class(device) else 0,
+        cores=count_device_cores(device, first.run.versions),
         branches=has_branches(job),
         free_batch=bool(batches),
         asked=job.target.session,
@@ -131,6 +131,13 @@ def _prepare(
         notes=(*opened[""].notes, *notes),
         progress=progress,
     )
+
+
+def _find_provider(run: DeviceRun, job: Job) -> str:
+    """Returns the provider that runs a job: options of one that takes no node are not worth a race."""
+    counts = count_nodes(run, job)
+    # Where nothing was observed it may have taken all.
+    return job.target.provider if not counts or job.target.provider in counts else CPU_PROVIDER
 
 
 def _choose_device(choice: DeviceChoice, subject: Subject) -> Device:
@@ -239,7 +246,7 @@ def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
     }
     return msgspec.structs.replace(
         found,
-        machine=find_class(search.course.device) or _read_class(search.first.run.versions),
+        machine=find_class(search.course.device) or read_class(search.first.run.versions),
         tried=mark_front(tuple(tried.values())),
         levels=tuple(list_levels(search.course.job_for(held), by_level, work / "levels")),
         seconds=search.journal.seconds,
@@ -251,12 +258,6 @@ def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
 
 def _at_level(one: Entrant, held: Entrant) -> SessionSetting:
     return msgspec.structs.replace(one.setting, level=held.setting.level)
-
-
-def _read_class(versions: Mapping[str, str]) -> MachineClass | None:
-    """Returns the kind of a machine from what its runner says of it, such as `Linux 6.1.0 aarch64`."""
-    words = versions.get("system", "").lower().split()
-    return MachineClass(system=words[0], machine=words[-1]) if len(words) > 1 else None
 
 
 def _read_load() -> float | None:

@@ -1,4 +1,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("bundle", "devices")]

@@ -1,19 +1,24 @@
 """Requests that come at random, in batches that wait for more or until they are full."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from far_root.board import ssh_board
 from tiny_models import parse_model
 
 from edgekit.bench.blocks import Effort, run_queue
+from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
 from edgekit.devices.device import Queue
 from edgekit.devices.far import ort_queue
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import describe_job
+from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError
 from edgekit.model.model import load_model
 from edgekit.target import load_target
@@ -124,3 +129,17 @@ def test_only_the_runner_in_python_serves_a_queue(tmp_path: Path) -> None:
     job = describe_job(load_model(parse_model(text, tmp_path / "m.onnx")), target, samples=0)
     with pytest.raises(DeviceError, match="'host:native' serves no queue: only the runner in Python does"):
         run_queue(find_device("host:native", target), job, Effort(), Queue(most=4, wait_ms=None, rate_per_s=9.0))
+
+
+def test_a_board_with_python_serves_a_queue_and_one_without_says_so(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
+    subject = open_subject(parse_model(text, tmp_path / "m.onnx"), tmp_path, Opening(batch=1))
+    queue = Queue(most=4, wait_ms=1.0, rate_per_s=2000.0, rows=subject.rows)
+    board = SshDevice(host="board", python=sys.executable)
+    with ssh_board(arm=False) as far, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", far.programs, prepend=os.pathsep)
+        block = run_queue(board, subject.job_for(board), Effort(runs=50), queue)
+        with pytest.raises(DeviceError, match="'python3' there has no onnxruntime"):
+            run_queue(SshDevice(host="board"), subject.job_for(board), Effort(runs=50), queue)
+    assert len(block.latency_ms) == 45
+    assert block.outputs["y"].shape == (1, 4)

@@ -1,13 +1,11 @@
-"""The empty folder that a run is given, and an adb server that knows nothing but the tests' own devices."""
+"""The empty folder that a run is given, and the fixtures of far sides."""
 
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from far_root.client import Adb, adb_server
-from far_root.keeper import require
+from far_root.fixtures import adb, arm_runner, host_runner, own_adb_server
 
-from edgekit.devices.local.runner import NativeRunner, build_runner, host_abi
+__all__ = ["adb", "arm_runner", "host_runner", "own_adb_server", "work"]
 
 
 @pytest.fixture
@@ -15,32 +13,3 @@ def work(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
     return folder
-
-
-@pytest.fixture(scope="session")
-def own_adb_server() -> Generator[Adb]:
-    with adb_server() as adb:
-        yield adb
-
-
-@pytest.fixture
-def adb(own_adb_server: Adb, monkeypatch: pytest.MonkeyPatch) -> Adb:
-    """The tests' adb server, which `adb` finds in the environment."""
-    for name, value in own_adb_server.environment.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    return own_adb_server
-
-
-@pytest.fixture(scope="session")
-def host_runner() -> NativeRunner:
-    """The runner for this machine, built once into the cache."""
-    require("cmake", "cmake")
-    return build_runner(host_abi(), lambda _: None)
-
-
-@pytest.fixture(scope="session")
-def arm_runner() -> NativeRunner:
-    """The runner for a 64-bit Arm Linux."""
-    require("cmake", "cmake")
-    require("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
-    return build_runner("linux-arm64", lambda _: None)

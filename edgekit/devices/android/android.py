@@ -110,7 +110,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         platform = job.target.session.platforms.get("android")
         far = describe_job(job, provider=provider)
         options = dict(far.provider_options if platform is None else platform.provider_options)
-        if provider == XNNPACK and _POOL in options:
+        if provider == XNNPACK and _POOL in options and _POOL not in job.chosen:
             # XNNPACK's threads spin while they wait for each other. Where few cores run them, each operation waits for
             # the time slice of another: 300 ms a run in place of 0.1 ms. What they compute does not depend on them.
             options[_POOL] = str(job.threads or 1)

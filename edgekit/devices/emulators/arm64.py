@@ -14,7 +14,16 @@ import msgspec
 from edgekit._proc import run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.cache import find_installed, installing
-from edgekit.devices.process.child import FAR, ORT_RUNNER, Runner, collect_run, describe_job, refuse_run, require_device
+from edgekit.devices.process.child import (
+    FAR,
+    ORT_QUEUE,
+    ORT_RUNNER,
+    Runner,
+    collect_run,
+    describe_job,
+    refuse_run,
+    require_device,
+)
 from edgekit.devices.process.exchange import write_job
 from edgekit.devices.process.link import list_model_files
 from edgekit.errors import DeviceError, EdgekitError
@@ -81,7 +90,8 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
                 describe_job(job), model=f"{inside}/model/{name}", threads=job.threads or thread_count()
             )
             write_job(folder, far, job.samples)
-            shutil.copyfile(ORT_RUNNER, folder / ORT_RUNNER.name)
+            for program in (ORT_RUNNER, ORT_QUEUE):
+                shutil.copyfile(program, folder / program.name)
             argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
             finished = run_process(argv, timeout_s=job.timeout_s)
             # Only what the far program promises is taken back: whatever else it left goes with the folder.

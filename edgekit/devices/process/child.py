@@ -17,6 +17,8 @@ from edgekit.model.skim import skim_model
 
 FAR = Path(__file__).parents[1] / "far"
 ORT_RUNNER = FAR / "ort_runner.py"
+ORT_QUEUE = FAR / "ort_queue.py"
+"""What the runner in Python opens beside itself for a queue of requests."""
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
 # A device may say what it likes: what goes into reports is bounded in number and length.

@@ -16,7 +16,17 @@ from edgekit.devices.local.runner import ABIS, find_missing_runner
 from edgekit.devices.process.child import require_device
 from edgekit.devices.remote.address import is_serial
 from edgekit.devices.remote.remote import SLOWEST_BYTES_PER_S, STEP_S, RemoteOptions, native_program, run_remote
-from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
+from edgekit.devices.remote.store import (
+    COUNT_CORES,
+    ask,
+    clean_store,
+    end_run,
+    one_line,
+    push_set,
+    read_count,
+    run_name,
+    wrap_program,
+)
 from edgekit.errors import DeviceError, EdgekitError
 
 ADB = "adb"
@@ -96,14 +106,15 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
         clean_store(self, BASE)
 
     def read_properties(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns properties of the system by name, "" for those that it does not have.
+        """Returns how many cores the device has, and properties of the system by name; "" for what it does not tell.
 
         Raises:
             DeviceError: the device does not answer.
         """
-        script = "\n".join(f"getprop {shlex.quote(name)}" for name in names)
+        # The last command's exit code counts: toybox has no nproc on old systems, and that is no fault.
+        script = "\n".join((COUNT_CORES, *(f"getprop {shlex.quote(name)}" for name in names)))
         lines = ask(self, script, step="reading its properties").splitlines()
-        return (*(one_line(line)[:80] for line in lines), *([""] * len(names)))[: len(names)]
+        return (*(one_line(line)[:80] for line in lines), *([""] * len(names)))[: len(names) + 1]
 
     def start_script(self, script: str, timeout_s: float) -> Finished:
         """Runs a script in the device's shell."""
@@ -146,11 +157,12 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device says it is: the kind of its processor, its Android and its name."""
+    """What a device says it is: the kind of its processor and its cores, its Android and its name."""
 
     abi: str
     release: str
     model: str
+    cores: str
 
 
 class AdbDevice(RemoteOptions, frozen=True, kw_only=True):
@@ -189,7 +201,10 @@ class AdbDevice(RemoteOptions, frozen=True, kw_only=True):
         if native is None:
             raise DeviceError(f"'{self.name}' has no runner for {phone.abi}", hint="edgekit runner build")
         run = run_remote(link, native_program(native, self.libraries), job, work, self.session)
-        about = {"android": phone.release, "model": phone.model, "abi": phone.abi}
+        system = f"Android {ABIS[phone.abi].machine}"
+        about = {
+            "system": system, "android": phone.release, "model": phone.model, "abi": phone.abi, "cores": phone.cores,
+        }  # fmt: skip
         return msgspec.structs.replace(run, versions={**run.versions, **{k: v for k, v in about.items() if v}})
 
     def clean(self) -> None:
@@ -215,10 +230,11 @@ def _look_at(link: AdbLink) -> Phone:
     Raises:
         DeviceError: the device does not answer, or edgekit has no runner for its kind.
     """
-    abi, release, model = link.read_properties(("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model"))
+    names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model")
+    cores, abi, release, model = link.read_properties(names)
     if abi not in ABIS:
         raise DeviceError(f"'{link.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
-    return Phone(abi=abi, release=release, model=model)
+    return Phone(abi=abi, release=release, model=model, cores=read_count(cores))
 
 
 @contextlib.contextmanager

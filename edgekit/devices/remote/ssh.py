@@ -12,7 +12,7 @@ import msgspec
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.runner import ABIS, find_missing_runner
-from edgekit.devices.process.child import ORT_RUNNER, require_device
+from edgekit.devices.process.child import ORT_QUEUE, ORT_RUNNER, require_device
 from edgekit.devices.remote.adb import linked_names
 from edgekit.devices.remote.remote import (
     SLOWEST_BYTES_PER_S,
@@ -22,7 +22,17 @@ from edgekit.devices.remote.remote import (
     native_program,
     run_remote,
 )
-from edgekit.devices.remote.store import ask, clean_store, end_run, one_line, push_set, run_name, wrap_program
+from edgekit.devices.remote.store import (
+    COUNT_CORES,
+    ask,
+    clean_store,
+    end_run,
+    one_line,
+    push_set,
+    read_count,
+    run_name,
+    wrap_program,
+)
 from edgekit.errors import DeviceError, EdgekitError
 
 # No questions, no endless waits, and none of the forwardings that the user's configuration may ask for.
@@ -32,6 +42,7 @@ _OPTIONS = (
 
 # A connection that nobody closed, because edgekit was killed, ends by itself.
 _SHARED_S = 30
+_PYTHON = "python3"
 _HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'
 
 
@@ -132,13 +143,14 @@ class SshLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a machine: the kind that edgekit names its runners by, the system, its cache, its Python.
+    """What is known of a machine: the kind that edgekit names its runners by, system, cores, its cache, its Python.
 
     `abi` is "" where there is no runner for that system, and `python` is "" where none there has onnxruntime.
     """
 
     abi: str
     system: str
+    cores: str
     base: str
     python: str
 
@@ -175,13 +187,17 @@ class SshDevice(RemoteOptions, frozen=True, kw_only=True):
         Raises:
             DeviceError: the machine is not there, or has nothing to run a model with.
         """
+        if job.queue is not None and not self.python:
+            # Only the runner in Python serves a queue, also where there is another.
+            return msgspec.structs.replace(self, python=_PYTHON).run_job(job, work)
         with shared_connection(self._link()) as link:
             require_device(self.name, link.find_absent())
             machine = self._look_at(link)
             require_device(self.name, self._find_lacking(machine))
             program = self._choose_program(machine)
             run = run_remote(msgspec.structs.replace(link, base=machine.base), program, job, work, self.session)
-        return msgspec.structs.replace(run, versions={"system": machine.system, **run.versions})
+        about = {"system": machine.system, "cores": machine.cores}
+        return msgspec.structs.replace(run, versions={**{k: v for k, v in about.items() if v}, **run.versions})
 
     def clean(self) -> None:
         """Removes everything that edgekit stored on the machine.
@@ -211,7 +227,7 @@ class SshDevice(RemoteOptions, frozen=True, kw_only=True):
             return native_program(native, self.libraries)
         why = "as asked" if self.python else f"because no runner for '{machine.abi or machine.system}' is built"
         return Program(
-            files={ORT_RUNNER.name: ORT_RUNNER},
+            files={program.name: program for program in (ORT_RUNNER, ORT_QUEUE)},
             argv=(machine.python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
             notes=(f"run by the onnxruntime of {machine.python}, {why}",),
         )
@@ -230,19 +246,26 @@ def _look_at(link: SshLink, python: str, with_runner: Sequence[str]) -> Machine:
     Raises:
         DeviceError: it does not answer, or not as a POSIX system does.
     """
-    chosen = shlex.quote(python or "python3")
+    chosen = shlex.quote(python or _PYTHON)
     script = f"""
 uname -sm
+{COUNT_CORES}
 echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
 case "$(uname -sm)" in {" | ".join(map(shlex.quote, [*with_runner, "-"]))}) exit 0 ;; esac
 p=$(command -v {chosen}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
 exit 0"""
-    system, base, path, *_ = [*ask(link, script, step="connecting").splitlines(), "", "", ""]
+    system, cores, base, path, *_ = [*ask(link, script, step="connecting").splitlines(), "", "", "", ""]
     if not base.startswith("/") or not base.isprintable():
         raise DeviceError(f"'{link.name}' while connecting: it has no home folder", hint=f"ssh {link.host}")
     name, _, machine = system.strip().partition(" ")
     abis = [abi.name for abi in ABIS.values() if not abi.android and abi.machine == machine and name == "Linux"]
-    return Machine(abi=abis[0] if abis else "", system=one_line(system)[:80], base=base, python=one_line(path)[:200])
+    return Machine(
+        abi=abis[0] if abis else "",
+        system=one_line(system)[:80],
+        cores=read_count(cores),
+        base=base,
+        python=one_line(path)[:200],
+    )
 
 
 @contextlib.contextmanager

@@ -26,6 +26,9 @@ from edgekit.errors import DeviceError
 KEPT_SETS = 12
 """How many sets of files stay on a machine; those used longest ago go first."""
 
+COUNT_CORES = "nproc 2>/dev/null || echo"
+"""A line of a script: it writes how many cores there are, or an empty line."""
+
 _SPARE_BYTES = 4 << 20
 # A slow board's sha256sum; the limit of a step grows with what it has to read.
 _SLOWEST_DIGEST_BYTES_PER_S = 4 << 20
@@ -107,6 +110,11 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
         reason = one_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
         raise DeviceError(f"'{shell.name}' while {step}: {reason[-300:]}", hint="look at the device")
     return output
+
+
+def read_count(text: str) -> str:
+    """Returns a number that a machine wrote, "" where it is none."""
+    return text.strip() if text.strip().isascii() and text.strip().isdecimal() and len(text.strip()) < 5 else ""
 
 
 def one_line(text: str) -> str:

@@ -10,7 +10,7 @@ from edgekit.bundle.manifest.tuned import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.tune.report import Decision, Entrant, TriedSetting, TuneReport
-from edgekit.tune.space import Goal
+from edgekit.tune.space import PROVIDER_OPTIONS, Goal
 
 _MEANINGS: Mapping[Goal, str] = {
     "latency": "median time of a run",
@@ -20,6 +20,8 @@ _MEANINGS: Mapping[Goal, str] = {
     "load": "time to make the session and run it once",
 }
 _DEFAULT = SessionSetting()
+# A simulator of an accelerator runs on the CPU: options that say how fast the accelerator is clocked change nothing.
+_CLOCKLESS = frozenset({Evidence.SIMULATOR})
 # Beyond this share of the cores others take time from what is measured.
 _BUSY = 0.5
 
@@ -119,6 +121,11 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     yield from report.notes
     if report.evidence is not Evidence.DEVICE:
         yield f"these are not the target's times ({report.evidence.value}: {report.evidence.meaning})"
+    if report.evidence in _CLOCKLESS and any(one.group == PROVIDER_OPTIONS for one in report.decisions):
+        yield (
+            f"{report.device} takes the options of {report.provider} and has no clock of its own: that they make no"
+            " difference here says nothing of a device"
+        )
     yield from (f"{one.group}: {one.reason}" for one in report.decisions if _is_out(one))
     if report.busy is not None:
         before, after = report.busy

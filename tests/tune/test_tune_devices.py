@@ -1,0 +1,161 @@
+"""Settings raced on phones, boards and emulators: told to their runners, held against the reference, then gone."""
+
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bundle_models import make_bundle
+from devices_models import float_conv, make_job, noise_samples, qdq_conv
+from far_root.board import ssh_board
+from far_root.client import Adb
+from far_root.keeper import far_side
+
+from edgekit._ort import Level
+from edgekit.bench.subject import Opening
+from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting
+from edgekit.devices.bundled import count_device_cores, read_class, set_job
+from edgekit.devices.device import Device
+from edgekit.devices.find import find_device
+from edgekit.devices.local.runner import NativeRunner
+from edgekit.devices.process.child import describe_job
+from edgekit.devices.register import DeviceChoice, ListedDevice
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+from edgekit.machine import count_cores
+from edgekit.report.timing.tune_text import list_tuning_remarks
+from edgekit.target import load_target
+from edgekit.tune.measure import GATE, Course, measure
+from edgekit.tune.report import Decision, Entrant, TuneReport
+from edgekit.tune.space import PROVIDER_CHANGES, PROVIDER_OPTIONS
+from edgekit.tune.tune import Tuning, tune_on
+
+pytestmark = pytest.mark.slow
+
+
+def tune(path: Path, device: str, runner: NativeRunner, budget_s: float = 0.4) -> TuneReport:
+    """Tunes on a device as a devices.toml lists it, with the runner of this machine."""
+    entry = ListedDevice(name="it", device=device, runner=str(runner.program), library=str(runner.library))
+    return tune_on(path, DeviceChoice(listed=(entry,)), Tuning(budget_s=budget_s), Opening())
+
+
+def require_device(name: str, target: str) -> Device:
+    device = find_device(name, load_target(target))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    return device
+
+
+def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
+    bundle = make_bundle(tmp_path, target="cpu").folder
+    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+        report = tune(bundle, f"adb:{serial}", host_runner)
+        assert far.left_running() == []
+        assert not [name for name in far.files() if "part-" in name or "run-" in name]
+    assert report.evidence is Evidence.DEVICE
+    assert report.machine == MachineClass(system="android", machine="x86_64", cores=count_cores())
+    assert report.cores == count_cores()
+    tried = {one.entrant.name: one for one in report.tried}
+    assert tried.keys() >= {"defaults", "basic", "disabled"}
+    assert all(one.fault is None and (one.sqnr_db or 0) > 100 for one in tried.values())
+
+
+def test_a_phone_without_space_is_one_line(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
+    bundle = make_bundle(tmp_path, target="cpu").folder
+    with far_side(arm=False, adb=True, space_bytes=1 << 20) as far, adb.connected(far) as serial:
+        with pytest.raises(DeviceError, match=r"kB are needed below .*, \d+ kB are free"):
+            tune(bundle, f"adb:{serial}", host_runner)
+        assert not [name for name in far.files() if "part-" in name or "run-" in name]
+
+
+def test_a_board_does_as_a_setting_says_and_tells_its_cores(tmp_path: Path, host_runner: NativeRunner) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
+    setting = SessionSetting(level=Level.DISABLED, threads=1, io_binding=True)
+    with ssh_board(arm=False) as board, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", board.programs, prepend=os.pathsep)
+        device = SshDevice(host="board", runner=host_runner.program, library=host_runner.library)
+        run = device.run_job(set_job(job, setting), tmp_path)
+        assert board.far.left_running() == []
+    assert run.failure is None
+    # Unoptimised, the Relu is a node of its own.
+    assert {node.op for node in run.placement} == {"Conv", "Relu"}
+    assert read_class(run.versions) == MachineClass(system="linux", machine=platform.machine(), cores=count_cores())
+
+
+def test_a_phone_that_goes_away_ends_the_search_in_one_line(
+    adb: Adb, tmp_path: Path, host_runner: NativeRunner
+) -> None:
+    job = make_job(float_conv(tmp_path / "f.onnx"), "cpu")
+    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+        device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
+        course = Course(
+            device=device, goal="load", job_for=lambda _: job, reference={}, gate=GATE, guess_ms=1e3, seconds=5.0
+        )
+        # A setting that fails on a device which is there is out, and the search goes on.
+        refused = msgspec.structs.replace(course, job_for=lambda _: msgspec.structs.replace(job, inter_threads=2000))
+        assert "inter_threads" in str(measure(refused, Entrant(name="bad")).fault)
+        far.child.kill()
+        far.child.wait()
+        with pytest.raises(DeviceError, match=r"is gone: (it is offline|adb knows no device)"):
+            measure(course, Entrant(name="defaults"))
+
+
+def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
+    device = require_device("qnn-htp-sim", "qnn")
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "qnn", noise_samples(1))
+    changes = [change.provider_options for change in PROVIDER_CHANGES["QNNExecutionProvider"]]
+    options = {key: value for change in changes for key, value in change.items()}
+    assert options.keys() >= {"htp_performance_mode", "rpc_control_latency", "vtcm_mb"}
+    told = set_job(job, SessionSetting(provider_options=options))
+    assert describe_job(told, provider=job.target.provider).provider_options.items() >= options.items()
+    outputs: list[bytes] = []
+    for number, one in enumerate((job, told)):
+        (tmp_path / str(number)).mkdir()
+        run = device.run_job(one, tmp_path / str(number))
+        assert run.failure is None
+        outputs += [sample["y"].tobytes() for sample in run.outputs]
+    assert outputs[0] == outputs[1]
+
+
+def test_an_emulated_phone_has_as_many_xnnpack_threads_as_are_raced(tmp_path: Path) -> None:
+    device = require_device("android:x86_64", "xnnpack")
+    job = make_job(float_conv(tmp_path / "f.onnx"), "xnnpack", noise_samples(1), precision="fp32")
+    told = set_job(job, SessionSetting(provider_options={"intra_op_num_threads": "4"}))
+    assert job.target.session.platforms["android"].provider_options["intra_op_num_threads"] == "4"
+    other = set_job(job, SessionSetting(provider_options={"intra_op_num_threads": "2"}))
+    assert other.target.session.platforms["android"].provider_options["intra_op_num_threads"] == "2"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert any("XNNPACK had 1 of 4 threads" in note for note in device.run_job(job, tmp_path / "a").notes)
+    assert not any("XNNPACK had" in note for note in device.run_job(told, tmp_path / "b").notes)
+
+
+def test_the_cores_are_those_of_the_device() -> None:
+    phone, host = AdbDevice(serial="x"), find_device("host", load_target("cpu"))
+    versions = {"system": "Android aarch64", "cores": "8"}
+    assert count_device_cores(phone, versions) == 8
+    assert count_device_cores(phone, {}) == 0
+    assert count_device_cores(host, versions) == count_cores()
+    assert read_class({"system": "Linux aarch64", "cores": "many"}) == MachineClass(system="linux", machine="aarch64")
+    assert read_class({"system": "Linux"}) is None
+
+
+def test_a_simulator_s_clock_is_told_to_say_nothing() -> None:
+    report = TuneReport(
+        subject="m",
+        device="qnn-htp-sim",
+        evidence=Evidence.SIMULATOR,
+        provider="QNNExecutionProvider",
+        goal="latency",
+        defaults=Entrant(name="defaults"),
+        chosen=Entrant(name="defaults"),
+        decisions=(Decision(group=PROVIDER_OPTIONS, holder="defaults", reason="no difference can be told"),),
+    )
+    assert any("no clock of its own" in line for line in list_tuning_remarks(report))
+    other = msgspec.structs.replace(report, evidence=Evidence.DEVICE)
+    assert not any("no clock of its own" in line for line in list_tuning_remarks(other))
