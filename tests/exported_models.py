@@ -237,6 +237,33 @@ def export_genai(path: Path, layers: int = 2, past: int = 4) -> Model:
     return net.save(path, inputs, "logits", (1, 1, WORDS))
 
 
+def export_optimized(path: Path, opset: int = 17) -> Model:
+    """Writes what ONNX Runtime's optimizer for transformers (Optimum's O2 and O3) makes of a BERT of two layers."""
+    net, contrib = Exported("torchscript17"), {"domain": "com.microsoft"}
+    net.opset = opset
+    tables = [net.constant(net.rng.normal(0, 1, (rows, WIDTH))) for rows in (WORDS, TOKENS, 2)]
+    names = ["input_ids", "token_type_ids", *tables, net.gain(WIDTH), net.weight(WIDTH), "attention_mask"]
+    x = net.add("EmbedLayerNormalization", names, epsilon=1e-12, **contrib)
+    net.nodes[-1].output.append("counted")
+    for layer in range(2):
+        inputs = [x, net.weight(WIDTH, 3 * WIDTH), net.gain(3 * WIDTH), "counted"]
+        mixed = net.add("Attention", inputs, num_heads=HEADS, **contrib)
+        told = net.add("MatMul", [mixed, net.weight(WIDTH, WIDTH)])
+        skip = [told, x, net.gain(WIDTH), net.weight(WIDTH), net.gain(WIDTH)]
+        x = net.add("SkipLayerNormalization", skip, epsilon=1e-12, **contrib)
+        hidden = net.add("MatMul", [x, net.weight(WIDTH, 4 * WIDTH)])
+        # O3 takes the form with Tanh.
+        hidden = net.add("FastGelu" if layer else "BiasGelu", [hidden, net.gain(4 * WIDTH)], **contrib)
+        told = net.add("MatMul", [hidden, net.weight(4 * WIDTH, WIDTH)])
+        skip = [told, x, net.gain(WIDTH), net.weight(WIDTH), net.gain(WIDTH)]
+        x = net.add("SkipLayerNormalization", skip, epsilon=1e-12, **contrib)
+    first = net.add("Gather", [x, net.constant(0, "int64")], axis=1)
+    net.add("Gemm", [first, net.weight(WIDTH, 4), net.gain(4)], "logits")
+    fed = ("input_ids", "attention_mask", "token_type_ids")
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.INT32, [1, TOKENS]) for name in fed]
+    return net.save(path, values, "logits", (1, 4))
+
+
 EXPORTED: Mapping[str, Callable[[Path, str], Model]] = {
     "bert": export_bert,
     "bert_tanh": lambda path, style: export_bert(path, style, gelu="tanh"),

@@ -1,11 +1,13 @@
 """Changing the version of the operator set."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import onnx
 from onnx import shape_inference, version_converter
 
 from edgekit.errors import ModelError, UsageError, quote_error
+from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.model.model import MAX_IR_VERSION, MAX_OPSET, iterate_graphs
 from edgekit.prepare.lower import find_newer_ops, lower_imports
 from edgekit.prepare.weights.large import put_weights, weights_aside
@@ -16,6 +18,8 @@ DEFAULT_OPSET = 17
 """What an older model is lifted to: the newest opset that ONNX Runtime 1.16 and QNN both take whole."""
 
 _LAYER_NORM_SINCE = 17
+_FUSED_NORMS = frozenset({"EmbedLayerNormalization", "LayerNormalization", "SkipLayerNormalization"})
+_ASIDE = "edgekit.aside"
 _PORTABLE_IR_VERSION = 9
 _SCAN_SINCE = 9
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
@@ -29,7 +33,8 @@ def read_opset(proto: onnx.ModelProto) -> int:
 def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     """Returns the opset to have: the wanted one, or the model's own unless QDQ or ONNX Runtime do not have it.
 
-    A model that holds LayerNormalization in parts is lifted to where that is one node.
+    A model that holds LayerNormalization in parts, or as ONNX Runtime's optimizers write it into older models, is
+    lifted to where that is an operator of ONNX.
 
     Raises:
         UsageError: ONNX Runtime does not have the wanted opset.
@@ -41,8 +46,8 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
         return wanted
     lifted = own < OLDEST_OPSET and _uses_main_domain(proto)
     # ONNX Runtime writes a LayerNormalization in parts as one node, where the opset has it.
-    parted = own < _LAYER_NORM_SINCE and _has_parted_norms(proto.graph)
-    return DEFAULT_OPSET if lifted or parted else min(own, MAX_OPSET)
+    normed = own < _LAYER_NORM_SINCE and (_has_parted_norms(proto.graph) or _has_fused_norms(proto.graph))
+    return DEFAULT_OPSET if lifted or normed else min(own, MAX_OPSET)
 
 
 def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
@@ -64,7 +69,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if opset < own and not newer:
         lower_imports(proto, opset)
         return proto
-    with weights_aside(proto) as weights:
+    with weights_aside(proto) as weights, _norms_aside(proto, own):
         try:
             converted = version_converter.convert_version(proto, opset)
         except _FAILURES as error:
@@ -73,6 +78,11 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
                 f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
             ) from error
     put_weights(converted.graph, weights)
+    kept = [entry for entry in converted.opset_import if entry.domain != _ASIDE]
+    del converted.opset_import[:]
+    converted.opset_import.extend(kept)
+    for node in _iterate_nodes(converted):
+        node.domain = "" if node.domain == _ASIDE else node.domain
     return converted
 
 
@@ -87,8 +97,31 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int) -> None:
     proto.ir_version = min(max(proto.ir_version, 8), MAX_IR_VERSION)
 
 
+@contextmanager
+def _norms_aside(proto: onnx.ModelProto, opset: int) -> Iterator[None]:
+    """Gives norms that ONNX Runtime has in ONNX's domain, and ONNX not, another domain while a converter reads them."""
+    unknown = ORT_OWN | ({"LayerNormalization"} if opset < _LAYER_NORM_SINCE else set())
+    nodes = [node for node in _iterate_nodes(proto) if not node.domain and node.op_type in unknown]
+    for node in nodes:
+        node.domain = _ASIDE
+    entry = onnx.helper.make_opsetid(_ASIDE, 1)
+    if nodes:
+        proto.opset_import.append(entry)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.domain = ""
+        if nodes:
+            proto.opset_import.remove(entry)
+
+
+def _iterate_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    return (node for graph in iterate_graphs(proto.graph) for node in graph.node)
+
+
 def _uses_main_domain(proto: onnx.ModelProto) -> bool:
-    return any(not node.domain for graph in iterate_graphs(proto.graph) for node in graph.node)
+    return any(not node.domain for node in _iterate_nodes(proto))
 
 
 def _uses_new_types(proto: onnx.ModelProto) -> bool:
@@ -103,6 +136,11 @@ def _element_types(graph: onnx.GraphProto) -> Iterator[int]:
     for node in graph.node:
         yield from (attribute.t.data_type for attribute in node.attribute)
         yield from (attribute.i for attribute in node.attribute if attribute.name == "to")
+
+
+def _has_fused_norms(graph: onnx.GraphProto) -> bool:
+    """Returns True if a graph holds a norm that ONNX Runtime's optimizers fused."""
+    return any(node.op_type in _FUSED_NORMS and node.domain in {"", ORT_DOMAIN} for node in graph.node)
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:

@@ -91,9 +91,6 @@ def test_a_generated_int4_model_is_judged_as_qnn_places_it(tmp_path: Path) -> No
     graph = read_graph(ready)
     unknown = {name for node in graph.nodes for name in node.output if name and graph.static_shape(name) is None}
     assert unknown == {f"present.{layer}.{part}" for layer in range(2) for part in ("key", "value")}
-    fixed, gain = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
-    assert [fix.id for fix in fixed.fixes] == ["split-skip-norm"]
-    assert gain.after.nodes - gain.after.taken == 2
 
 
 @pytest.mark.parametrize(

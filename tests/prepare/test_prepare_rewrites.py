@@ -53,8 +53,18 @@ WITH = {
         "{ y, , , t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(x, z, w, b, c) }"
     ),
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
-    "split-tanh-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
-    "exact-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
+    "split-tanh-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
+    "exact-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
+    "split-bias-gelu": (
+        "g (float[2,9] x, float[9] b) => (float[2,9] y) "
+        "{ a = com.microsoft.BiasGelu(x, b) y = com.microsoft.FastGelu(a, b) }"
+    ),
+    "split-embed-norm": (
+        "g (float[1,2] x) => (float[1,2,3] y, int32[1] m, float[1,2,3] t) <int32[1,2] i = {3, 1}, "
+        "int32[1,2] s = {0, 1}, float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,-12}, "
+        "float[2,3] k = {1,2,-3,4,5,6}, float[3] g = {1,2,3}> "
+        "{ c = Cast<to=6>(x) y, m, t = com.microsoft.EmbedLayerNormalization<epsilon=0.001>(i, s, w, w, k, g, g, c) }"
+    ),
     "flat-expand": (
         "g (float[1,2,4,3] x) => (float[1,6,4,3] y) "
         "<int64[1] a = {2}, int64[5] s = {1,2,3,4,3}, int64[4] t = {1,6,4,3}> "
@@ -109,8 +119,13 @@ WITHOUT = {
         "{ y, m = com.microsoft.SkipLayerNormalization(x, z, w) }"
     ),
     "split-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
-    "split-tanh-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
-    "exact-gelu": "g (float[2,9] x, float[9] b) => (float[2,9] y) { y = com.microsoft.FastGelu(x, b) }",
+    "split-tanh-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.Gelu(x) }",
+    "exact-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.QuickGelu(x) }",
+    "split-bias-gelu": "g (float[2,9] x) => (float[2,9] y) { y = com.microsoft.FastGelu(x) }",
+    "split-embed-norm": (
+        "g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
+        "float[3] g = {1,2,3}> { y, m = com.microsoft.EmbedLayerNormalization(i, , w, w, , g, ) }"
+    ),
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
     "join-gelu": (
         "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}> "
@@ -137,6 +152,8 @@ TOLERANCE = {
     "split-tanh-gelu": 1e-5,
     "split-skip-norm": 1e-5,
     "exact-gelu": 4e-4,
+    "split-bias-gelu": 1e-6,
+    "split-embed-norm": 1e-5,
     "join-gelu": 1e-6,
     "join-rms-norm": 1e-5,
 }
@@ -263,5 +280,12 @@ def test_an_invalid_node_is_refused_before_any_rewrite(tmp_path: Path) -> None:
 
 
 def test_every_rewrite_is_tested() -> None:
-    elsewhere = {"sum-to-add", "resize-empty-inputs", "idle-relu", "flatten-to-reshape"}
+    elsewhere = {
+        "split-attention",
+        "split-grouped-attention",
+        "sum-to-add",
+        "resize-empty-inputs",
+        "idle-relu",
+        "flatten-to-reshape",
+    }
     assert set(REWRITES) == set(FIXES) | set(SPELLINGS) | set(ASKED) == set(WITH) | elsewhere

@@ -131,3 +131,19 @@ def test_a_changed_scale_of_an_activation_is_named(tmp_path: Path) -> None:
     assert bad is not None
     assert bad.name == "conv0"
     assert "does not fit the bias of 'conv1', by a factor of 0.5" in bad.unfit
+
+
+def test_a_float_layer_whose_constant_is_stored_as_bytes_is_granted_their_rounding(tmp_path: Path) -> None:
+    text = "g (float[1,8] x, float[8,4] w) => (float[1,4] y) { y = MatMul(x, w) }"
+    narrow = (
+        "g (float[1,8] x) => (float[1,4] y) <int8[8,4] w = {"
+        + ",".join(str(number) for number in range(-16, 16))
+        + "}, float s = {0.1}> { c = Cast<to=1>(w) f = Mul(c, s) y = MatMul(x, f) }"
+    )
+    graphs = []
+    for name, body in (("a", text), ("b", narrow)):
+        onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {body}'), tmp_path / f"{name}.onnx")
+        graphs.append(Initializers(load_model(tmp_path / f"{name}.onnx")).graph)
+    regions = find_regions(graphs[0], graphs[1], match_tensors(graphs[0], graphs[1]))
+    assert regions["y"].arithmetic == "int8"
+    assert find_regions(graphs[0], graphs[0], match_tensors(graphs[0], graphs[0]))["y"].arithmetic == "float"

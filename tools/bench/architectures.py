@@ -3,6 +3,7 @@
 Weights are drawn so that values keep their size from layer to layer.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -158,7 +159,60 @@ def speech_decoder(
     head = net.add("Transpose", [table], perm=[1, 0])
     net.add("MatMul", [layer_norm(net, x, width), head], "logits")
     net.outputs["logits"] = (tokens, words)
-    return Architecture(net=net, draw=lambda rng: {"ids": rng.integers(0, words, (1, tokens))})
+
+    def draw(rng: np.random.Generator) -> dict[str, Array]:
+        return {
+            "ids": rng.integers(0, words, (1, tokens)),
+            "hidden": rng.standard_normal((1, rows, width), np.float32),
+        }
+
+    return Architecture(net=net, draw=draw)
+
+
+def language_model(
+    depth: int = 12, width: int = 768, words: int = 16_384, *, past: int = 64, steps: int = 16
+) -> Architecture:
+    """Returns a decoder that takes one token and a cache of `past` rows; the default has 98M parameters.
+
+    The head is tied to the table of words. The newest row stands last, and the mask hides what was not filled yet; what
+    is drawn is step by step, and begins again after so many `steps`.
+    """
+    net, size = Net(f"lm{depth}x{width}", 17, width), 64
+    heads = width // size
+    net.inputs |= {"ids": (1,), "positions": (1,), "mask": (past + 1,)}
+    table = net.constant(net.rng.normal(0, 1, (words, width)).astype(np.float32))
+    places = net.constant(net.rng.normal(0, 0.3, (past + 1, width)))
+    x = net.add("Add", [net.add("Gather", [table, "ids"]), net.add("Gather", [places, "positions"])])
+    away = net.add("Mul", [net.add("Sub", ["mask", net.constant(np.float32(1))]), net.constant(np.float32(1e4))])
+    bias = net.add("Unsqueeze", [away, net.constant(np.array([1, 2]))])
+    split, joined = net.constant(np.array([1, 1, heads, size])), net.constant(np.array([1, 1, width]))
+    scale = net.constant(np.float32(size**0.5))
+    for layer in range(depth):
+        normal = layer_norm(net, x, width)
+        rows = [net.add("Reshape", [net.linear(normal, width, width), split]) for _ in range(3)]
+        query, *new = (net.add("Transpose", [row], perm=[0, 2, 1, 3]) for row in rows)
+        cache: list[str] = []
+        for part, row in zip(("key", "value"), new, strict=True):
+            net.inputs[f"past.{layer}.{part}"] = (heads, past, size)
+            net.outputs[f"present.{layer}.{part}"] = (heads, past + 1, size)
+            cache.append(net.add("Concat", [f"past.{layer}.{part}", row], f"present.{layer}.{part}", axis=2))
+        turned = net.add("Transpose", [cache[0]], perm=[0, 1, 3, 2])
+        scores = net.add("Add", [net.add("Div", [net.add("MatMul", [query, turned]), scale]), bias])
+        mixed = net.add("MatMul", [net.add("Softmax", [scores], axis=-1), cache[1]])
+        mixed = net.add("Reshape", [net.add("Transpose", [mixed], perm=[0, 2, 1, 3]), joined])
+        x = net.add("Add", [x, net.linear(mixed, width, width)])
+        hidden = gelu(net, net.linear(layer_norm(net, x, width), width, 4 * width))
+        x = net.add("Add", [x, net.linear(hidden, 4 * width, width)])
+    net.add("MatMul", [layer_norm(net, x, width), net.add("Transpose", [table], perm=[1, 0])], "logits")
+    net.outputs["logits"] = (1, words)
+    count = itertools.count()
+
+    def draw(rng: np.random.Generator) -> dict[str, Array]:
+        step = next(count) % steps
+        mask = (np.arange(past + 1) >= past - step).astype(np.float32)[None]
+        return {"ids": rng.integers(0, words, (1, 1)), "positions": np.array([[step]]), "mask": mask}
+
+    return Architecture(net=net, draw=draw)
 
 
 def detector(*, side: int = 640, width: int = 16, classes: int = 80) -> Architecture:
@@ -231,6 +285,8 @@ ARCHITECTURES: Mapping[str, Callable[[], Architecture]] = {
     "vit-s": vision_transformer,
     "yolov8n": detector,
     "whisper-tiny": speech_encoder,
+    "whisper-tiny-decoder": speech_decoder,
+    "lm100m": language_model,
 }
 GROWING: tuple[int, ...] = (100, 200, 400, 800, 1600)
 """Nodes of conv nets whose cost should grow with their number."""

@@ -34,7 +34,8 @@ def write_model(architecture: Architecture, folder: Path, samples: int) -> tuple
     np.savez(data, allow_pickle=False, **{name: np.stack([row[name] for row in rows]) for name in rows[0]})
     proto = architecture.net.to_onnx()
     for value in proto.graph.input:
-        if rows[0][value.name].dtype == np.int64:
+        # State is not drawn: a sequence begins with zeros.
+        if value.name in rows[0] and rows[0][value.name].dtype == np.int64:
             value.type.tensor_type.elem_type = onnx.TensorProto.INT64
     onnx.save(proto, str(model))
     return model, data

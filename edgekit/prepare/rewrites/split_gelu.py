@@ -35,13 +35,14 @@ def _expander(
     def expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
         found = "tanh" if node.op_type == "FastGelu" else node.attributes.get("approximate", "none")
         dtype = str(graph.value(node.input[0]).dtype)
-        # FastGelu may add a bias first, which exporters do not write.
-        if found != form or dtype not in FLOATS or node.has_input(1):
+        if found != form or dtype not in FLOATS:
             return None
         writer = Writer(graph=graph, node=node)
+        # FastGelu may add a bias first.
+        data = writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
         one, half = (writer.constant(part, value, dtype) for part, value in (("one", 1), ("half", 0.5)))
-        gate = writer.add("Add", [bend(writer, node.input[0], dtype), one], "gate")
-        writer.add("Mul", [writer.add("Mul", [node.input[0], half], "halved"), gate])
+        gate = writer.add("Add", [bend(writer, data, dtype), one], "gate")
+        writer.add("Mul", [writer.add("Mul", [data, half], "halved"), gate])
         return writer.nodes
 
     return expand

@@ -25,6 +25,8 @@ _INTEGER_OPS = ("QLinear", "ConvInteger", "MatMulInteger", "DynamicQuantize", "Q
 _INTEGERS_ONLY = ("QLinear", "QGemm", "QAttention", "QOrdered")
 _HALF = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FOUR_BITS = frozenset({TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2})
+# Large constants of float layers may be stored as bytes, with a Cast and a factor behind them.
+_BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
 # Operators that a small change can make jump, or that draw.
 _JUMPING = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "GatherND", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Mod",
@@ -120,7 +122,7 @@ def _reads_integers(node: Node, producers: Mapping[str, Node]) -> bool:
 def _name_arithmetic(ops: Sequence[str], types: set[int], *, is_half: bool) -> Arithmetic:
     if "MatMulNBits" in ops or not types.isdisjoint(_FOUR_BITS):
         return "int4"
-    if DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops):
+    if DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops) or not types.isdisjoint(_BYTES):
         return "int8"
     return "half" if is_half else "float"
 

@@ -1,0 +1,226 @@
+"""What ONNX Runtime's optimizers and its GenAI builder fuse is written in operators of ONNX, with the same results."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from exported_models import export_genai, export_optimized
+from onnx import helper, numpy_helper
+from prepare_models import op_names, run_model
+
+from edgekit.check.check import check_model
+from edgekit.jobs.check import fix_for_target
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Array
+from edgekit.prepare.fix import fix_model, ready_model
+from edgekit.target import load_target
+
+HEADS, KEYS, SIZE = 4, 2, 16
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of ONNX Runtime: inputs by name, "" for none; those in `stored` are constants, `made` the outputs."""
+
+    op: str
+    given: dict[str, Array]
+    names: Sequence[str]
+    stored: dict[str, Array] = {}
+    made: Sequence[str] = ("y",)
+    attributes: dict[str, Any] = {}
+
+
+def rewrite(case: Case, folder: Path, id_: str, opset: int = 17) -> tuple[list[dict[str, Array]], Sequence[str]]:
+    """Returns the outputs of the node and of what was written for it, and the operators of that."""
+    node = helper.make_node(case.op, case.names, case.made, name="n", domain="com.microsoft", **case.attributes)
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in case.given.items()
+    ]
+    outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in case.made]
+    stored = [numpy_helper.from_array(value, name) for name, value in case.stored.items()]
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", inputs, outputs, stored)
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), str(folder / "m.onnx"))
+    fixed = fix_model(load_model(folder / "m.onnx"), folder / "fixed.onnx", [id_]).model.path
+    return [run_model(path, case.given) for path in (folder / "m.onnx", fixed)], op_names(fixed)
+
+
+def draw(seed: int = 0, /, **shapes: Sequence[int]) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def assert_close(results: Sequence[dict[str, Array]], *names: str) -> None:
+    for name in names or results[0]:
+        expected, got = (result[name] for result in results)
+        assert expected.shape == got.shape
+        assert np.abs(expected - got).max() <= 1e-5 * np.abs(expected).max()
+
+
+def grouped(
+    tokens: int, past: int, total: int, length: int, *, window: int = -1, packed: bool = False, turned: int = 0,
+    places: bool = False, bias: bool = False, keys: int = KEYS, batch: int = 1, **attributes: Any,
+) -> Case:  # fmt: skip
+    """Returns a GroupQueryAttention of so many tokens behind `past` rows, of which `length` tokens in all are text."""
+    widths = [HEADS * SIZE, keys * SIZE, keys * SIZE]
+    shapes = {"q": [sum(widths)]} if packed else dict(zip("qkv", ([width] for width in widths), strict=True))
+    given = draw(**{name: (batch, tokens, *shape) for name, shape in shapes.items()})
+    given |= draw(1, past_key=(batch, keys, past, SIZE), past_value=(batch, keys, past, SIZE))
+    given["lengths"] = np.full(batch, length - 1, np.int32) - np.arange(batch, dtype=np.int32)
+    stored = {"total": np.array(total, np.int32)}
+    names = ["q", *(["", ""] if packed else ["k", "v"]), "past_key", "past_value", "lengths", "total"]
+    if turned:
+        stored |= draw(2, cos=(32, turned // 2), sin=(32, turned // 2))
+        names += ["cos", "sin"]
+    if places:
+        given["places"] = 5 + np.arange(tokens)[None]
+        names += ["places"]
+    if bias:
+        given |= draw(3, bias=(batch, 1, tokens, total))
+        names += [""] * (10 - len(names)) + ["bias"]
+    return Case(
+        op="GroupQueryAttention", given=given, names=names, stored=stored, made=("y", "present_key", "present_value"),
+        attributes={
+            "num_heads": HEADS, "kv_num_heads": keys, "local_window_size": window, "do_rotary": int(bool(turned)),
+        } | attributes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(grouped(1, 4, 5, 5), id="token"),
+        pytest.param(grouped(1, 4, 5, 3, turned=SIZE), id="cache that is not full"),
+        pytest.param(grouped(1, 6, 5, 4), id="cache with room"),
+        pytest.param(grouped(1, 4, 5, 4, turned=SIZE, batch=2), id="two texts"),
+        pytest.param(grouped(1, 4, 5, 5, window=2), id="window"),
+        pytest.param(grouped(1, 4, 5, 5, bias=True, keys=HEADS), id="bias, each head its key"),
+        pytest.param(grouped(1, 4, 5, 4, turned=SIZE, places=True, scale=0.3), id="places are told"),
+        pytest.param(grouped(2, 4, 6, 5, turned=SIZE), id="several tokens"),
+        pytest.param(grouped(2, 4, 6, 6, window=2), id="several in a window"),
+        pytest.param(grouped(3, 0, 3, 3, turned=SIZE, packed=True), id="prompt, packed"),
+        pytest.param(grouped(3, 4, 3, 3), id="prompt into a cache"),
+        pytest.param(grouped(3, 0, 3, 2, turned=SIZE, batch=2), id="prompts that are filled up"),
+    ],
+)
+def test_grouped_attention_gives_the_same_as_onnx_runtime(tmp_path: Path, case: Case) -> None:
+    results, ops = rewrite(case, tmp_path, "split-grouped-attention")
+    assert "Softmax" in ops
+    assert_close(results, "y")
+    for name in ("present_key", "present_value"):
+        for text, last in enumerate(case.given["lengths"]):
+            # What lies behind the text is nobody's.
+            expected, got = (result[name][text, :, : last + 1] for result in results)
+            assert np.abs(expected - got).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(grouped(1, 4, 5, 5, smooth_softmax=1), id="another softmax"),
+        pytest.param(grouped(1, 4, 5, 5, softcap=2.0), id="capped"),
+        pytest.param(grouped(1, 4, 5, 5, turned=SIZE, rotary_interleaved=1), id="neighbours turned"),
+    ],
+)
+def test_grouped_attention_that_is_more_than_that_stays(tmp_path: Path, case: Case) -> None:
+    results, ops = rewrite(case, tmp_path, "split-grouped-attention")
+    assert ops == ["GroupQueryAttention"]
+    assert_close(results)
+
+
+def packed(*, mask: Array | None = None, sizes: tuple[int, ...] = (), **attributes: Any) -> Case:
+    """Returns an Attention of 2 texts of 5 tokens."""
+    width = sum(sizes) or 3 * 32
+    given, stored = draw(x=(2, 5, 24)), draw(1, weight=(24, width), shift=(width,))
+    # Without a shift ONNX Runtime 1.31 crashes on the CPU.
+    names = ["x", "weight", "shift"]
+    if mask is not None:
+        given["mask"] = mask
+        names += ["mask"]
+    attributes |= {"qkv_hidden_sizes": sizes} if sizes else {}
+    return Case(op="Attention", given=given, stored=stored, names=names, attributes={"num_heads": HEADS} | attributes)
+
+
+ROWS = np.array([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], np.int32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(packed(), id="plain"),
+        pytest.param(packed(mask=ROWS, mask_filter_value=-3.4e38), id="mask of rows"),
+        pytest.param(packed(mask=np.array([3, 5], np.int32)), id="lengths"),
+        pytest.param(packed(unidirectional=1, sizes=(32, 32, 16), scale=0.2), id="causal, narrow values"),
+    ],
+)
+def test_attention_gives_the_same_as_onnx_runtime(tmp_path: Path, case: Case) -> None:
+    results, ops = rewrite(case, tmp_path, "split-attention")
+    assert "Softmax" in ops
+    assert_close(results)
+
+
+def multi(rows: int = 5, *, past: int = 0, mask: bool = False, bias: bool = True, in_heads: bool = False) -> Case:
+    """Returns a MultiHeadAttention of 5 tokens that ask so many rows, behind a cache or not."""
+    shape = (2, HEADS, rows, 8) if in_heads else (2, rows, 32)
+    given, stored = draw(q=(2, 5, 32), k=shape, v=shape), draw(1, shift=(96,)) if bias else dict[str, Array]()
+    names, made = ["q", "k", "v", "shift" if bias else ""], ["y"]
+    names += ["mask"] if mask else [""]
+    if mask:
+        given["mask"] = ROWS
+    if past:
+        given |= draw(2, past_key=(2, HEADS, past, 8), past_value=(2, HEADS, past, 8))
+        names, made = [*names, "", "past_key", "past_value"], ["y", "present_key", "present_value"]
+    return Case(
+        op="MultiHeadAttention", given=given, names=names, stored=stored, made=made, attributes={"num_heads": HEADS}
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(multi(mask=True), id="mask"),
+        pytest.param(multi(7), id="other rows"),
+        pytest.param(multi(past=3, bias=False), id="cache"),
+        pytest.param(multi(7, in_heads=True, bias=False), id="keys in heads"),
+    ],
+)
+def test_attention_of_keys_that_are_given_is_the_same(tmp_path: Path, case: Case) -> None:
+    results, ops = rewrite(case, tmp_path, "split-attention")
+    assert "Softmax" in ops
+    assert_close(results)
+
+
+@pytest.mark.parametrize("opset", [14, 17])
+def test_qnn_takes_an_optimized_bert_whole_and_the_cpu_keeps_it_fused(tmp_path: Path, opset: int) -> None:
+    model = export_optimized(tmp_path / "m.onnx", opset)
+    ready = ready_model(model, tmp_path, {}).model
+    assert {"EmbedLayerNormalization", "Attention", "SkipLayerNormalization", "BiasGelu"} <= set(op_names(ready.path))
+    left = [advice.id for advice in check_model(ready, load_target("cpu")).advice]
+    assert left == []
+    fixed, gain = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    # The simulator takes all of them (onnxruntime-qnn 2.7.0, SoC 69).
+    assert gain.after.taken == gain.after.nodes
+    mask = np.ones((1, 8), np.int32)
+    mask[:, 6:] = 0
+    rng = np.random.default_rng(0)
+    inputs = {"input_ids": rng.integers(0, 50, (1, 8)).astype(np.int32), "attention_mask": mask}
+    inputs["token_type_ids"] = np.zeros((1, 8), np.int32)
+    results = [run_model(path, inputs) for path in (model.path, fixed.model.path)]
+    # FastGelu became the exact one.
+    assert np.abs(results[0]["logits"] - results[1]["logits"]).max() <= 1e-3 * np.abs(results[0]["logits"]).max()
+
+
+def test_qnn_takes_a_generated_model_whole(tmp_path: Path) -> None:
+    # 117 of 117 nodes in the simulator, after fusions of its own.
+    ready = ready_model(export_genai(tmp_path / "m.onnx"), tmp_path, {}).model
+    fixed, gain = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+    assert {fix.id for fix in fixed.fixes} == {"split-grouped-attention", "split-skip-norm"}
+    assert (gain.after.taken, gain.after.verdict) == (gain.after.nodes, "yes")
+    rng = np.random.default_rng(0)
+    shapes = {f"past_key_values.{layer}.{part}": (1, 1, 4, 16) for layer in range(2) for part in ("key", "value")}
+    inputs = {**draw(**shapes), "input_ids": rng.integers(0, 50, (1, 1)), "attention_mask": np.ones((1, 5), np.int64)}
+    assert_close([run_model(path, inputs) for path in (ready.path, fixed.model.path)])
