@@ -16,6 +16,7 @@ import numpy as np
 from edgekit.devices.ios.mil.compute import compute_program, require_known
 from edgekit.devices.ios.mil.program import Program, Result, read_package
 from edgekit.devices.release.serving import open_pipes
+from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array
 
 _ONNX_TYPES: dict[int, type[np.generic]] = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 10: np.float16}
@@ -130,7 +131,7 @@ def serve(ask: IO[bytes], answer: IO[bytes]) -> Facts:
 
 def main(folder: Path) -> None:
     """Serves the pipes of a folder, and says at the end what was computed."""
-    with open_pipes(folder) as (ask, answer):
+    with open_pipes(folder) as (ask, answer), single_blas_thread():
         facts = serve(ask, answer)
     sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
 
