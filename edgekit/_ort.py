@@ -58,13 +58,15 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a session on the CPU provider is made with; `libraries` hold custom operators.
 
     `threads` work on one run, 0 for as many as there are cores. Runs that do not wait for each other take fewer CPU
-    seconds with one thread each, side by side (`machine.map_in_order`).
+    seconds with one thread each, side by side (`machine.map_in_order`). Without an `arena` memory is given back as soon
+    as a tensor is gone: for sessions with many large outputs, which are copied.
     """
 
     level: Level = Level.ALL
     config: dict[str, str] = {}
     disabled_optimizers: tuple[str, ...] = ()
     threads: int = 0
+    arena: bool = True
     save_to: Path | None = None
     libraries: tuple[Path, ...] = ()
 
@@ -139,7 +141,7 @@ def _session_options(settings: SessionSettings) -> Any:
     options.graph_optimization_level = _LEVELS[settings.level]
     # Refusals come as exceptions; the same words on stderr would stand between the lines of progress.
     options.log_severity_level = 4
-    options.intra_op_num_threads = settings.threads
+    options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
     # Threads that wait for work in a loop cost as many CPU seconds as the work itself, most of all beside others.
     for key, value in {"session.intra_op.allow_spinning": "0", **settings.config}.items():
         options.add_session_config_entry(key, value)

@@ -1,8 +1,9 @@
 """Several devices at once: each runs on its own, results keep their order, and this machine is not overloaded."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -14,6 +15,7 @@ from edgekit.devices.device import Device
 from edgekit.devices.labelled import address_of, kind_of
 from edgekit.devices.process.cache import cache_folder
 
+_Item = TypeVar("_Item")
 _T = TypeVar("_T")
 
 MEMORY_A_RUN = 3 << 29
@@ -60,6 +62,27 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
         return tuple(future.result() for future in futures)
 
 
+@contextlib.contextmanager
+def running_behind(call: Callable[[_Item], _T], at_once: int) -> Generator[Callable[[_Item], Future[_T]]]:
+    """Yields what makes a call for an item in a thread while the block goes on; that ends when all have returned.
+
+    When one raises, or the block does, the child processes of all are ended, and calls that wait are not made.
+    """
+    futures: list[Future[_T]] = []
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+
+        def begin(item: _Item) -> Future[_T]:
+            futures.append(pool.submit(call, item))
+            return futures[-1]
+
+        try:
+            yield begin
+        except BaseException:
+            _end(futures)
+            raise
+        _finish(futures)
+
+
 def is_remote(device: Device) -> bool:
     """Returns True for a device with a processor of its own."""
     return kind_of(device) in REMOTE
@@ -90,12 +113,16 @@ def _finish(futures: Sequence[Future[_T]]) -> None:
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
     except BaseException:
-        for future in futures:
-            future.cancel()
-        # Again and again: a thread may start its child just after the others' were ended.
-        while wait(futures, timeout=0.1).not_done:
-            end_children()
+        _end(futures)
         raise
+
+
+def _end(futures: Sequence[Future[_T]]) -> None:
+    for future in futures:
+        future.cancel()
+    # Again and again: a thread may start its child just after the others' were ended.
+    while wait(futures, timeout=0.1).not_done:
+        end_children()
 
 
 @functools.cache

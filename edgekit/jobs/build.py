@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import msgspec
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit.bundle.golden.golden import read_inputs
 from edgekit.data.data_check import warn_if_few
-from edgekit.devices.parallel import run_together
+from edgekit.devices.parallel import running_behind
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, read_build_inputs
@@ -34,6 +35,8 @@ from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import write_report
+
+_VERIFIED_AT_ONCE = 2
 
 
 def build(
@@ -76,8 +79,7 @@ def build(
             watch=watch,
         )
         inputs = read_build_inputs(_freeze(given, job), data, job)
-        built = _build_all(inputs, job)
-        reports = _verify_all(built, job) if verify else {}
+        built, reports = _build_all(inputs, job, verify=verify)
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         write_file(staging / "report.json", to_json(report).encode())
         write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
@@ -143,11 +145,24 @@ def _draw_worst(
     }
 
 
-def _build_all(inputs: BuildInputs, job: BuildJob) -> list[BuiltBundle | EdgekitError]:
-    waiting = range(len(job.targets), 0, -1)
-    return [
-        _build_target(inputs, target, job.share_time(count)) for target, count in zip(job.targets, waiting, strict=True)
-    ]
+def _build_all(
+    inputs: BuildInputs, job: BuildJob, *, verify: bool
+) -> tuple[list[BuiltBundle | EdgekitError], dict[str, VerifyReport]]:
+    """Returns what was built for each target, and what verifying the bundles found: each while the next is built.
+
+    Targets for which nothing is planned come first, so that emulators, which mostly keep one core busy, start early.
+    """
+    built: dict[str, BuiltBundle | EdgekitError] = {}
+    verified: dict[str, Future[VerifyReport]] = {}
+    order = sorted(job.targets, key=lambda target: job.plans_for(target, inputs.floats))
+    with running_behind(partial(_verify, job=job), _VERIFIED_AT_ONCE) as begin:
+        for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
+            result = built[target.name] = _build_target(inputs, target, job.share_time(waiting))
+            if verify and isinstance(result, BuiltBundle):
+                verified[target.name] = begin(result)
+        if verify:
+            job.watch.begin("verify")
+    return [built[target.name] for target in job.targets], {name: each.result() for name, each in verified.items()}
 
 
 def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:
@@ -159,24 +174,16 @@ def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBu
         return error
 
 
-def _verify_all(built: Sequence[BuiltBundle | EdgekitError], job: BuildJob) -> dict[str, VerifyReport]:
-    """Verifies bundles two at a time: an emulator mostly keeps one core busy."""
-    job.watch.begin("verify")
-    whole = [result for result in built if isinstance(result, BuiltBundle)]
-
-    def verify(result: BuiltBundle) -> VerifyReport:
-        devices = find_devices(result.bundle, result.target, DeviceChoice())
-        float_model = result.models["prepare"].path
-        task = result.target.thresholds.task
-        report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=job.progress)
-        report = attribute_loss(result.bundle, report, result.models)
-        # Verifications follow each other in one process: what one has freed is given back before the next begins.
-        release_memory()
-        write_report(result.bundle, report)
-        return report
-
-    reports = run_together([partial(verify, result) for result in whole], at_once=2)
-    return {result.target.name: report for result, report in zip(whole, reports, strict=True)}
+def _verify(result: BuiltBundle, job: BuildJob) -> VerifyReport:
+    devices = find_devices(result.bundle, result.target, DeviceChoice())
+    float_model = result.models["prepare"].path
+    task = result.target.thresholds.task
+    report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=job.progress)
+    report = attribute_loss(result.bundle, report, result.models)
+    # Verifications follow each other in one process: what one has freed is given back before the next begins.
+    release_memory()
+    write_report(result.bundle, report)
+    return report
 
 
 def _summarize(

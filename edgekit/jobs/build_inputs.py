@@ -68,8 +68,11 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def wants_integers(self, floats: Container[str]) -> bool:
         """Returns True if any of the targets is to be quantized, `floats` left out."""
-        wanted = [target for target in self.targets if target.name not in floats]
-        return any(choose_precision(target, self.recipe.precision) in INTEGERS for target in wanted)
+        return any(self.plans_for(target, floats) for target in self.targets)
+
+    def plans_for(self, target: Target, floats: Container[str]) -> bool:
+        """Returns True if a target is to be quantized."""
+        return target.name not in floats and choose_precision(target, self.recipe.precision) in INTEGERS
 
 
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import pytest
 
 from edgekit._proc import run_process
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.parallel import count_slots, run_each, run_together
+from edgekit.devices.parallel import count_slots, run_each, run_together, running_behind
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 
@@ -94,6 +94,37 @@ def test_when_one_raises_the_children_of_the_others_end() -> None:
         run_together([sleep, fail, sleep])
     assert time.monotonic() - start < 20
     assert set(ended) == {"was ended by SIGKILL"}
+
+
+@pytest.mark.parametrize("who", ["block", "call"])
+def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
+    start = time.monotonic()
+    ended: list[str] = []
+
+    def work(seconds: float) -> None:
+        if not seconds:
+            raise DeviceError("unplugged", hint="plug it in")
+        program = f"import time; time.sleep({seconds})"
+        ended.append(run_process([sys.executable, "-c", program], timeout_s=60).ending)
+
+    with pytest.raises(DeviceError, match="unplugged"), running_behind(work, 2) as begin:
+        begin(60.0)
+        if who == "call":
+            begin(0.0)
+        else:
+            time.sleep(0.2)
+            work(0.0)
+    assert time.monotonic() - start < 20
+    assert ended == ["was ended by SIGKILL"]
+
+
+def test_the_block_goes_on_while_calls_are_made_behind_it() -> None:
+    done = threading.Event()
+    with running_behind(done.wait, 1) as begin:
+        found = begin(20.0)
+        assert not found.done()
+        done.set()
+    assert found.result()
 
 
 def test_an_interrupt_leaves_no_child(tmp_path: Path) -> None:

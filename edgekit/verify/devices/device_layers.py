@@ -24,7 +24,7 @@ from edgekit.verify.matching.trace import ISOLATED_PREFIX
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.tensor_metrics import SampleErrors
+from edgekit.verify.metrics.tensor_metrics import ErrorSums, SampleErrors
 
 LAYER_SAMPLES = 4
 """So many samples are looked at layer by layer, spread evenly."""
@@ -52,8 +52,8 @@ class _Slice(msgspec.Struct, frozen=True, kw_only=True):
 class _Sums(msgspec.Struct, kw_only=True):
     """What has been summed up for a probe: the error so far, the layer's own, and that in steps of its grid."""
 
-    found: SampleErrors
-    own: SampleErrors
+    found: ErrorSums
+    own: ErrorSums
     steps: StepErrors | None
 
 
@@ -261,8 +261,8 @@ def _measure(wanted: Array, found: Array) -> SampleErrors:
 
 def _add(before: _Sums, more: _Sums) -> _Sums:
     return _Sums(
-        found=metrics.add_errors(before.found, more.found),
-        own=metrics.add_errors(before.own, more.own),
+        found=metrics.add_sums(before.found, more.found),
+        own=metrics.add_sums(before.own, more.own),
         steps=before.steps if more.steps is None else add_steps(before.steps, more.steps),
     )
 

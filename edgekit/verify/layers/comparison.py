@@ -21,7 +21,7 @@ from edgekit.verify.matching.match import MatchedTensor, match_tensors
 from edgekit.verify.matching.regions import ROUNDING, Arithmetic, Region, find_regions
 from edgekit.verify.matching.trace import adapt_sample, open_traced
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.tensor_metrics import SampleErrors
+from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
 
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +65,21 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
 class _Sums(msgspec.Struct):
     """What is known of a layer so far: its errors, and the largest value and the largest RMS it read."""
 
-    found: SampleErrors | None = None
-    own: SampleErrors | None = None
+    found: ErrorSums | None = None
+    own: ErrorSums | None = None
     steps: StepErrors | None = None
     reach: float = 0.0
     size: float = 0.0
+
+
+class _Seen(msgspec.Struct, kw_only=True):
+    """What the samples showed: the tensors that both models compute, and of these the floats that can be compared."""
+
+    every: tuple[MatchedTensor, ...]
+    matched: tuple[MatchedTensor, ...]
+    regions: dict[str, Region] = {}
+    altered: dict[str, str] = {}
+    sums: dict[str, _Sums] = {}
 
 
 def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:
@@ -83,37 +93,17 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         UsageError: the samples do not fit a model.
     """
     floats, stored = Initializers(a), Initializers(b)
-    graphs, scaling = (floats.graph, stored.graph), read_scaling(stored.proto)
-    every = matched = match_tensors(*graphs)
-    traced_a = open_traced(a, [tensor.in_a for tensor in matched])
-    traced_b = open_traced(b, [tensor.in_b for tensor in matched])
-    isolated: IsolatedLayers | None = None
-    sums: dict[str, _Sums] = {}
-    grids, regions, altered = find_grids(b), dict[str, Region](), dict[str, str]()
-    for sample in samples:
-        wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
-        scaled = {item.in_a: scaling[item.raw_b] for item in matched if item.raw_b in scaling}
-        wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
-        if isolated is None:
-            # A sequence or a map came back as its parts, under other names.
-            every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
-            matched = _keep_comparable(every, wanted, found)
-            altered = find_altered(floats, stored, every, sample) | _find_resized(
-                every, matched, graphs, (wanted, found)
-            )
-            regions = find_regions(*graphs, matched)
-            isolated = isolate_layers(
-                (a, b), matched, (wanted, found), regions, (follow_moves(grids, graphs[1]), scaling)
-            )
-        reference, own = isolated.run(sample, wanted, found)
-        _add_results(sums, matched, regions, grids, (wanted, found, reference, own))
+    grids = find_grids(b)
+    # Sessions and tensors are gone before the weights are read.
+    seen = _run_samples(floats, stored, samples, grids)
+    every, sums, altered = seen.every, seen.sums, seen.altered
     inner = find_inner_differences(floats, stored, every)
     if not sums and not altered:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    weights, unfit = measure_weights(floats, stored, matched, regions), find_mismatched_scales(stored)
+    weights, unfit = measure_weights(floats, stored, seen.matched, seen.regions), find_mismatched_scales(stored)
     layers = (
         msgspec.structs.replace(
-            _report(item, sums.get(item.tensor, _Sums()), regions.get(item.tensor, Region()), grids, weights),
+            _report(item, sums.get(item.tensor, _Sums()), seen.regions.get(item.tensor, Region()), grids, weights),
             altered=altered.get(item.tensor, ""),
             unfit=unfit.get(item.raw_b) or unfit.get(item.layer, ""),
         )
@@ -121,6 +111,37 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         if item.tensor in sums or item.tensor in altered or item.tensor in inner
     )
     return tuple(_look_inside(layer, inner.get(layer.tensor)) for layer in layers)
+
+
+def _run_samples(
+    floats: Initializers, stored: Initializers, samples: Samples, grids: Mapping[str, Grid | None]
+) -> _Seen:
+    """Runs both models, and each layer alone, on every sample."""
+    a, b = floats.model, stored.model
+    graphs, scaling = (floats.graph, stored.graph), read_scaling(stored.proto)
+    every = match_tensors(*graphs)
+    seen = _Seen(every=every, matched=every)
+    traced_a = open_traced(a, [tensor.in_a for tensor in every])
+    traced_b = open_traced(b, [tensor.in_b for tensor in every])
+    isolated: IsolatedLayers | None = None
+    for sample in samples:
+        wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
+        scaled = {item.in_a: scaling[item.raw_b] for item in seen.matched if item.raw_b in scaling}
+        wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
+        if isolated is None:
+            # A sequence or a map came back as its parts, under other names.
+            seen.every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
+            seen.matched = _keep_comparable(seen.every, wanted, found)
+            seen.altered = find_altered(floats, stored, seen.every, sample) | _find_resized(
+                seen.every, seen.matched, graphs, (wanted, found)
+            )
+            seen.regions = find_regions(*graphs, seen.matched)
+            isolated = isolate_layers(
+                (a, b), seen.matched, (wanted, found), seen.regions, (follow_moves(grids, graphs[1]), scaling)
+            )
+        reference, own = isolated.run(sample, wanted, found)
+        _add_results(seen.sums, seen.matched, seen.regions, grids, (wanted, found, reference, own))
+    return seen
 
 
 def _look_inside(layer: LayerReport, inner: InnerNode | None) -> LayerReport:
@@ -147,17 +168,17 @@ def _add_results(
         known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
         known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
         copies = [own[name] for name in sorted(item.copies_in_b)]
-        accumulated = metrics.measure_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
-        known.found = accumulated if known.found is None else metrics.add_errors(known.found, accumulated)
+        accumulated = metrics.sum_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
+        known.found = accumulated if known.found is None else metrics.add_sums(known.found, accumulated)
         _add_own(known, reference[item.in_a], copies, grids.get(item.raw_b))
 
 
 def _add_own(known: _Sums, wanted: Array, own: Sequence[Array], grid: Grid | None) -> None:
     """Adds a layer's own results of one sample; where several nodes round it, the worst counts."""
     pairs = [settle_infinities(wanted, value) for value in own]
-    measured = [metrics.measure_errors(*pair) for pair in pairs]
+    measured = [metrics.sum_errors(*pair) for pair in pairs]
     worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
-    known.own = measured[worst] if known.own is None else metrics.add_errors(known.own, measured[worst])
+    known.own = measured[worst] if known.own is None else metrics.add_sums(known.own, measured[worst])
     if not measured[worst].non_finite:
         known.steps = add_steps(known.steps, measure_steps(grid, *pairs[worst]))
 

@@ -54,9 +54,9 @@ def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
 
     What is left is not finite by mistake.
     """
-    masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
-    if not masked.any() and bool(np.isfinite(got).all()) and bool(np.isfinite(wanted).all()):
+    if _is_plain(wanted, _MASK) and _is_plain(got, -HALF_MAX):
         return wanted, got
+    masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
     both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
     meant = masked | (~np.isfinite(got) & both)
     return np.where(meant, wanted.dtype.type(0), wanted), np.where(meant, got.dtype.type(0), got)
@@ -64,16 +64,25 @@ def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
 
 def measure_largest(value: Array) -> float:
     """Returns the largest absolute value that is finite and no mask."""
-    wide = _widen(value)
-    kept = np.abs(wide[np.isfinite(wide) & (wide > _MASK)].astype(np.float64))
-    return float(kept.max(initial=0.0))
+    if _is_plain(value, _MASK):
+        return abs(max(-float(value.min()), float(value.max()), 0.0))
+    return float(np.abs(_keep_measurable(value)).max(initial=0.0))
 
 
 def measure_rms(value: Array) -> float:
     """Returns the root of the mean square of what is finite and no mask."""
-    wide = _widen(value)
-    kept = wide[np.isfinite(wide) & (wide > _MASK)].astype(np.float64)
+    kept = value.astype(np.float64).reshape(-1) if _is_plain(value, _MASK) else _keep_measurable(value)
     return float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
+
+
+def _is_plain(value: Array, above: float) -> bool:
+    """Returns True if all values are finite and none is as low as a mask: two passes, and NaN is neither."""
+    return value.size > 0 and float(value.min()) > above and float(value.max()) < np.inf
+
+
+def _keep_measurable(value: Array) -> Array:
+    wide = _widen(value)
+    return wide[np.isfinite(wide) & (wide > _MASK)].astype(np.float64)
 
 
 def _widen(value: Array) -> Array:

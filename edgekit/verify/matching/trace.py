@@ -70,7 +70,7 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
 def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
     """Returns a session, with every optimisation off, of a graph that was made from a model and shares its weights."""
     config = {**_QUIET, **({_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {})}
-    settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
+    settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
 
 
