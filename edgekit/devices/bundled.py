@@ -11,7 +11,7 @@ from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
-from edgekit.devices.device import Device, Job
+from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.labelled import address_of, kind_of
 from edgekit.machine import count_cores
 from edgekit.model.tensors import TensorSpec
@@ -59,6 +59,8 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
         outputs=tuple(_free_dims(spec) if free else spec for spec in bundle.golden.outputs),
         check=check,
         samples=samples,
+        # What a step costs is known of whole sequences alone.
+        least_samples=max(LEAST_SAMPLES, bundle.manifest.steps),
         digests_hold=True,
     )
 

@@ -36,7 +36,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
     `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
     which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
-    after `budget_s` seconds of running them a device may stop, once it has run LEAST_SAMPLES of them. It runs each
+    after `budget_s` seconds of running them a device may stop, once it has run `least_samples` of them. It runs each
     sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding` outputs are
     written where those of the run before lie. `threads` of 0 lets the device choose; `inter_threads` run nodes side by
     side where a session is `parallel`. `arena` and `memory_pattern` are ONNX Runtime's. `custom_ops` are libraries of
@@ -55,6 +55,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     check: CheckReport
     samples: Samples
     budget_s: float = 20.0
+    least_samples: int = LEAST_SAMPLES
     timeout_s: float = 300.0
     custom_ops: tuple[Path, ...] = ()
     repeat: int = 1

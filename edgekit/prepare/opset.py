@@ -1,7 +1,6 @@
 """Changing the version of the operator set."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import onnx
 from onnx import shape_inference, version_converter
@@ -69,7 +68,8 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if opset < own and not newer:
         lower_imports(proto, opset)
         return proto
-    with weights_aside(proto) as weights, _norms_aside(proto, own):
+    with weights_aside(proto) as weights:
+        _put_aside(proto, own)
         try:
             converted = version_converter.convert_version(proto, opset)
         except _FAILURES as error:
@@ -77,12 +77,10 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
             raise ModelError(
                 f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model with opset {opset}"
             ) from error
+        finally:
+            _put_back(proto)
     put_weights(converted.graph, weights)
-    kept = [entry for entry in converted.opset_import if entry.domain != _ASIDE]
-    del converted.opset_import[:]
-    converted.opset_import.extend(kept)
-    for node in _iterate_nodes(converted):
-        node.domain = "" if node.domain == _ASIDE else node.domain
+    _put_back(converted)
     return converted
 
 
@@ -97,23 +95,23 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int) -> None:
     proto.ir_version = min(max(proto.ir_version, 8), MAX_IR_VERSION)
 
 
-@contextmanager
-def _norms_aside(proto: onnx.ModelProto, opset: int) -> Iterator[None]:
-    """Gives norms that ONNX Runtime has in ONNX's domain, and ONNX not, another domain while a converter reads them."""
-    unknown = ORT_OWN | ({"LayerNormalization"} if opset < _LAYER_NORM_SINCE else set())
+def _put_aside(proto: onnx.ModelProto, opset: int) -> None:
+    """Gives norms that ONNX Runtime has in ONNX's domain, and ONNX not, another one, which a converter leaves alone."""
+    unknown = {*ORT_OWN, *(["LayerNormalization"] if opset < _LAYER_NORM_SINCE else [])}
     nodes = [node for node in _iterate_nodes(proto) if not node.domain and node.op_type in unknown]
     for node in nodes:
         node.domain = _ASIDE
-    entry = onnx.helper.make_opsetid(_ASIDE, 1)
     if nodes:
-        proto.opset_import.append(entry)
-    try:
-        yield
-    finally:
-        for node in nodes:
-            node.domain = ""
-        if nodes:
-            proto.opset_import.remove(entry)
+        proto.opset_import.add(domain=_ASIDE, version=1)
+
+
+def _put_back(proto: onnx.ModelProto) -> None:
+    """Gives what was put aside its domain again."""
+    kept = [entry for entry in proto.opset_import if entry.domain != _ASIDE]
+    del proto.opset_import[:]
+    proto.opset_import.extend(kept)
+    for node in _iterate_nodes(proto):
+        node.domain = "" if node.domain == _ASIDE else node.domain
 
 
 def _iterate_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

@@ -8,7 +8,7 @@ import msgspec
 import onnx
 
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession
-from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.local.half import HALF, UNOPTIMIZED, find_float_types, round_to_half
 from edgekit.devices.process.child import Runner, describe_stop, refuse_run
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
@@ -73,7 +73,7 @@ def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[floa
     """Runs the samples in order, and returns True if the time was over before the last."""
     begin = time.perf_counter()
     for index, sample in enumerate(job.samples):
-        if index >= LEAST_SAMPLES and time.perf_counter() - begin > job.budget_s:
+        if index >= job.least_samples and time.perf_counter() - begin > job.budget_s:
             return True
         for turn in range(job.repeat):
             start = time.perf_counter()

@@ -87,6 +87,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         concurrency=job.concurrency,
         io_binding=job.io_binding,
         budget_s=job.budget_s,
+        least_samples=job.least_samples,
         # A session of a file in ORT format has no record of assignments; the profiler names the provider of each
         # kernel.
         profile=job.model.suffix == ".ort" and not job.trace,

@@ -131,7 +131,7 @@ def _find_form(graph: Graph, mask: str, heads: Heads) -> str | None:
     if not mask:
         return ""
     value = graph.value(mask)
-    forms = {(heads.batch, heads.rows): "rows", (heads.batch,): "lengths"}
+    forms: dict[tuple[int, ...], str] = {(heads.batch, heads.rows): "rows", (heads.batch,): "lengths"}
     return forms.get(value.static_shape or ()) if value.dtype == "int32" else None
 
 
