@@ -1,11 +1,13 @@
 """The profiler's file comes back from wherever a program runs, whole, and a program that lies about it is found out."""
 
+import os
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from devices_models import float_conv, make_job
+from far_root.board import ssh_board
 from far_root.client import Adb
 from far_root.keeper import far_side
 from test_devices_pipe import GOOD, PYTHON, RUN, run_piped
@@ -15,6 +17,7 @@ from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
 from edgekit.profile.events import read_trace
 
 pytestmark = pytest.mark.slow
@@ -76,3 +79,16 @@ def test_a_trace_that_nobody_asked_for_is_refused(tmp_path: Path, work: Path) ->
     job = msgspec.structs.replace(traced(tmp_path), trace=False)
     assert run_piped(job, work, PYTHON).trace is None
     assert not list(work.rglob("trace.json"))
+
+
+def test_a_board_brings_the_trace_back_and_keeps_nothing(
+    tmp_path: Path, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SshDevice(
+        host="board", runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER, threads=1
+    )
+    with ssh_board(arm=False) as board:
+        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
+        assert "Conv" in ops(device.run_job(traced(tmp_path), work))[0]
+        assert board.far.left_running() == []
+        assert not [name for name in board.far.files() if "profile" in name or "run-" in name]

@@ -46,6 +46,28 @@ def conv_net(nodes: int, *, channels: int = 32, side: int = 64) -> Architecture:
     return Architecture(net=net, draw=partial(draw_normal, net))
 
 
+def residual_net(*, side: int = 224, classes: int = 1000) -> Architecture:
+    """Returns ResNet-50 (arXiv:1512.03385, version 1.5: strides in the 3 x 3), normalisation folded into weights."""
+    net = Net("resnet50", 17, 50)
+    net.inputs["image"] = (3, side, side)
+    x = net.add("Relu", [net.conv("image", (3, 64), 7, stride=2)])
+    x = net.add("MaxPool", [x], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    inputs = 64
+    for level, count in enumerate((3, 4, 6, 3)):
+        width = 64 << level
+        for block in range(count):
+            stride = 2 if level and not block else 1
+            inside = net.add("Relu", [net.conv(x, (inputs, width), 1)])
+            inside = net.add("Relu", [net.conv(inside, (width, width), stride=stride)])
+            inside = net.conv(inside, (width, 4 * width), 1, gain=0.2)
+            beside = x if block else net.conv(x, (inputs, 4 * width), 1, stride=stride, gain=1.0)
+            x, inputs = net.add("Relu", [net.add("Add", [beside, inside])]), 4 * width
+    pooled = net.add("Flatten", [net.add("GlobalAveragePool", [x])])
+    net.add("Gemm", [pooled, net.constant(net.rng.normal(0, 0.02, (inputs, classes)))], "scores")
+    net.outputs["scores"] = (classes,)
+    return Architecture(net=net, draw=partial(draw_normal, net))
+
+
 def layer_norm(net: Net, x: str, width: int) -> str:
     """Adds LayerNormalization over the last axis."""
     return net.add("LayerNormalization", [x, net.constant(np.ones(width)), net.constant(np.zeros(width))], axis=-1)
@@ -279,6 +301,7 @@ ARCHITECTURES: Mapping[str, Callable[[], Architecture]] = {
     "conv50": partial(conv_net, 50),
     "conv200": partial(conv_net, 200),
     "conv400": partial(conv_net, 400),
+    "resnet50": residual_net,
     "encoder5m": partial(encoder, 3, 256, 10_000),
     "encoder25m": partial(encoder, 4, 512, 24_000),
     "encoder110m": partial(encoder, 12, 768, 30_522),

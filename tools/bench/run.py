@@ -38,6 +38,7 @@ BENCHES = (
     Bench("speed", "quantize_ratio.py --growth", "and grows with the nodes, not with their square"),
     Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
     Bench("speed", "block_speed.py", "what blocks of 4-bit weights cost on the CPU, by size and accuracy level"),
+    Bench("speed", "quoted_numbers.py", "INT8's 2 to 3 times, the levels' 1.3 to 2, fp16, batch, threads: on this CPU"),
     Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),
     Bench("speed", "convert_speed.py", "both ORT styles against ONNX Runtime's converter"),
     Bench("speed", "peak_memory.py", "models of 90 MB to 3 GB are prepared, checked and made smaller in little memory"),
