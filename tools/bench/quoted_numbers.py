@@ -186,9 +186,9 @@ def _free_batch(model: Path, data: Path, out: Path) -> None:
         value.type.tensor_type.shape.dim[0].dim_param = "n"
     del proto.graph.value_info[:]
     for tensor in proto.graph.initializer:
-        value = numpy_helper.to_array(tensor)
-        if tensor.name in shapes and value.size and value[0] == 1:
-            tensor.CopyFrom(numpy_helper.from_array(np.concatenate([[0], value[1:]]).astype(np.int64), tensor.name))
+        sizes = numpy_helper.to_array(tensor)
+        if tensor.name in shapes and sizes.size and sizes[0] == 1:
+            tensor.CopyFrom(numpy_helper.from_array(np.concatenate([[0], sizes[1:]]).astype(np.int64), tensor.name))
     onnx.save(proto, str(out))
     # Tried: a shape that still says one sample would fail in the middle of a round.
     rows = next(iter(dict(np.load(data)).values()))
@@ -358,14 +358,14 @@ def _describe_kernels(model: Path) -> str:
         options.profile_file_prefix = f"{folder}/p"
         session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         inputs = draw_samples(load_model(model).inputs)
-        sample = next(iter(inputs)) if inputs else {}
+        sample: Tensors = next(iter(inputs)) if inputs else {}
         for _ in range(4):
             session.run(None, sample)
         steps = [step for run in read_trace(Path(session.end_profiling())).executions[1:] for step in run.steps]
     kinds = {"products in integers": _INTEGER_PRODUCTS, "in float": _PRODUCTS, "rounding": _ROUNDING}
     total = max(1, sum(step.self_us for step in steps))
     shares = {kind: sum(s.self_us for s in steps if s.op in ops) / total for kind, ops in kinds.items()}
-    named = frozenset().union(*kinds.values())
+    named = _INTEGER_PRODUCTS | _PRODUCTS | _ROUNDING
     rest = Counter[str]()
     for step in steps:
         rest[step.op] += 0 if step.op in named else step.self_us
