@@ -18,6 +18,10 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionChoice)
 """The words for precisions; w8a8 and w8a16 are other names of int8 and int16."""
 INTEGER_PRECISIONS: tuple[str, ...] = tuple(word for word in PRECISIONS if not word.startswith("fp"))
 """Those of quantized models, and "auto"."""
+_LEFT_OUT = "the recipe leaves out other forms"
+_ONCE = "models of several sizes hold their weights once, as the ONNX form alone can"
+# Files in ORT format and compiled contexts have their weights inside.
+_SHARING: tuple[Form, ...] = ("onnx",)
 _NAMED: dict[str, Precision] = {**{word: word for word in get_args(Precision)}, "w8a8": "int8", "w8a16": "int16"}
 
 
@@ -58,10 +62,12 @@ class TensorNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to build bundles of a model.
 
-    `dims` gives dynamic dimensions their sizes, `freeze` makes inputs constants of one number, `settings` gives
-    parameters of targets their values. `samples` limits the calibration samples. `max_drop` is how many percent of the
-    golden samples may change their first class; it replaces the targets' own `min_top1_agreement`. `thresholds` changes
-    those limits of a target, by its name, that it names; `metric` is a metric of the task that every target must keep.
+    `dims` gives dynamic dimensions their sizes, `buckets` several to one of them: a bundle then has a model for each,
+    and `pad` says what inputs are filled with up to the next size, 0 where it does not. `freeze` makes inputs constants
+    of one number, `settings` gives parameters of targets their values. `samples` limits the calibration samples.
+    `max_drop` is how many percent of the golden samples may change their first class; it replaces the targets' own
+    `min_top1_agreement`. `thresholds` changes those limits of a target, by its name, that it names; `metric` is a
+    metric of the task that every target must keep.
     With `fix` each target gets the rewrites of the graph by which it takes more.
     `outputs` says what outputs are, by name: else that is guessed from their values. `state` says how many samples are
     the steps of a sequence, and which outputs become inputs of the next step: else that is told by their names.
@@ -73,6 +79,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     targets: tuple[str, ...] = ("all",)
     dims: dict[str, int] = {}
+    buckets: dict[str, tuple[int, ...]] = {}
+    pad: dict[str, float] = {}
     freeze: dict[str, float] = {}
     settings: dict[str, str] = {}
     precision: PrecisionChoice = "auto"
@@ -158,7 +166,7 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
 
 def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     mine: Mapping[str, str] = {key: value for key, value in recipe.settings.items() if key in target.parameters}
-    target = _keep_forms(load_target(name, mine), recipe.forms)
+    target = _keep_forms(load_target(name, mine), recipe.forms or (_SHARING if recipe.buckets else ()), recipe.buckets)
     choose_precision(target, recipe.precision)
     thresholds = _change_limits(target, recipe.thresholds.get(target.name, {}))
     if recipe.max_drop is not None:
@@ -169,8 +177,14 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     return msgspec.structs.replace(target, thresholds=thresholds)
 
 
-def _keep_forms(target: Target, wanted: Collection[Form]) -> Target:
+def _keep_forms(target: Target, wanted: Collection[Form], buckets: Collection[str]) -> Target:
     """Returns a target that loads only the wanted forms, on devices too."""
+    alone = sorted(set(wanted) - set(_SHARING)) if buckets else ()
+    if alone:
+        raise UsageError(
+            f"the recipe wants the forms {', '.join(alone)}, which cannot share weights, and buckets",
+            hint='leave out forms, or say forms = ["onnx"]',
+        )
     forms = tuple(form for form in target.conversion.forms if not wanted or form in wanted)
     if not forms:
         loads = ", ".join(target.conversion.forms)
@@ -181,7 +195,7 @@ def _keep_forms(target: Target, wanted: Collection[Form]) -> Target:
         return target
     return msgspec.structs.replace(
         target,
-        conversion=msgspec.structs.replace(target.conversion, forms=forms, reason="the recipe leaves out other forms"),
+        conversion=msgspec.structs.replace(target.conversion, forms=forms, reason=_ONCE if buckets else _LEFT_OUT),
         verification=tuple(
             each if each.form in forms else msgspec.structs.replace(each, form=forms[0]) for each in target.verification
         ),

@@ -79,7 +79,17 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("process",),
         ("device",),
     ),
+    "jobs": (
+        ("group",),
+        ("build", "release"),
+        ("target_bundle",),
+        ("forms",),
+        ("build_inputs", "convert", "group_file", "group_samples", "quantize"),
+        ("prepare",),
+        ("check",),
+    ),
     "prepare": (
+        ("buckets",),
         ("fix",),
         ("clean",),
         ("basic",),

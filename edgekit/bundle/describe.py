@@ -12,6 +12,7 @@ import onnx
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
 from edgekit.bundle.golden.recorded import Recorded
+from edgekit.bundle.manifest.buckets import Buckets
 from edgekit.bundle.manifest.manifest import (
     Ancestry,
     BundledFile,
@@ -48,6 +49,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     user's model. `versions` names the tools and their versions. `recipe` and `preprocess` are what the build was given,
     `state` which outputs its golden samples fed back;
     `recorded` is the bundle of an earlier build, whose self-test is taken over if its model files are the same.
+    `buckets` says of several sizes of the model which file has which, and `unpadded` is what the float model makes of
+    the golden samples at their own sizes.
     `layers` is what was found of the layers of the ONNX file, as `edgekit verify` reads it.
     """
 
@@ -62,6 +65,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Recipe = Recipe()
     state: State = State()
     preprocess: Preprocess | None = None
+    buckets: Buckets | None = None
+    unpadded: Path | None = None
     recorded: Recorded | None = None
     layers: bytes | None = None
 
@@ -113,6 +118,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         licence=contents.recipe.licence,
         fallback=target.fallback,
         state=contents.state if contents.state.feeds else msgspec.UNSET,
+        buckets=contents.buckets or msgspec.UNSET,
     )
 
 
@@ -208,6 +214,8 @@ def _describe_provenance(contents: Contents) -> Provenance:
     words = ["edgekit", "build", contents.source.path.name, "--data", "DATA", "--target", target.name]
     words += _spell("--set", (f"{key}={value}" for key, value in sorted(target.settings.items())))
     words += _spell("--dim", (f"{key}={value}" for key, value in sorted(recipe.dims.items())))
+    words += _spell("--dim", (f"{key}={','.join(map(str, sizes))}" for key, sizes in sorted(recipe.buckets.items())))
+    words += _spell("--pad", (f"{key}={value:g}" for key, value in sorted(recipe.pad.items())))
     words += [] if recipe.precision == "auto" else ["--precision", recipe.precision]
     words += [] if recipe.samples is None else ["--samples", str(recipe.samples)]
     words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
@@ -217,8 +225,9 @@ def _describe_provenance(contents: Contents) -> Provenance:
     words += ["--recipe", "FILE"] if recipe.outputs or recipe.state or recipe.forms else []
     written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
     # A bundle has the bytes that it had before these could be stated.
-    if not recipe.outputs:
-        del written["outputs"]
+    for key in ("outputs", "buckets", "pad"):
+        if not getattr(recipe, key):
+            del written[key]
     if recipe.state is None:
         del written["state"]
     if recipe.fix:

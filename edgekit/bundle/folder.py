@@ -14,6 +14,7 @@ from edgekit.bundle.golden.golden import Golden
 from edgekit.bundle.golden.recorded import adopt_expected
 from edgekit.bundle.manifest.checks import check_files, iterate_files, read_bounded
 from edgekit.bundle.manifest.manifest import (
+    UNPADDED,
     BundledFile,
     GoldenFacts,
     Manifest,
@@ -103,6 +104,8 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     contents = msgspec.structs.replace(contents, target=_raise_minimum(contents))
     for file in contents.golden.files:
         _copy_file(file, out / GOLDEN / file.name)
+    if contents.unpadded is not None:
+        _copy_file(contents.unpadded, out / UNPADDED)
     write_file(out / CHECK, encode_json(contents.check))
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
     if contents.layers is not None:

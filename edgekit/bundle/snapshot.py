@@ -9,6 +9,7 @@ import msgspec
 from edgekit._files import open_regular, safe_join, write_new
 from edgekit.bundle.folder import CHECK, GOLDEN, LAYERS, TARGET, Bundle
 from edgekit.bundle.golden.expected import EXPECTED
+from edgekit.bundle.manifest.manifest import UNPADDED
 from edgekit.errors import BundleError
 from edgekit.target import Form
 
@@ -36,7 +37,9 @@ def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
         yield from bundle.manifest.forms[form]
     for file in bundle.golden.files:
         yield file.relative_to(bundle.folder).as_posix()
-    yield from (name for name in (f"{GOLDEN}/{EXPECTED}", LAYERS, CHECK, TARGET) if name in bundle.manifest.files)
+    yield from (
+        name for name in (f"{GOLDEN}/{EXPECTED}", UNPADDED, LAYERS, CHECK, TARGET) if name in bundle.manifest.files
+    )
 
 
 def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:

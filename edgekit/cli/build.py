@@ -23,9 +23,10 @@ from edgekit.recipe import PRECISIONS, PrecisionChoice
 )
 @click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
 @options.SET
-@options.DIM
+@options.DIM_OR_BUCKETS
 @options.SHAPE
 @options.FREEZE
+@options.PAD
 @click.option("--precision", type=click.Choice(PRECISIONS, case_sensitive=False), help="Default: auto.")
 @options.samples_and_steps
 @click.option("--fix/--no-fix", default=None, help="Rewrite the graph where a target then takes more (the default).")
@@ -50,6 +51,7 @@ def command(
     dims: tuple[str, ...],
     shapes: tuple[str, ...],
     constants: tuple[str, ...],
+    values: tuple[str, ...],
     precision: PrecisionChoice | None,
     samples: int | None,
     steps: int | None,
@@ -73,8 +75,9 @@ def command(
     Exit code 0: every bundle passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
     tables = {
-        "dims": options.parse_sizes(dims, shapes, model),
-        "freeze": options.parse_numbers(constants),
+        **options.parse_buckets(dims, shapes, model),
+        "pad": options.parse_numbers(values, "--pad"),
+        "freeze": options.parse_numbers(constants, "--freeze"),
         "settings": options.parse_assignments(settings, "--set"),
     }
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}

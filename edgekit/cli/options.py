@@ -49,6 +49,20 @@ DEVICE_SET = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the device android, as phone=pixel-6."
 )
 DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The size of a dynamic dimension.")
+DIM_OR_BUCKETS = click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    metavar="NAME=INT[,INT...]",
+    help="The size of a dynamic dimension; of one several, with a model for each.",
+)
+PAD = click.option(
+    "--pad",
+    "values",
+    multiple=True,
+    metavar="INPUT=NUMBER",
+    help="What fills an input up to the next size; else 0.",
+)
 SHAPE = click.option(
     "--shape", "shapes", multiple=True, metavar="INPUT=1,3,224,224", help="All dimensions of an input."
 )
@@ -171,6 +185,19 @@ def parse_dims(pairs: tuple[str, ...]) -> dict[str, int]:
     return {name: _parse_size(name, value) for name, value in parse_assignments(pairs, "--dim").items()}
 
 
+def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, dict[str, Any]]:
+    """Returns --dim and --shape as the tables of a recipe: `dims` of one size, `buckets` of several (NAME=INT,INT).
+
+    Raises:
+        EdgekitError: one is malformed, or contradicts the model.
+    """
+    given = parse_assignments(dims, "--dim")
+    several = {name: value.split(",") for name, value in given.items() if "," in value}
+    single = tuple(pair for pair in dims if pair.rpartition("=")[0] not in several)
+    buckets = {name: tuple(_parse_size(name, size) for size in sizes) for name, sizes in several.items()}
+    return {"dims": parse_sizes(single, shapes, path), "buckets": buckets}
+
+
 def parse_sizes(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, int]:
     """Returns --dim and --shape of a model file together.
 
@@ -203,18 +230,20 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
     return sizes
 
 
-def parse_numbers(pairs: tuple[str, ...]) -> dict[str, float]:
-    """Returns --freeze INPUT=NUMBER pairs as a dict.
+def parse_numbers(pairs: tuple[str, ...], option: str) -> dict[str, float]:
+    """Returns INPUT=NUMBER pairs of an option as a dict.
 
     Raises:
         UsageError: a pair is malformed or its value is no number.
     """
     numbers: dict[str, float] = {}
-    for name, text in parse_assignments(pairs, "--freeze").items():
+    for name, text in parse_assignments(pairs, option).items():
         try:
             numbers[name] = int(text) if text.lstrip("-").isdigit() else float(text)
         except ValueError as error:
-            raise UsageError(f"--freeze {name}={text}: '{text}' is no number", hint="for example sr=16000") from error
+            raise UsageError(
+                f"{option} {name}={text}: '{text}' is no number", hint=f"for example {_EXAMPLES[option]}"
+            ) from error
     return numbers
 
 
@@ -303,4 +332,5 @@ _EXAMPLES = {
     "--set": "api_level=31",
     "--shape": "image=1,3,224,224",
     "--freeze": "sr=16000",
+    "--pad": "input_ids=1",
 }

@@ -79,7 +79,7 @@ def command(
         dims={**options.parse_dims(dims), **options.parse_shapes(shapes, source)},
         opset=opset,
         outputs=options.split_names(outputs),
-        constants=options.parse_numbers(constants),
+        constants=options.parse_numbers(constants, "--freeze"),
         changes=changes,
         fix=fix,
         external=external,

@@ -22,18 +22,22 @@ _STATELESS = State()
 
 
 class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples to calibrate with, whose `facts` are known, and samples to verify with, and their `labels`."""
+    """Samples to calibrate with, whose `facts` are known, and samples to verify with, and their `labels`.
+
+    `given` are those to verify with as the data hold them, before state or size was added.
+    """
 
     calibration: Samples
     facts: SampleFacts
     evaluation: Samples
+    given: Samples
     labels: Sequence[Label] | None
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     """How samples make sequences, and what gives each step the state that the float model then has.
 
-    `unroll` gets samples and a name for what it makes of them.
+    `unroll` gets samples and a name for what it makes of them; it may fill samples up to a size, too.
     """
 
     state: State = _STATELESS
@@ -78,6 +82,7 @@ def read_sample_sets(
         calibration=samples,
         facts=check_samples(samples, computed=sequences.computed),
         evaluation=refusing_bad(sequences.unroll(held_out, "evaluation")),
+        given=held_out,
         labels=None if labels is None else read_task_labels(*labels, held_out),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.bundle.golden.golden import Golden, make_golden
+from edgekit.bundle.golden.golden import OUTPUTS, Golden, make_golden
 from edgekit.bundle.golden.recorded import Recorded, adopt_reference
 from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.opening import open_recorded
@@ -16,15 +16,18 @@ from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
 from edgekit.data.images import Preprocess
 from edgekit.data.labels import LabelKind
-from edgekit.data.split import SampleSets, read_sample_sets
-from edgekit.errors import ModelError, UsageError
+from edgekit.data.padding import free_axes, pad_samples
+from edgekit.data.samples import Samples
+from edgekit.data.split import SampleSets, Sequences, read_sample_sets
+from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import TargetShare, fix_for_target
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
 from edgekit.prepare import ready_model
-from edgekit.prepare.fix import SPELLINGS, Fix, list_asked
+from edgekit.prepare.buckets import BucketModels, choose_dims, prepare_buckets
+from edgekit.prepare.fix import SPELLINGS, Fix, FixedModel, list_asked
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -75,6 +78,18 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
         return target.name not in floats and choose_precision(target, self.recipe.precision) in INTEGERS
 
 
+class BucketInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The models of several sizes, the golden samples as they were `given` with their `lengths`, and the float results.
+
+    `unpadded` is the file with what the float model gives for them as long as they are.
+    """
+
+    models: BucketModels
+    given: Samples
+    lengths: tuple[int, ...]
+    unpadded: Path
+
+
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The model made ready, its samples split, and what the float model makes of the golden ones.
 
@@ -96,6 +111,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     preprocess: Preprocess | None
     recorded: Mapping[str, Recorded]
     floats: Mapping[str, str]
+    buckets: BucketInputs | None = None
 
 
 def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
@@ -106,8 +122,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     """
     # Before anything runs: a build of an hour must not end in a missing file of labels.
     metric = _find_metric(data, job)
-    job.progress("prepare the model")
-    fixed = ready_model(source, job.work, job.recipe.dims)
+    fixed, sized = _prepare(source, job)
     prepared = fixed.model
     outputs = check_outputs(job.recipe.outputs, prepared)
     sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, job.work)
@@ -115,19 +130,20 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     floats = {} if is_quantized else _find_floats(prepared, job)
     job.begin("samples", "read the samples")
     samples = read_sample_sets(
-        prepared.inputs,
+        prepared.inputs if sized is None else free_axes(sized.padding.inputs, prepared.inputs),
         data.source,
         evaluation=data.evaluation,
         labels=None if data.labels is None else (data.labels, _kind_of(metric)),
         preprocess=data.preprocess,
         most=job.recipe.samples,
         idle=job.recipe.freeze,
-        sequences=sequences,
+        sequences=_filling(sequences, sized, is_repeated=data.golden is not None),
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
     check_class_labels(golden)
+    buckets = None if sized is None else _run_unpadded(source, sized, samples, job)
     recorded = _open_recorded(data, golden, source, job)
     wanted = not is_quantized and job.wants_integers(floats)
     job.watch.begin("calibrate")
@@ -146,7 +162,51 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         preprocess=data.preprocess,
         recorded=recorded,
         floats=floats,
+        buckets=buckets,
     )
+
+
+def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | None]:
+    job.progress("prepare the model")
+    recipe = job.recipe
+    dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
+    fixed = ready_model(source, job.work, dims)
+    return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, job.work)
+
+
+def _filling(sequences: Sequences, sized: BucketModels | None, *, is_repeated: bool) -> Sequences:
+    """Returns sequences whose samples are filled up to the largest size, where there are several.
+
+    Raises:
+        UsageError: the model has state, or an earlier build is to be repeated.
+    """
+    if sized is None:
+        return sequences
+    if is_repeated:
+        raise UsageError("--golden knows no float results of buckets", hint="build without it, or without buckets")
+    if sequences.state.steps > 1:
+        raise UsageError("a model with state cannot step through buckets", hint="give each dimension one size")
+
+    def fill(samples: Samples, _: str) -> Samples:
+        return pad_samples(sized.padding, samples, sized.largest)
+
+    return msgspec.structs.replace(sequences, unroll=fill)
+
+
+def _run_unpadded(source: Model, sized: BucketModels, samples: SampleSets, job: BuildJob) -> BucketInputs:
+    """Returns what the float model makes of the golden samples as long as they are.
+
+    Raises:
+        DataError: a bucket has no golden sample that it takes.
+    """
+    lengths = tuple(sized.padding.measure(sample) for sample in samples.given)
+    if min(lengths) > sized.sizes[0]:
+        raise DataError(
+            f"no golden sample fits into {sized.padding.dim}={sized.sizes[0]}: the shortest has {min(lengths)}",
+            hint="give shorter samples too, or leave the bucket out",
+        )
+    golden = make_golden(source, samples.given, job.work / "unpadded", ragged=True)
+    return BucketInputs(models=sized, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
 
 
 def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> dict[str, Recorded]:

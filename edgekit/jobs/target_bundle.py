@@ -1,27 +1,25 @@
 """One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
-from edgekit.convert.convert import ConvertedModel, convert_model
-from edgekit.errors import DataError, EdgekitError, MissingExtraError, ModelError, RuntimeRefusal
+from edgekit.convert.convert import ConvertedModel
+from edgekit.errors import DataError, ModelError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
-from edgekit.jobs.half_model import halve_model
+from edgekit.jobs.forms.deploy import Deployed, deploy_model, fall_back
+from edgekit.jobs.forms.sizes import Making, make_sizes
 from edgekit.jobs.prepare import list_versions
-from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
-from edgekit.prepare.weights.float_weights import keep_float_weights
-from edgekit.quantize import Calibration, QuantizedModel
+from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization, write_chosen
 from edgekit.quantize.mixed_precision.narrow import store_narrow
 from edgekit.recipe import choose_precision
@@ -44,11 +42,12 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
-    """A model for a target, before it is halved or converted; `quantized` says how it was quantized here."""
+    """A model for a target, before it is halved or converted; `quantized` and `plan` say how it was quantized."""
 
     precision: Precision
     model: Model
     quantized: QuantizedModel | None
+    plan: QuantPlan | None
     check: CheckReport
     notes: tuple[str, ...]
 
@@ -60,30 +59,27 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
         EdgekitError: the model cannot be made for this target.
     """
     work.mkdir()
-    inputs, made = _make_model(inputs, target, job, work)
-    precision, notes, model, check, quantized = made.precision, [*made.notes], made.model, made.check, made.quantized
-    ort_source: Model | None = None
-    if precision == "fp16":
-        try:
-            # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
-            ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
-            check = check_model(model, target)
-        except (ModelError, RuntimeRefusal) as error:
-            precision = _fall_back(error, target, job, notes)
-    target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
-    notes += told
-    job.watch.begin("convert", target.name)
-    converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
+    given, (inputs, made) = inputs, _make_model(inputs, target, job, work)
+    notes, quantized = [*made.notes], made.quantized
+    deployed = deploy_model(made.model, made.precision, made.check, inputs, target, job, work, notes)
+    target, converted = deployed.target, deployed.converted
+    making = Making(precision=made.precision, is_rewritten=inputs is not given, plan=made.plan)
+    sized = make_sizes(deployed, making, inputs, job, work, notes)
     job.watch.begin("write", target.name)
-    contents = _collect(inputs, target, precision, quantized, converted, check, job)
+    contents = _collect(inputs, deployed, quantized, job)
     contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
+    if sized is not None and inputs.buckets is not None:
+        unpadded = inputs.buckets.unpadded
+        contents = msgspec.structs.replace(
+            contents, files={"onnx": sized.files}, buckets=sized.buckets, unpadded=unpadded
+        )
     models: dict[Step, Model] = {"prepare": inputs.prepared}
     if quantized is not None:
         models["quantize"] = quantized.model
     return BuiltBundle(
         bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
         target=target,
-        check=check,
+        check=deployed.check,
         models=models,
         converted=converted,
         quantized=quantized,
@@ -120,7 +116,7 @@ def _is_refused(check: CheckReport) -> bool:
 def _quantize_inputs(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> _Made:
     """Returns the model in integers where the target wants these, else as it was prepared."""
     precision, notes = choose_precision(target, job.recipe.precision), list[str]()
-    model, quantized = inputs.prepared, None
+    model, quantized, plan = inputs.prepared, None, None
     if inputs.is_quantized:
         precision = "int8"
         notes.append("the model is quantized already: taken as it is")
@@ -130,13 +126,12 @@ def _quantize_inputs(inputs: BuildInputs, target: Target, job: BuildJob, work: P
         notes.append(f"built as fp32: {inputs.floats[target.name]}")
     elif precision in INTEGERS:
         try:
-            quantized = _quantize(inputs, target, precision, job, notes)
+            quantized, plan = _quantize(inputs, target, precision, job, notes)
             model = quantized.model
         except ModelError as error:
-            precision = _fall_back(error, target, job, notes)
-    return _Made(
-        precision=precision, model=model, quantized=quantized, check=check_model(model, target), notes=tuple(notes)
-    )
+            precision = fall_back(error, target, job, notes)
+    check = check_model(model, target)
+    return _Made(precision=precision, model=model, quantized=quantized, plan=plan, check=check, notes=tuple(notes))
 
 
 def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -> Model:
@@ -151,22 +146,15 @@ def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -
     return fixed.model
 
 
-def _collect(
-    inputs: BuildInputs,
-    target: Target,
-    precision: Precision,
-    quantized: QuantizedModel | None,
-    converted: ConvertedModel,
-    check: CheckReport,
-    job: BuildJob,
-) -> Contents:
+def _collect(inputs: BuildInputs, deployed: Deployed, quantized: QuantizedModel | None, job: BuildJob) -> Contents:
+    target, converted = deployed.target, deployed.converted
     return Contents(
         source=inputs.source,
         target=target,
-        precision=precision,
+        precision=deployed.precision,
         files={form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()},
         golden=inputs.golden,
-        check=check,
+        check=deployed.check,
         ancestry=Ancestry(
             source=job.origin,
             prepared=inputs.prepared.sha256,
@@ -190,18 +178,9 @@ def _compare_layers(inputs: BuildInputs, converted: ConvertedModel, quantized: Q
     return encode_evidence(compare_with_float(prepared, deployed, inputs.golden))
 
 
-def _fall_back(error: EdgekitError, target: Target, job: BuildJob, notes: list[str]) -> Precision:
-    """Returns fp32 where the precision was left to edgekit, and says why in `notes`; raises the error otherwise."""
-    # A precision that the user asked for is never exchanged for another.
-    if job.recipe.precision != "auto" or "fp32" not in target.precisions:
-        raise error
-    notes.append(f"built as fp32, because {error.message}")
-    return "fp32"
-
-
 def _quantize(
     inputs: BuildInputs, target: Target, precision: Precision, job: BuildJob, notes: list[str]
-) -> QuantizedModel:
+) -> tuple[QuantizedModel, QuantPlan]:
     if not isinstance(inputs.calibration, Calibration):
         raise inputs.calibration or DataError("there is no calibration", hint="give --data")
     work, max_drop = job.work / target.name, job.recipe.max_drop
@@ -228,23 +207,4 @@ def _quantize(
         reached = None if searched is None else searched.chosen.prediction.sqnr_db
         plan = store_narrow(search.model, plan, search.calibration, reached)
         notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
-    return write_chosen(search, plan, searched, work / "quantized.onnx")
-
-
-def _converter(model: Model, ort_source: Model | None, inputs: BuildInputs, out: Path) -> Callable[..., ConvertedModel]:
-    golden = read_inputs(inputs.golden)
-    return partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
-
-
-def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:
-    """Converts to every form, or to those that need no absent extra: then `notes` says what is missing."""
-    try:
-        return convert(target=target)
-    except MissingExtraError as error:
-        # A context needs the vendor's compiler; without it the other forms of the bundle are still good.
-        forms = tuple(form for form in target.conversion.forms if form != "context")
-        if not forms:
-            raise
-        notes.append(f"no context model: {error}")
-        conversion = msgspec.structs.replace(target.conversion, forms=forms)
-        return convert(target=msgspec.structs.replace(target, conversion=conversion))
+    return write_chosen(search, plan, searched, work / "quantized.onnx"), plan

@@ -10,6 +10,7 @@ import msgspec
 from edgekit._files import digest_bytes
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.folder import MANIFEST, Bundle
+from edgekit.bundle.manifest.buckets import Bucket, Buckets
 from edgekit.bundle.manifest.checks import read_bounded
 from edgekit.bundle.manifest.manifest import BundledFile
 from edgekit.bundle.multi import PREFERENCE
@@ -28,6 +29,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     granted_samples: int
 
 
+class Filled(msgspec.Struct, frozen=True, kw_only=True):
+    """Axes of a tensor that have the size of a bucket, and what fills an input there."""
+
+    name: str
+    axes: tuple[int, ...]
+    value: float = 0.0
+
+
+class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a dimension, each with its file, the smallest first, and which axes of which tensors have them."""
+
+    dim: str
+    sizes: tuple[Bucket, ...]
+    inputs: tuple[Filled, ...]
+    outputs: tuple[Filled, ...]
+
+
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle as the loaders see it; `files` are those that the package carries, the manifest too, sorted by name.
 
@@ -35,7 +53,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     or beside it (`../`). `golden` is the folder of `inputs.npz`, `reference` names what the outputs are judged
     by: "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`.
     Those rows are compared with `golden/expected.npz` within `tolerance` in either case. `feeds` names for each input
-    that holds state the output of the step before that it comes from.
+    that holds state the output of the step before that it comes from. `buckets` are models of other sizes, the smallest
+    first and `model` last, None where there is one.
     """
 
     name: str
@@ -57,6 +76,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: dict[str, float]
     versions: dict[str, str]
     feeds: dict[str, str] = {}
+    buckets: VariantBuckets | None = None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,4 +244,17 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),
         feeds=dict(sorted(manifest.state.feeds.items())) if manifest.state else {},
+        buckets=_describe_buckets(manifest.buckets) if manifest.buckets else None,
+    )
+
+
+def _describe_buckets(buckets: Buckets) -> VariantBuckets:
+    padding = buckets.padding
+    return VariantBuckets(
+        dim=padding.dim,
+        sizes=buckets.sizes,
+        inputs=tuple(
+            Filled(name=name, axes=axes, value=padding.values[name]) for name, axes in sorted(padding.inputs.items())
+        ),
+        outputs=tuple(Filled(name=name, axes=axes) for name, axes in sorted(padding.outputs.items())),
     )

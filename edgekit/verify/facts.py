@@ -60,14 +60,40 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
 
 
+class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of samples that were filled up to one size: `outputs` are held against those of the samples alone.
+
+    `lengths` are those of the samples that ran, none where none did; `failure` says why there are no figures.
+    """
+
+    size: int
+    file: str
+    lengths: tuple[int, ...] = ()
+    provider_nodes: dict[str, int] = {}
+    outputs: tuple[OutputReport, ...] = ()
+    failure: str | None = None
+
+
+class SizesReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of samples in each size of a dimension that a bundle has a model for.
+
+    `filled` tells how far the float model itself is, with samples filled up to the largest, from what it makes of them
+    as they are.
+    """
+
+    dim: str
+    filled: tuple[OutputReport, ...]
+    sizes: tuple[BucketReport, ...]
+
+
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a run is judged by, every reason why it does not pass there, and why that cannot be told.
 
-    `name` is "run", "output", "metric", "placement", "costs", "session", "state" or "file"; `subject` names the output,
-    the metric or the file.
+    `name` is "run", "output", "metric", "placement", "costs", "session", "state", "size" or "file"; `subject` names the
+    output, the metric, the size or the file.
     """
 
-    name: Literal["run", "output", "metric", "placement", "costs", "session", "state", "file"]
+    name: Literal["run", "output", "metric", "placement", "costs", "session", "state", "size", "file"]
     subject: str = ""
     failures: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()

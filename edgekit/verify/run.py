@@ -31,11 +31,12 @@ from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, fi
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
+from edgekit.verify.devices.buckets import run_buckets
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.drift import StateReport
-from edgekit.verify.facts import Located
+from edgekit.verify.facts import Located, SizesReport
 from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.metrics.dependence import compare_device_outputs
@@ -199,6 +200,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
             state=_run_steps(trial, device, work / "steps"),
+            sizes=_run_sizes(trial, device, asked, work / "sizes"),
             files=tuple(try_model_files(bundle, device, plan, golden, excuse_outputs, work / "files")),
         )
         # A run whose outputs were not digested is not whole.
@@ -218,6 +220,13 @@ def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
         return StateReport(sequences=0, steps=steps)
     reference, given = (select_samples(samples, range(whole)) for samples in (trial.reference, trial.run.outputs))
     return run_sequences(device, trial.job, state, trial.golden, reference, given, work)
+
+
+def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> SizesReport | None:
+    """Returns what the device makes of samples in each bucket: of other samples nobody knows how long they were."""
+    if asked.golden is not None:
+        return None
+    return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work)
 
 
 def _score(trial: _Trial, asked: _Asked) -> Scored | None:
@@ -278,7 +287,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
-        notes=(*run.notes, *_list_notes(trial), *((hidden,) if hidden else ()), *excused),
+        notes=(*run.notes, *_list_notes(trial, asked), *((hidden,) if hidden else ()), *excused),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
@@ -323,7 +332,7 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
         yield from () if replay is None else (replay,)
 
 
-def _list_notes(trial: _Trial) -> Iterator[str]:
+def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
     """Yields what a reader of the figures should know; the times of an emulator mean nothing."""
     latency = summarize_latency(trial.run.latency_ms)
     if trial.false_times:
@@ -335,9 +344,11 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
     if not find_version(trial.run):
         yield "it does not say which ONNX Runtime ran"
     yield from find_sameness(trial.reference)
-    done, asked = len(trial.rows), trial.job.samples.count
-    if done < asked:
-        yield f"it stopped after {done} of {asked} samples: only these were compared"
+    done, planned = len(trial.rows), trial.job.samples.count
+    if done < planned:
+        yield f"it stopped after {done} of {planned} samples: only these were compared"
+    if trial.bundle.manifest.buckets and asked.golden is not None:
+        yield "samples of your own run in the largest size alone: the others were not judged"
     if trial.bundle.manifest.precision != "fp16":
         yield from find_own_half_values(trial.reference, trial.run.outputs, trial.bundle, trial.inputs)
 

@@ -1,6 +1,7 @@
 """What one device did with a bundle: the facts, what they are judged by, and the verdict computed from them."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -11,7 +12,16 @@ from edgekit.data.samples import spread_sequences
 from edgekit.evidence import Evidence, Judgement, Verdict
 from edgekit.target import Thresholds
 from edgekit.verify.drift import StateReport, doubt_state, judge_state
-from edgekit.verify.facts import OBSERVING, FileReport, Gate, Located, PlacementGap, StandIn
+from edgekit.verify.facts import (
+    OBSERVING,
+    BucketReport,
+    FileReport,
+    Gate,
+    Located,
+    PlacementGap,
+    SizesReport,
+    StandIn,
+)
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
 from edgekit.verify.tasks.accuracy import Accuracy
 from edgekit.verify.tasks.scores import TaskReport, judge_task
@@ -42,7 +52,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     holds the metric of a device that is faster, where this one ran only some of the labelled samples. `outdated` says
     that the ONNX Runtime of an emulator is older than the bundle asks for, "" where it is not: what it does not take
     then says nothing of an app. `steps` is how many samples make a sequence, and `state` tells of sequences with the
-    device's own state, None where the model has none or the samples are no sequences.
+    device's own state, None where the model has none or the samples are no sequences; `sizes` tells of each size of a
+    bundle with buckets, None where it has none.
     """
 
     device: str
@@ -75,6 +86,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     outdated: str = ""
     steps: int = 1
     state: StateReport | None = None
+    sizes: SizesReport | None = None
 
     def find_places(self, count: int) -> tuple[int, ...]:
         """Returns which of `count` samples ran, in their order: spread evenly, up to where the time was over."""
@@ -114,8 +126,16 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             Gate(name="session", failures=self.findings, unproven=older) if self.findings or older else None,
             _gate_state(self.state, self.thresholds) if self.state else None,
         )
+        sizes = (self._judge_size(size, self.sizes) for size in self.sizes.sizes) if self.sizes else ()
         files = (self._excuse("file", _judge_file(file, self), file.file) for file in self.files)
-        return (self._excuse("run", _judge_end(self)), *outputs, *filter(None, others), *files)
+        return (self._excuse("run", _judge_end(self)), *outputs, *filter(None, others), *sizes, *files)
+
+    def _judge_size(self, size: BucketReport, sizes: SizesReport) -> Gate:
+        subject = f"{sizes.dim}={size.size}"
+        if not size.lengths:
+            return Gate(name="size", subject=subject, unproven=(f"no sample ran with {subject}",))
+        failures = tuple(f"with {subject}, {line}" for line in _judge_size(size, self))
+        return Gate(name="size", subject=subject, failures=failures)
 
     def _excuse(self, name: Literal["run", "placement", "file"], found: tuple[str, ...], subject: str = "") -> Gate:
         """Returns a gate that an emulator which is too old cannot fail: what it refuses, newer ones may take."""
@@ -141,8 +161,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explanations(self) -> tuple[str, ...]:
-        """What may explain that a run does not pass: known traps, and the layer."""
-        return (*self.traps, *_explain_layers(self.located))
+        """What may explain that a run does not pass: known traps, the layer, and what samples are filled with."""
+        return (*self.traps, *_explain_layers(self.located), *_explain_sizes(self.sizes, self.thresholds))
 
     @property
     def verdict(self) -> Verdict:
@@ -174,6 +194,18 @@ def _judge_file(file: FileReport, run: RunReport) -> tuple[str, ...]:
         return (f"the bundle ships '{file.file}', of which {run.provider} takes no node there",)
     lines = (line for output in file.outputs for line in judge_output(output, run.thresholds))
     return tuple(f"'{file.file}': {line}" for line in lines)
+
+
+def _judge_size(size: BucketReport, run: RunReport) -> Iterator[str]:
+    if size.failure is not None:
+        yield f"the device failed: {size.failure}"
+        return
+    if run.provider != CPU_PROVIDER and size.provider_nodes and not size.provider_nodes.get(run.provider):
+        yield f"silent fallback: {run.provider} took no node of '{size.file}'"
+    if not any(output.elements != 0 for output in size.outputs):
+        yield "nothing was compared"
+    for output in size.outputs:
+        yield from judge_output(output, run.thresholds)
 
 
 def _judge_placement(run: RunReport) -> tuple[str, ...]:
@@ -228,6 +260,15 @@ def _explain_layers(located: Located | None) -> tuple[str, ...]:
     if not located.notes or located.found_by == "tensors":
         return ("each layer computes there what it computes on this machine: the loss is in the model, not the device",)
     return ()
+
+
+def _explain_sizes(sizes: SizesReport | None, thresholds: Thresholds) -> tuple[str, ...]:
+    """Returns for the first output that what fills a sample changes too far on the float model itself, that it does."""
+    filled = () if sizes is None else (line for output in sizes.filled for line in judge_output(output, thresholds))
+    return tuple(
+        f"what fills a sample changes what the float model itself makes of it, as where no mask hides it: {line}"
+        for line in islice(filled, 1)
+    )
 
 
 def _name_counts(counts: Mapping[str, int]) -> str:

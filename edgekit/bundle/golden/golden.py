@@ -55,12 +55,19 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_golden(
-    model: Model, samples: Samples, out: Path, *, labels: Sequence[Label] | None = None, at_once: int = 1
+    model: Model,
+    samples: Samples,
+    out: Path,
+    *,
+    labels: Sequence[Label] | None = None,
+    at_once: int = 1,
+    ragged: bool = False,
 ) -> Golden:
     """Runs the model on the CPU without optimisation and writes inputs, outputs and labels into the folder `out`.
 
     The samples are read once, and memory holds a few of them. With `at_once` that many run at a time and share the
-    cores: small nets leave most of a core idle. The shape of an output may depend on the data.
+    cores: small nets leave most of a core idle. The shape of an output may depend on the data, with `ragged` that of an
+    input too.
 
     Raises:
         ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
@@ -78,7 +85,7 @@ def make_golden(
             f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'",
             hint="give one a sample",
         )
-    with writing_rows(out / INPUTS) as inputs, writing_rows(out / OUTPUTS, ragged=True) as outputs:
+    with writing_rows(out / INPUTS, ragged=ragged) as inputs, writing_rows(out / OUTPUTS, ragged=True) as outputs:
         for sample, result in _run_all(model, samples, at_once):
             inputs.append(sample)
             outputs.append(result)

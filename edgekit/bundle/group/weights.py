@@ -21,6 +21,13 @@ class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
 
 
+class SharedModels(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of each of some models, the one to load first, and how many bytes of weights several of them share."""
+
+    files: dict[str, tuple[Path, ...]]
+    size_bytes: int
+
+
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where the bytes of a weight lie: in the tensor itself, or so many at an offset of a file."""
 
@@ -57,14 +64,30 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
     models = {
         name: load_model(each.find_model("onnx")) for name, each in bundles.items() if "onnx" in each.manifest.forms
     }
+    shared = share_models(models, folder)
+    made = {
+        name: replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
+        for name, files in shared.files.items()
+    }
+    return SharedWeights(bundles={**bundles, **made}, size_bytes=shared.size_bytes)
+
+
+def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
+    """Writes those models that have weights in common with another into `folder`, and these weights into one file.
+
+    The files of a model may lie in several folders: it loads where they lie in one.
+
+    Raises:
+        OutputError: `folder` cannot be written.
+    """
     protos = {name: read_proto(model, weights=False) for name, model in models.items()}
     weights = {name: _digest_weights(model, protos[name]) for name, model in models.items()}
     equal = dict(_find_equal(list(weights.values())))
     if not equal:
-        return SharedWeights(bundles=dict(bundles))
+        return SharedModels(files={}, size_bytes=0)
     file = folder / f"weights-{_name(equal)}.data"
     offsets = _write_weights(file, {digest: _find(digest, weights.values()) for digest in equal})
-    made = dict(bundles)
+    made: dict[str, tuple[Path, ...]] = {}
     for name, proto in protos.items():
         mine = {digest: places for digest, places in weights[name].items() if digest in offsets}
         if mine:
@@ -74,9 +97,8 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
             path = folder / name / "model" / f"{name}.onnx"
             own = _move_others(proto, models[name], file.name, path.with_name(f"{path.name}.data"))
             write_new(path, [proto.SerializeToString(deterministic=True)])
-            files = (path, file, *own)
-            made[name] = replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
-    return SharedWeights(bundles=made, size_bytes=sum(equal.values()))
+            made[name] = (path, file, *own)
+    return SharedModels(files=made, size_bytes=sum(equal.values()))
 
 
 def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Place]]:

@@ -4,6 +4,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from edgekit.bundle.manifest.buckets import Buckets
+from edgekit.bundle.manifest.buckets import find_fault as find_bucket_fault
 from edgekit.bundle.manifest.migrate import migrate_manifest
 from edgekit.bundle.manifest.tuned import TunedSession
 from edgekit.data.images import Preprocess
@@ -12,6 +14,9 @@ from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Licence
 from edgekit.target import Form, Platform, Precision, Thresholds, Verification
+
+UNPADDED = "golden/unpadded.npz"
+"""What the float model makes of the golden samples as long as they were, in a bundle with buckets."""
 
 # An upper bound for what is decoded in memory before anything is known of it.
 MAX_MANIFEST_BYTES = 16 << 20
@@ -130,7 +135,8 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
     `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
     edgekit's layout of ORT-format files, None without such a file. `state` says which outputs an app passes as inputs
-    of the next step, and how many golden samples make a sequence; a model without state has none. `tuned` are
+    of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
+    are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
     settings that were found to be better on some machines: the first whose class is that of the machine counts.
     """
 
@@ -167,6 +173,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     evidence: Literal["verify.json"] = "verify.json"
     # Not written where there is none: bundles keep the bytes that they had before.
     state: State | msgspec.UnsetType = msgspec.UNSET
+    buckets: Buckets | msgspec.UnsetType = msgspec.UNSET
     tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -206,6 +213,7 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
         if name not in manifest.files:
             raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
     _check_state(manifest, source)
+    _check_buckets(manifest, source)
     return manifest
 
 
@@ -217,6 +225,19 @@ def _check_state(manifest: Manifest, source: str) -> None:
         fault = f"has {manifest.steps} steps, and {manifest.golden.samples} golden samples make no whole sequences", ""
     if fault is not None:
         raise BundleError(f"the state in '{source}' {fault[0]}", hint="build the bundle again")
+
+
+def _check_buckets(manifest: Manifest, source: str) -> None:
+    if not manifest.buckets:
+        return
+    files, samples = manifest.forms[manifest.form], manifest.golden.samples
+    fault = find_bucket_fault(manifest.buckets, files, manifest.inputs, manifest.outputs, samples)
+    if fault is None and manifest.steps > 1:
+        fault = "are of a model with state, whose steps they cannot run"
+    if fault is None and UNPADDED not in manifest.files:
+        fault = f"lack '{UNPADDED}'"
+    if fault is not None:
+        raise BundleError(f"the buckets in '{source}' {fault}", hint="build the bundle again")
 
 
 def decode_plain(data: bytes, source: str) -> Any:

@@ -59,11 +59,12 @@ def check_files(variant: Variant, folder: Path) -> None:
             raise LoaderError(f"'{name}' of bundle '{variant['name']}' was altered: its sha256 is another")
 
 
-def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin: str = "") -> Any:
+def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin: str = "", model: str = "") -> Any:
     """Returns an InferenceSession with every session key and provider option of the bundle, after checking its files.
 
-    `on_cpu` leaves the provider out, and the key that forbids the CPU with it. `plugin` is the library of a provider
-    that ONNX Runtime loads at run time; without it the wheel onnxruntime-qnn is asked.
+    `model` is the file of one size of a bundle with several, the largest where it is empty. `on_cpu` leaves the
+    provider out, and the key that forbids the CPU with it. `plugin` is the library of a provider that ONNX Runtime
+    loads at run time; without it the wheel onnxruntime-qnn is asked.
 
     Raises:
         LoaderError: a file was altered, ONNX Runtime is too old, or it cannot open the bundle here.
@@ -77,7 +78,9 @@ def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin
             if not (on_cpu and key == _NO_CPU):
                 options.add_session_config_entry(key, value)
         providers = _choose_providers(variant, options, on_cpu=on_cpu, plugin=plugin)
-        return ort.InferenceSession(str(folder / variant["model"]), options, **providers, enable_fallback=False)
+        return ort.InferenceSession(
+            str(folder / (model or variant["model"])), options, **providers, enable_fallback=False
+        )
     except LoaderError:
         raise
     except Exception as error:  # ONNX Runtime's exceptions share no base
@@ -109,6 +112,57 @@ def _find_plugin() -> str:
     except ImportError as error:
         raise LoaderError("the provider's library is missing: give --plugin, or install onnxruntime-qnn") from error
     return str(qnn.get_library_path())
+
+
+class Sizes:
+    """Runs samples of any length with a bundle that has models of several: each in the smallest that takes it.
+
+    Inputs are filled at their end up to that size, and outputs cut back. A session is opened when it is first needed;
+    weights lie in one file, whose pages all of them share. The options are those of `open_session`.
+    """
+
+    def __init__(self, variant: Variant, folder: Path, **options: Any) -> None:
+        self._variant, self._folder, self._options = variant, folder, options
+        self._buckets: dict[str, Any] = variant["buckets"]
+        self._sessions: dict[int, Any] = {}
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the outputs for a sample, as long as it is.
+
+        Raises:
+            LoaderError: it is longer than the largest size, or its inputs have several lengths.
+        """
+        dim, filled = self._buckets["dim"], self._buckets["inputs"]
+        lengths = {inputs[each["name"]].shape[axis] for each in filled for axis in each["axes"]}
+        if len(lengths) != 1:
+            raise LoaderError(f"the inputs have several sizes of '{dim}': {sorted(lengths)}")
+        length = lengths.pop()
+        bucket = next((each for each in self._buckets["sizes"] if each["size"] >= length > 0), None)
+        if bucket is None:
+            raise LoaderError(f"'{self._variant['name']}' takes no sample of {length} in '{dim}'")
+        size, session = bucket["size"], self._open(bucket)
+        given = {**inputs, **{each["name"]: _fill(inputs[each["name"]], size, each) for each in filled}}
+        names = [output.name for output in session.get_outputs()]
+        outputs = dict(zip(names, session.run(names, given), strict=True))
+        cut = {each["name"]: _cut(outputs[each["name"]], length, size, each) for each in self._buckets["outputs"]}
+        return {**outputs, **cut}
+
+    def _open(self, bucket: dict[str, Any]) -> Any:
+        size = bucket["size"]
+        if size not in self._sessions:
+            self._sessions[size] = open_session(self._variant, self._folder, model=bucket["file"], **self._options)
+        return self._sessions[size]
+
+
+def _fill(value: Any, size: int, filled: dict[str, Any]) -> Any:
+    widths = [(0, size - length if axis in filled["axes"] else 0) for axis, length in enumerate(value.shape)]
+    return np.pad(value, widths, constant_values=np.asarray(filled["value"]).astype(value.dtype))
+
+
+def _cut(value: Any, length: int, size: int, cut: dict[str, Any]) -> Any:
+    for axis in cut["axes"]:
+        value = value.take(range(-(-length * value.shape[axis] // size)), axis)
+    return np.ascontiguousarray(value)
 
 
 class Stepper:

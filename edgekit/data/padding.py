@@ -1,0 +1,191 @@
+"""Samples of any length for models of fixed ones: filled at the end up to the size of a bucket, and cut back after."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.errors import DataError, UsageError, suggest_name
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+
+
+class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the dimension `dim` stands: the axes of inputs that have its size, and those of outputs that go with it.
+
+    `values` holds what each of the inputs is filled with, behind what a sample has. An output axis may have a fixed
+    share of the size, as behind a pooling: of n it then keeps that share, rounded up.
+    """
+
+    dim: str
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[int, ...]]
+    values: dict[str, float]
+
+    def measure(self, sample: Tensors) -> int:
+        """Returns how long a sample is.
+
+        Raises:
+            DataError: its inputs, or two axes of one, have different lengths.
+        """
+        shapes: dict[str, tuple[int, ...]] = {name: sample[name].shape for name in self.inputs}
+        found = [(name, shapes[name][axis]) for name, axes in self.inputs.items() for axis in axes]
+        if len({size for _, size in found}) != 1:
+            told = ", ".join(f"{size} in '{name}'" for name, size in found)
+            raise DataError(f"a sample has several sizes of '{self.dim}': {told}", hint="give all of them one size")
+        return found[0][1]
+
+    def fill(self, sample: Tensors, size: int) -> dict[str, Array]:
+        """Returns a sample that is no longer than `size`, filled up to it."""
+        return {name: self._fill(name, value, size) for name, value in sample.items()}
+
+    def _fill(self, name: str, value: Array, size: int) -> Array:
+        axes = self.inputs.get(name, ())
+        if all(value.shape[axis] == size for axis in axes):
+            return value
+        widths = [(0, size - length if axis in axes else 0) for axis, length in enumerate(value.shape)]
+        return np.pad(value, widths, constant_values=np.asarray(self.values[name]).astype(value.dtype))
+
+    def cut(self, outputs: Tensors, length: int, size: int) -> dict[str, Array]:
+        """Returns the outputs for a sample of some length, of those that a model of `size` gave for it."""
+        return {name: self._cut(name, value, length, size) for name, value in outputs.items()}
+
+    def _cut(self, name: str, value: Array, length: int, size: int) -> Array:
+        axes = (axis for axis in self.outputs.get(name, ()) if axis < value.ndim)
+        return _take(value, {axis: -(-length * value.shape[axis] // size) for axis in axes})
+
+
+def find_padding(
+    dim: str,
+    inputs: Mapping[int, Sequence[TensorSpec]],
+    outputs: Mapping[int, Sequence[TensorSpec]],
+    values: Mapping[str, float],
+) -> Padding:
+    """Returns where a dimension stands in a model, told by its inputs and outputs at several sizes.
+
+    Raises:
+        UsageError: no input has that size, one has a size that follows from it, or a value is for an input that it is
+            not in, or none that the input can hold.
+    """
+    places: dict[str, tuple[int, ...]] = {}
+    for spec, shapes in _trace_shapes(inputs):
+        for axis in _find_moving(shapes):
+            if any(shape[axis] != size for size, shape in shapes.items()):
+                raise UsageError(
+                    f"axis {axis} of input '{spec.name}' follows from '{dim}', and can be filled by no bucket",
+                    hint="give it a size of its own, or build without buckets",
+                )
+            places[spec.name] = (*places.get(spec.name, ()), axis)
+    if not places:
+        raise UsageError(f"no input has the size of '{dim}'", hint="give the name of a dimension of an input")
+    for name in values:
+        if name not in places:
+            raise UsageError(f"input '{name}' has no dimension '{dim}' to fill", hint=suggest_name(name, places))
+    kinds = {spec.name: spec.dtype for spec in next(iter(inputs.values()))}
+    moving = ((spec.name, tuple(_find_shares(shapes))) for spec, shapes in _trace_shapes(outputs))
+    return Padding(
+        dim=dim,
+        inputs=places,
+        outputs={name: axes for name, axes in moving if axes},
+        values={name: _check_value(name, values.get(name, 0), kinds[name]) for name in places},
+    )
+
+
+_Shapes = dict[int, tuple[int | str | None, ...]]
+
+
+def _trace_shapes(tensors: Mapping[int, Sequence[TensorSpec]]) -> Iterator[tuple[TensorSpec, _Shapes]]:
+    for specs in zip(*tensors.values(), strict=True):
+        yield specs[0], dict(zip(tensors, (spec.shape or () for spec in specs), strict=True))
+
+
+def _find_moving(shapes: _Shapes) -> Iterator[int]:
+    """Yields the axes whose size is not the same at every size of the dimension."""
+    for axis, sizes in enumerate(zip(*shapes.values(), strict=False)):
+        if len(set(sizes)) > 1:
+            yield axis
+
+
+def _find_shares(shapes: _Shapes) -> Iterator[int]:
+    """Yields the axes that have one share of the dimension at every size of it, to within rounding up."""
+    largest = max(shapes)
+    for axis in _find_moving(shapes):
+        most = shapes[largest][axis]
+        if isinstance(most, int) and all(shape[axis] == -(-size * most // largest) for size, shape in shapes.items()):
+            yield axis
+
+
+def _check_value(name: str, value: float, dtype: str) -> float:
+    if dtype == "string":
+        raise UsageError(f"input '{name}' is text, which no bucket can fill", hint="build without buckets")
+    kind = np.dtype(dtype)
+    fits = math.isfinite(value) and (kind.kind == "f" or (value == int(value) and _is_within(int(value), kind)))
+    if not fits:
+        raise UsageError(f"input '{name}' is {dtype} and cannot be filled with {value:g}", hint="give another value")
+    return float(value)
+
+
+def _is_within(value: int, kind: np.dtype[np.generic]) -> bool:
+    if kind.kind == "b":
+        return value in {0, 1}
+    limits = np.iinfo(kind.name)
+    return int(limits.min) <= value <= int(limits.max)
+
+
+def free_axes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Returns tensors that may have any size in some axes of theirs."""
+    return tuple(
+        msgspec.structs.replace(
+            spec,
+            shape=tuple(None if axis in axes.get(spec.name, ()) else dim for axis, dim in enumerate(spec.shape or ())),
+        )
+        for spec in tensors
+    )
+
+
+def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
+    """Returns samples filled up to a size.
+
+    Reading them raises a DataError where one is longer than that.
+    """
+
+    def read() -> Iterator[Tensors]:
+        for index, sample in enumerate(samples):
+            length = padding.measure(sample)
+            if not 0 < length <= size:
+                raise DataError(
+                    f"sample {index} of '{samples.source}' has {length} of '{padding.dim}', the largest bucket {size}",
+                    hint=f"add a larger bucket, or leave out the sample: --dim {padding.dim}=...,{length}",
+                )
+            yield padding.fill(sample, size)
+
+    return msgspec.structs.replace(samples, read=read)
+
+
+def crop_samples(padding: Padding, samples: Samples, size: int) -> Samples:
+    """Returns samples that were filled up to a larger size, filled up to a smaller one that takes them."""
+
+    def read() -> Iterator[Tensors]:
+        for sample in samples:
+            yield {
+                name: _take(value, dict.fromkeys(padding.inputs.get(name, ()), size)) for name, value in sample.items()
+            }
+
+    return msgspec.structs.replace(samples, read=read)
+
+
+def cut_samples(padding: Padding, outputs: Samples, lengths: Sequence[int], size: int) -> Samples:
+    """Returns the outputs of a model of one size, each cut to what its sample of some length has of it."""
+
+    def read() -> Iterator[Tensors]:
+        for length, sample in zip(lengths, outputs, strict=False):
+            yield padding.cut(sample, length, size)
+
+    return msgspec.structs.replace(outputs, read=read)
+
+
+def _take(value: Array, sizes: Mapping[int, int]) -> Array:
+    for axis, size in sizes.items():
+        value = value.take(range(min(size, value.shape[axis])), axis)
+    return np.ascontiguousarray(value)

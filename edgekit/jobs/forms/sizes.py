@@ -1,0 +1,131 @@
+"""The models of a bundle with buckets: each made as the largest was, and the weights that they share written once."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import copy_file
+from edgekit.bundle.golden.golden import Golden, make_golden
+from edgekit.bundle.group.weights import share_models
+from edgekit.bundle.manifest.buckets import Bucket, Buckets
+from edgekit.check.check import check_model
+from edgekit.data.padding import pad_samples
+from edgekit.data.samples import select_samples, spread_indices
+from edgekit.errors import ModelError
+from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
+from edgekit.jobs.check import fix_for_target
+from edgekit.jobs.forms.deploy import Deployed, deploy_model
+from edgekit.model.model import Model, load_model
+from edgekit.prepare.fix import fix_model
+from edgekit.prepare.rewrites import unsigned_weights
+from edgekit.quantize import Calibration, QuantPlan, quantize_model
+from edgekit.target import Precision, Target
+
+# What a conversion is compared on, and values in half precision are looked at.
+_SAMPLES = 8
+
+
+class Making(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not."""
+
+    precision: Precision
+    is_rewritten: bool
+    plan: QuantPlan | None
+
+
+class Sized(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of all sizes, those of the largest first, and what a manifest says of them."""
+
+    files: tuple[Path, ...]
+    buckets: Buckets
+
+
+def make_sizes(
+    deployed: Deployed, making: Making, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]
+) -> Sized | None:
+    """Returns the models of all buckets, of which `deployed` is the largest, or None where there are no buckets.
+
+    Scales, ranges and rounding are those of the largest: they were found on samples that reach into all sizes.
+
+    Raises:
+        EdgekitError: a model cannot be made at a smaller size.
+    """
+    sized = inputs.buckets
+    if sized is None:
+        return None
+    models = {sized.models.largest: _load(deployed, inputs)}
+    for size, prepared in sized.models.smaller.items():
+        folder = work / f"size-{size}"
+        told = list[str]()
+        mine = msgspec.structs.replace(inputs, prepared=prepared, golden=_make_golden(inputs, sized, size, folder))
+        model = _remake(mine, making, deployed.target, folder)
+        check = check_model(model, deployed.target)
+        made = deploy_model(model, making.precision, check, mine, deployed.target, job, folder, told)
+        if made.precision != deployed.precision:
+            raise ModelError(
+                f"at {sized.models.padding.dim}={size} the model is {made.precision}, at the largest size"
+                f" {deployed.precision}",
+                hint=f"build it with --precision {made.precision}",
+            )
+        notes += [f"{sized.models.padding.dim}={size}: {line}" for line in told if line not in notes]
+        models[size] = _load(made, inputs)
+    return _share(models, sized, inputs.source.name, work / "shared", notes)
+
+
+def _load(deployed: Deployed, inputs: BuildInputs) -> Model:
+    converted = deployed.converted
+    return load_model(converted.folder / converted.files["onnx"][0], custom_ops=inputs.prepared.custom_ops)
+
+
+def _make_golden(inputs: BuildInputs, sized: BucketInputs, size: int, work: Path) -> Golden:
+    """Returns some of the golden samples that fit into a size, filled up to it."""
+    fitting = [row for row, length in enumerate(sized.lengths) if length <= size]
+    rows = [fitting[place] for place in spread_indices(len(fitting), _SAMPLES)]
+    samples = pad_samples(sized.models.padding, select_samples(sized.given, rows), size)
+    return make_golden(inputs.source, samples, work / "golden")
+
+
+def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> Model:
+    """Returns a prepared model of another size as the largest was made."""
+    model = inputs.prepared
+    if making.is_rewritten:
+        model = fix_for_target(model, work / "rewritten" / model.path.name, target)[0].model
+    if inputs.is_quantized and target.quantization.unsigned_ops:
+        return fix_model(model, work / "unsigned.onnx", [unsigned_weights.FIX_ID]).model
+    if making.plan is None or not isinstance(inputs.calibration, Calibration):
+        return model
+    plan = msgspec.structs.replace(making.plan, model_sha256=model.sha256)
+    return quantize_model(model, plan, inputs.calibration, work / "quantized.onnx").model
+
+
+def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Path, notes: list[str]) -> Sized:
+    largest = sized.models.largest
+    names = {size: name if size == largest else f"{name}-{size}" for size in models}
+    # Each under a name of its own, also where nothing is shared: the files of all sizes lie in one folder.
+    shared = share_models({names[size]: model for size, model in models.items()}, work)
+    of_each = {
+        size: shared.files.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()
+    }
+    files = tuple(dict.fromkeys(path for paths in of_each.values() for path in paths))
+    whole = sum(path.stat().st_size for path in files)
+    alone = sum(path.stat().st_size for paths in of_each.values() for path in paths)
+    sizes = ", ".join(str(size) for size in sized.models.sizes)
+    notes.append(
+        f"a model for each {sized.models.padding.dim} of {sizes}: {whole} bytes together, {alone} without the weights"
+        f" that they share; in ONNX form alone, since files in ORT format and contexts have weights of their own"
+    )
+    buckets = Buckets(
+        padding=sized.models.padding,
+        sizes=tuple(Bucket(size=size, file=of_each[size][0].name) for size in sized.models.sizes),
+        lengths=sized.lengths,
+    )
+    return Sized(files=files, buckets=buckets)
+
+
+def _rename(model: Model, name: str, work: Path) -> tuple[Path, ...]:
+    """Returns the files of a model that shares no weight, the first under another name."""
+    path = work / name / f"{name}.onnx"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    copy_file(model.path, path)
+    return (path, *(model.path.parent / file for file in model.external_files))

@@ -1,0 +1,232 @@
+"""Bundles with a model for each of several sizes: built, their weights stored once, and judged at each size."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+from verify_devices import InProcess
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.manifest.manifest import UNPADDED, decode_manifest, encode_json
+from edgekit.bundle.multi import extract_variant, join_bundles
+from edgekit.cli.main import run_command
+from edgekit.data.samples import Samples
+from edgekit.devices.device import DeviceRun, Job
+from edgekit.errors import BundleError, DataError, UsageError
+from edgekit.jobs.build import build
+from edgekit.model.tensors import Tensors
+from edgekit.package.package import package_bundles
+from edgekit.recipe import Data, PrecisionChoice, Recipe
+from edgekit.verify.run import verify_bundle
+
+# The mean over all tokens; "masked" leaves out those that fill up. `t` has a row for each, `half` for every other.
+NET = """<ir_version: 8, opset_import: ["" : 17]>
+  g (int64[batch,sequence] ids, float[batch,sequence] mask) => (float[batch,8] y, float[batch,sequence,32] t,
+     float[batch,every_other,32] half)
+  <int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] nothing = {{0}}, int64[1] ends = {{9999}}> {{
+    e = Gather(table, ids) h = MatMul(e, w1) r = Relu(h) o = MatMul(r, w2) m = Unsqueeze(mask, two) {pool}
+    y = MatMul(p, w3) t = Identity(o) half = Slice(e, nothing, ends, one, two) }}"""
+POOLS = {
+    "masked": "k = Mul(o, m) s = ReduceSum<keepdims = 0>(k, one) n = ReduceSum<keepdims = 0>(m, one) p = Div(s, n)",
+    "plain": "k = Add(o, m) p = ReduceMean<keepdims = 0, axes = [1]>(k)",
+}
+WEIGHTS = {"table": (50, 32), "w1": (32, 64), "w2": (64, 32), "w3": (32, 8)}
+SIZES = (4, 8, 12)
+LENGTHS = (3, 4, 5, 7, 8, 2, 10, 11, 12, 1, 6, 9)
+
+
+def write_net(folder: Path, pool: str = "masked") -> Path:
+    rng = np.random.default_rng(0)
+    model = parser.parse_model(NET.format(pool=POOLS[pool]))
+    for name, shape in WEIGHTS.items():
+        values = rng.normal(size=shape) * (5 if name == "table" else 1) / np.sqrt(shape[0])
+        model.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
+    onnx.save(model, str(folder / "net.onnx"))
+    return folder / "net.onnx"
+
+
+def make_sample(length: int, seed: int) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(1, 50, (1, length))
+    return {"ids": ids, "mask": np.ones((1, length), np.float32)}
+
+
+def write_samples(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> str:
+    folder.mkdir()
+    for index, length in enumerate(lengths):
+        np.savez(folder / f"{index:02}.npz", **make_sample(length, index))  # type: ignore[arg-type]
+    return str(folder)
+
+
+def make(folder: Path, pool: str = "masked", precision: PrecisionChoice = "int8", **changes: object) -> Path | None:
+    data = write_samples(folder / "data")
+    recipe = Recipe(targets=("cpu",), precision=precision, dims={"batch": 1}, buckets={"sequence": SIZES})
+    recipe = msgspec.structs.replace(recipe, **changes)
+    report = build(write_net(folder, pool), Data(source=data, evaluation=data), folder / "out", recipe, verify=False)
+    assert report.bundles[0].failure is None
+    return report.bundles[0].path
+
+
+@pytest.fixture(scope="module")
+def bundle(make_once: Callable[[str, Callable[[Path], object]], Path]) -> Bundle:
+    return open_bundle(make_once("buckets", make) / "out" / "net-cpu")
+
+
+def test_weights_of_all_sizes_lie_in_one_file(bundle: Bundle) -> None:
+    manifest = bundle.manifest
+    assert manifest.buckets
+    assert [bucket.size for bucket in manifest.buckets.sizes] == list(SIZES)
+    assert manifest.buckets.padding.inputs == {"ids": (1,), "mask": (1,)}
+    assert manifest.buckets.padding.outputs == {"t": (1,), "half": (1,)}
+    assert manifest.forms.keys() == {"onnx"}
+    (weights,) = (name for name in manifest.files if name.startswith("weights-"))
+    assert manifest.files[weights].size_bytes > 4096
+    for bucket in manifest.buckets.sizes:
+        model = onnx.load(str(bundle.folder / bucket.file), load_external_data=False)
+        assert model.graph.input[0].type.tensor_type.shape.dim[1].dim_value == bucket.size
+        assert weights in str(model)  # the same bytes: quantized with the same ranges and rounding
+    assert "| 4 | `net-4.onnx` |" in (bundle.folder / "README.md").read_text()
+    assert "--dim sequence=4,8,12" in manifest.provenance.command
+
+
+def test_each_size_is_held_against_the_float_model_at_the_length_of_the_sample(bundle: Bundle) -> None:
+    (run,) = verify_bundle(bundle, [InProcess()]).runs
+    assert run.passed, (run.failures, run.unproven)
+    assert run.sizes is not None
+    ran = {size.size: size.lengths for size in run.sizes.sizes}
+    assert set(ran[4]) == {1, 2, 3, 4}
+    assert set(ran[8]) == {5, 6, 7, 8}
+    assert sorted(ran[12]) == sorted(bundle.manifest.buckets.lengths)  # type: ignore[union-attr]
+    assert all(output.elements for size in run.sizes.sizes for output in size.outputs)
+
+
+class Clumsy(InProcess, frozen=True, kw_only=True):
+    """Is right at the largest size, and turns an output around at a smaller one."""
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        run = super().run_job(job, work)
+        if job.model.name != "net-8.onnx":
+            return run
+        rows = [{**row, "y": -row["y"]} for row in run.outputs]
+        return msgspec.structs.replace(run, outputs=Samples(source="rows", count=len(rows), read=lambda: iter(rows)))
+
+
+def test_a_size_that_a_device_computes_otherwise_fails(bundle: Bundle) -> None:
+    (run,) = verify_bundle(bundle, [Clumsy()]).runs
+    assert {gate.subject for gate in run.gates if gate.failures} == {"sequence=8"}
+    assert not any("what fills a sample" in line for line in run.failures)
+
+
+def test_a_model_that_does_not_mask_what_fills_a_sample_is_found(tmp_path: Path) -> None:
+    made = make(tmp_path, "plain", "fp32")
+    assert made is not None
+    (run,) = verify_bundle(open_bundle(made), [InProcess()]).runs
+    assert {gate.name for gate in run.gates if gate.failures} == {"size"}
+    assert any("what fills a sample changes what the float model itself makes of it" in line for line in run.failures)
+
+
+def test_the_loader_of_a_package_fills_picks_and_cuts(bundle: Bundle, tmp_path: Path) -> None:
+    package_bundles([bundle.folder], "tar", tmp_path / "p.tar")
+    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
+    place = importlib.util.spec_from_file_location("loader", tmp_path / "p" / "python" / "edgekit_loader.py")
+    assert place is not None
+    assert place.loader is not None
+    loader = importlib.util.module_from_spec(place)
+    place.loader.exec_module(loader)
+    (variant,) = loader.read_variants()
+    sizes = loader.Sizes(variant, loader.find_folder(variant))
+    assert bundle.manifest.buckets
+    for length, file in ((1, "net-4.onnx"), (5, "net-8.onnx"), (12, "net.onnx")):
+        sample = make_sample(length, 90)
+        got: Tensors = sizes.run(sample)
+        assert got["t"].shape == (1, length, 32)
+        assert got["half"].shape == (1, (length + 1) // 2, 32)
+        size = next(bucket.size for bucket in bundle.manifest.buckets.sizes if bucket.file == file)
+        filled = bundle.manifest.buckets.padding.fill(sample, size)
+        wanted = CpuSession(bundle.folder / file, SessionSettings()).run(filled)
+        np.testing.assert_allclose(got["y"], wanted["y"], rtol=1e-4)
+        np.testing.assert_allclose(got["t"], wanted["t"][:, :length], rtol=1e-4)
+    with pytest.raises(loader.LoaderError, match="takes no sample of 13"):
+        sizes.run(make_sample(13, 0))
+
+
+def test_a_joined_bundle_keeps_its_sizes(bundle: Bundle, tmp_path: Path) -> None:
+    joined = join_bundles([bundle], tmp_path / "joined")
+    again = extract_variant(joined, "cpu", tmp_path / "again")
+    assert again.manifest == bundle.manifest
+    assert (again.folder / UNPADDED).read_bytes() == (bundle.folder / UNPADDED).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        (["sequence=8,4"], "do not rise"), (["sequence=4,4"], "do not rise"), (["sequence=4,"], "'' is no size"),
+        (["sequence=0,4"], "do not rise"), (["sequence=4,x"], "'x' is no size"), (["length=4,8"], "length"),
+        (["sequence=4,8", "batch=1,2"], "have several sizes"), (["sequence=4,8", "sequence=9"], "twice"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_buckets_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dims: list[str], said: str
+) -> None:
+    words = [word for dim in dims for word in ("--dim", dim)]
+    words += [] if any("batch" in dim for dim in dims) else ["--dim", "batch=1"]
+    data, out = write_samples(tmp_path / "d"), tmp_path / "out"
+    code = run_command(
+        ["build", str(write_net(tmp_path)), "--data", data, "--target", "cpu", *words, "--out", str(out)]
+    )
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "error", "said"),
+    [
+        ((3, 13), {}, DataError, "has 13 of 'sequence', the largest bucket 12"),
+        ((5, 6), {}, DataError, "no golden sample fits into sequence=4"),
+        ((3, 4), {"pad": {"y": 1.0}}, UsageError, "'y' has no dimension"),
+        ((3, 4), {"pad": {"ids": 0.5}}, UsageError, "cannot be filled with 0.5"),
+        ((3, 4), {"forms": ("full",)}, UsageError, "cannot share weights"),
+    ],
+)
+def test_what_no_bucket_can_hold_is_refused(
+    tmp_path: Path, lengths: tuple[int, ...], changes: dict[str, object], error: type[Exception], said: str
+) -> None:
+    data = write_samples(tmp_path / "d", lengths)
+    recipe = Recipe(targets=("cpu",), precision="fp32", dims={"batch": 1}, buckets={"sequence": SIZES})
+    with pytest.raises(error, match=said):
+        build(
+            write_net(tmp_path),
+            Data(source=data, evaluation=data),
+            tmp_path / "o",
+            msgspec.structs.replace(recipe, **changes),
+        )
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda it: it["sizes"].reverse(), lambda it: it["sizes"].clear(),
+        lambda it: it["sizes"][0].update(file="../x.onnx"),
+        lambda it: it["sizes"][0].update(size=0), lambda it: it["sizes"][0].update(file="net.onnx"),
+        lambda it: it["padding"]["inputs"].update(ids=[0]), lambda it: it["padding"]["inputs"].update(ids=[-1]),
+        lambda it: it["padding"]["outputs"].update(t=[7]), lambda it: it["padding"]["values"].clear(),
+        lambda it: it["lengths"].pop(), lambda it: it["lengths"].__setitem__(0, 13), lambda it: it.update(code="x"),
+    ],
+)  # fmt: skip
+def test_a_manifest_cannot_state_buckets_that_are_not_there(
+    bundle: Bundle, spoil: Callable[[dict[str, Any]], object]
+) -> None:
+    raw = msgspec.json.decode(encode_json(bundle.manifest))
+    assert decode_manifest(encode_json(raw), "it") == bundle.manifest
+    spoil(raw["buckets"])
+    with pytest.raises(BundleError):
+        decode_manifest(encode_json(raw), "it")
