@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edgekit._files import digest_bytes
 from edgekit.app_runtime import AppRuntime
@@ -30,11 +31,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True):
-    """Axes of a tensor that have the size of a bucket, and what fills an input there."""
+    """Axes of a tensor that have the size of a bucket, and what fills an input there.
+
+    `element` holds the bytes of one, from -128 to 127, the lowest first; none for an output.
+    """
 
     name: str
     axes: tuple[int, ...]
-    value: float = 0.0
+    element: tuple[int, ...] = ()
 
 
 class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,17 +248,23 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         tolerance=dict(sorted(manifest.golden.tolerance.items())),
         versions=dict(sorted(manifest.versions.items())),
         feeds=dict(sorted(manifest.state.feeds.items())) if manifest.state else {},
-        buckets=_describe_buckets(manifest.buckets) if manifest.buckets else None,
+        buckets=_describe_buckets(manifest.buckets, manifest.inputs) if manifest.buckets else None,
     )
 
 
-def _describe_buckets(buckets: Buckets) -> VariantBuckets:
-    padding = buckets.padding
+def _describe_buckets(buckets: Buckets, inputs: Sequence[TensorSpec]) -> VariantBuckets:
+    padding, dtypes = buckets.padding, {spec.name: spec.dtype for spec in inputs}
     return VariantBuckets(
         dim=padding.dim,
         sizes=buckets.sizes,
         inputs=tuple(
-            Filled(name=name, axes=axes, value=padding.values[name]) for name, axes in sorted(padding.inputs.items())
+            Filled(name=name, axes=axes, element=_spell_element(padding.values[name], dtypes[name]))
+            for name, axes in sorted(padding.inputs.items())
         ),
         outputs=tuple(Filled(name=name, axes=axes) for name, axes in sorted(padding.outputs.items())),
     )
+
+
+def _spell_element(value: float, dtype: str) -> tuple[int, ...]:
+    kind = np.dtype(dtype).newbyteorder("<")
+    return tuple(int(byte) for byte in np.frombuffer(np.asarray(value).astype(kind).tobytes(), np.int8))

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from stepped_models import RECURRENT, STEPS, make, save_data
 from tiny_models import parse_model
 from verify_devices import InProcess
 
@@ -34,25 +35,6 @@ from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import read_report, write_report
-
-STEPS = 8
-RECURRENT = """<ir_version: 8, opset_import: ["" : 17]>
-  g (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h)
-  <float keep = {0.9}, float[4,4] w = {1, 0.5, 0, 0, 0, 1, 0.5, 0, 0, 0, 1, 0.5, 0.5, 0, 0, 1}> {
-    kept = Mul(h, keep) new_h = Add(kept, x) y = MatMul(new_h, w) }"""
-
-
-def save_data(path: Path, sequences: int = 8, **more: np.ndarray) -> Data:
-    rows = np.random.default_rng(0).normal(size=(sequences * STEPS, 1, 4)).astype(np.float32)
-    np.savez(path, x=rows, **more)  # type: ignore[arg-type]
-    return Data(source=str(path))
-
-
-def make(folder: Path) -> None:
-    model = parse_model(RECURRENT, folder / "recurrent.onnx")
-    recipe = Recipe(targets=("cpu",), precision="fp32", state=State(steps=STEPS))
-    report = build(model, save_data(folder / "d.npz"), folder / "out", recipe, verify=False)
-    assert report.bundles[0].failure is None
 
 
 @pytest.fixture(scope="module")

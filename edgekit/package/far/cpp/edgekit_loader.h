@@ -24,6 +24,7 @@ namespace edgekit {
 struct OpenOptions {
   bool on_cpu = false;  // leave the provider out, and the key that forbids the CPU with it
   std::string plugin;   // the library of a provider that is loaded at run time
+  std::string model;    // the file of one size of a bundle with several; the largest where it is empty
 };
 
 inline void CheckFiles(const Variant& variant, const std::string& folder) {
@@ -103,7 +104,7 @@ inline Session OpenSession(const Ort& ort, const Variant& variant, const std::st
       ort.Do(Slot::kAddSessionConfigEntry, options.get(), key.c_str(), value.c_str());
   internal::AddProvider(ort, options.get(), variant, how);
   Session session(ort);
-  const std::string path = folder + "/" + variant.model;
+  const std::string path = folder + "/" + (how.model.empty() ? variant.model : how.model);
   ort.Do(Slot::kCreateSession, static_cast<const OrtEnv*>(ort.env()), path.c_str(),
          static_cast<const OrtSessionOptions*>(options.get()), session.out());
   return session;

@@ -40,6 +40,8 @@ enum class Slot : std::size_t {
   kCreateTensorWithDataAsOrtValue = 49,
   kGetTensorMutableData = 51,
   kGetTensorElementType = 60,
+  kGetDimensionsCount = 61,
+  kGetDimensions = 62,
   kGetTensorShapeElementCount = 64,
   kGetTensorTypeAndShape = 65,
   kCreateCpuMemoryInfo = 69,

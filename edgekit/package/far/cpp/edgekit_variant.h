@@ -20,6 +20,17 @@ struct File {
   std::string sha256;
 };
 
+struct Bucket {
+  std::int64_t size;
+  std::string file;  // of the model that has this size
+};
+
+struct Filled {
+  std::string name;
+  std::vector<std::size_t> axes;  // that have the size of a bucket
+  std::vector<char> element;      // what fills an input there, empty for an output
+};
+
 struct Variant {
   std::string name;  // the bundle's folder
   std::string provider;
@@ -39,6 +50,10 @@ struct Variant {
   double granted_samples;
   std::vector<std::size_t> chosen;  // samples whose outputs lie in golden/expected.npz
   std::vector<std::pair<std::string, double>> tolerance;
+  std::vector<std::pair<std::string, std::string>> feeds;  // inputs that hold state, and the outputs they come from
+  std::vector<Bucket> buckets;                             // models of other sizes, the smallest first
+  std::vector<Filled> filled;
+  std::vector<Filled> cut;
 };
 
 // Returns how many golden samples the self-test of a bundle runs.

@@ -156,7 +156,8 @@ class Sizes:
 
 def _fill(value: Any, size: int, filled: dict[str, Any]) -> Any:
     widths = [(0, size - length if axis in filled["axes"] else 0) for axis, length in enumerate(value.shape)]
-    return np.pad(value, widths, constant_values=np.asarray(filled["value"]).astype(value.dtype))
+    element = np.frombuffer(np.array(filled["element"], np.int8).tobytes(), value.dtype)
+    return np.pad(value, widths, constant_values=element[0])
 
 
 def _cut(value: Any, length: int, size: int, cut: dict[str, Any]) -> Any:
