@@ -11,7 +11,7 @@ from edgekit.errors import UsageError
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.plain import read_toml
-from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, load_target, target_names
+from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionChoice)
@@ -135,7 +135,7 @@ def load_targets(recipe: Recipe) -> tuple[Target, ...]:
     Raises:
         UsageError: a target, a parameter, its value or the precision does not exist for these targets.
     """
-    names = [name for given in recipe.targets for name in (target_names() if given == "all" else (given,))]
+    names = [name for given in recipe.targets for name in find_group(given) or (given,)]
     loaded = [load_target(name) for name in dict.fromkeys(names)]
     for key in recipe.settings:
         if not any(key in target.parameters for target in loaded):

@@ -247,6 +247,11 @@ class Target(_Strict, frozen=True, kw_only=True):
         """The precision that `auto` means for this target."""
         return self.precisions[0]
 
+    @property
+    def is_for_phones(self) -> bool:
+        """True if a phone's operating system has the provider."""
+        return not {"android", "ios"}.isdisjoint(self.session.platforms)
+
     def widens(self, precision: Precision) -> bool:
         """Returns True if activations that 8 bits hurt may get 16 in a precision that has 8 for the others."""
         return "int16" in self.precisions and self.quantization.at(precision).activation != "uint16"
@@ -257,9 +262,22 @@ def read_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in version.split("."))
 
 
+_GROUPS = ("all", "pc")
+
+
 def target_names() -> tuple[str, ...]:
     """Returns the names of the targets that edgekit ships, sorted."""
     return tuple(sorted(path.parent.name for path in _targets_folder().glob("*/target.toml")))
+
+
+def find_group(name: str) -> tuple[str, ...]:
+    """Returns the targets that a group stands for, none for a name that is no group.
+
+    They are "all", those of phones and boards, and "pc", those whose providers are on PCs alone.
+    """
+    if name not in _GROUPS:
+        return ()
+    return tuple(known for known in target_names() if load_target(known).is_for_phones == (name == "all"))
 
 
 def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
@@ -335,7 +353,7 @@ def _find_folder(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         return path
-    raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), "all")))
+    raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS)))
 
 
 def _check_setting(target: Target, key: str, value: str) -> str:

@@ -8,7 +8,7 @@
 
 QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
 Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike; Core ML
-in the library for the iOS simulator (`edgekit devices install ios-sim`).
+in the library for the iOS simulator (`edgekit devices install ios-sim`); OpenVINO through its plug-in on this machine.
 Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
 made. A DQ whose name the change of the layout gave to another place is counted apart: the provider took a DQ of that
 name, and left what the model's DQ feeds. Sessions that fail are counted apart too, against the nodes that check calls
@@ -48,7 +48,9 @@ from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
 # Which share of the nodes must agree.
-_LEAST = {"coreml": 0.998, "nnapi": 0.998, "qnn": 0.99, "xnnpack": 0.998}
+_LEAST = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "xnnpack": 0.998}
+# The device that asks the provider of a target in its own child process.
+_DEVICES = {"coreml": "ios-sim", "openvino": "openvino"}
 _QNN = "QNNExecutionProvider"
 
 
@@ -183,8 +185,8 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
 
 
 def observe_release(path: Path, target: Target) -> ObservedPlacement:
-    """Returns where the provider in a release binary for phones puts each node."""
-    device = find_device("ios-sim" if target.name == "coreml" else "android:x86_64", target)
+    """Returns where the provider in a release binary for phones, or in a wheel for this machine, puts each node."""
+    device = find_device(_DEVICES.get(target.name, "android:x86_64"), target)
     try:
         return observe_placement(load_model(path), target, device, samples=0)
     except EdgekitError as error:

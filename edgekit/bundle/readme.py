@@ -17,7 +17,9 @@ LEVELS: dict[str, Evidence] = {
     "arm64": Evidence.SAME_ARCH,
     "coreml": Evidence.DEVICE,
     "emulated": Evidence.EMULATED,
+    "host": Evidence.EMULATED,
     "ios-sim": Evidence.SAME_EP,
+    "openvino": Evidence.SAME_EP,
     "qnn-htp-sim": Evidence.SIMULATOR,
 }
 """How good the evidence of the devices is that targets name."""

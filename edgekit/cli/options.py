@@ -41,7 +41,12 @@ PREPROCESS = click.option(
     "--preprocess", type=click.Path(path_type=Path), metavar="FILE", help="How the model wants images (.toml)."
 )
 TARGETS = click.option(
-    "--target", "targets", multiple=True, default=("all",), metavar="NAME", help="A target, its folder, or all."
+    "--target",
+    "targets",
+    multiple=True,
+    default=("all",),
+    metavar="NAME",
+    help="A target, its folder, or those of phones and boards (all), or of PCs (pc).",
 )
 TARGET = click.option("--target", required=True, metavar="NAME", help="A target or its folder.")
 SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")

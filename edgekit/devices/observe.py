@@ -17,6 +17,7 @@ from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local import coreml
+from edgekit.devices.local.offered import OPENVINO
 from edgekit.devices.placed import add_unnamed, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
@@ -31,6 +32,7 @@ _ORACLES = {
     android.NNAPI: ("android", "android:x86_64"),
     android.XNNPACK: ("android", "android:x86_64"),
     coreml.PROVIDER: ("coreml", "ios-sim"),
+    OPENVINO: ("openvino",),
 }
 
 # What they take is built, and loaded, with the session.

@@ -5,7 +5,7 @@ import msgspec
 from edgekit.devices.local.offered import PROVIDERS
 from edgekit.target import Session, Target, load_target
 
-_TARGETS = {"qnn-htp-sim": "qnn", "android": "xnnpack", "coreml": "coreml", "ios-sim": "coreml"}
+_TARGETS = {"qnn-htp-sim": "qnn", "android": "xnnpack", "coreml": "coreml", "ios-sim": "coreml", "openvino": "openvino"}
 
 
 def plain_target(device: str) -> Target:

@@ -52,7 +52,13 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BOARD = frozenset(
-    {"CPUExecutionProvider", "CoreMLExecutionProvider", "QNNExecutionProvider", "XnnpackExecutionProvider"}
+    {
+        "CPUExecutionProvider",
+        "CoreMLExecutionProvider",
+        "OpenVINOExecutionProvider",
+        "QNNExecutionProvider",
+        "XnnpackExecutionProvider",
+    }
 )
 
 _ANDROID = frozenset(

@@ -20,11 +20,11 @@ HOSTILE = 'a"; System.exit(1) // ${b} \\(c)\n\u2028é\x00'
 def test_every_key_and_option_of_the_manifest_is_set(tmp_path: Path, target: str) -> None:
     bundle = make_bundle(tmp_path, target=target)
     code = "".join(
-        path.read_text() for path in sorted((bundle.folder / "app").iterdir()) if path.suffix in {".kt", ".swift"}
+        path.read_text() for path in sorted((bundle.folder / "app").iterdir()) if path.suffix in {".h", ".kt", ".swift"}
     )
     entries = {**bundle.manifest.session_config, **bundle.manifest.provider_options}
-    assert [key for key, value in entries.items() if json.dumps(key) not in code or json.dumps(value) not in code] == []
-    assert json.dumps(bundle.manifest.model_file) in code
+    words = (bundle.manifest.model_file, *entries, *entries.values())
+    assert [word for word in words if json.dumps(word) not in code and quote_cpp(word) not in code] == []
 
 
 @pytest.mark.parametrize("target", target_names())

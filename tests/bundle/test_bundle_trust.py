@@ -64,6 +64,27 @@ def test_a_session_gets_no_word_that_reads_or_writes_a_file(tmp_path: Path, key:
         open_bundle(folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('{"CPU":{"INFERENCE_PRECISION_HINT":"f32"}}', True),
+        ('{"CPU":{"NUM_STREAMS":"2","INFERENCE_NUM_THREADS":"4"},"GPU":{"PERFORMANCE_HINT":"LATENCY"}}', True),
+        ('{"CPU":{"CACHE_DIR":"x"}}', False),
+        ('{"CPU":{"NUM_STREAMS":"../x"}}', False),
+        ('{"CPU":{"NUM_STREAMS":"2"}},"/tmp/x"', False),
+        ("/tmp/config.json", False),
+    ],
+)
+def test_a_bundle_may_ask_openvino_for_what_names_no_file(tmp_path: Path, text: str, *, allowed: bool) -> None:
+    folder = make_bundle(tmp_path, target="openvino").folder
+    forge(folder, *set_session("load_config", text, place="provider_options"))
+    if allowed:
+        assert open_bundle(folder).manifest.provider_options == {"load_config": text}
+        return
+    with pytest.raises(BundleError, match="'load_config' in provider_options"):
+        open_bundle(folder)
+
+
 def test_options_of_one_platform_are_held_to_the_same_list(tmp_path: Path) -> None:
     platforms = {"android": {"provider_options": {"backend_path": "/x"}}}
 

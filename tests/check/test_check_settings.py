@@ -66,7 +66,7 @@ def test_a_parameter_decides(target: str, less: dict[str, str], more: dict[str, 
 
 def test_every_parameter_has_a_case() -> None:
     tested = {(target, name) for target, less, more, *_ in CASES for name in (*less, *more)}
-    tested |= {("nnapi", "cpu"), ("cpu", "arch"), ("cpu", "weights"), ("qnn", "blocks")}
+    tested |= {("nnapi", "cpu"), ("cpu", "arch"), ("cpu", "weights"), ("qnn", "blocks"), ("openvino", "precision_hint")}
     known = {(name, parameter) for name in target_names() for parameter in load_target(name).parameters}
     assert known == tested
 

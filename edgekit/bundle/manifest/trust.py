@@ -52,6 +52,15 @@ _SESSION: Mapping[str, str] = {
     "session.qdq_matmulnbits_accuracy_level": "[0-4]",
 }
 
+# OpenVINO's properties in JSON, by device; those that name a file or a folder (CACHE_DIR, ...) are left out.
+_OV_NAMES = (
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE|ENABLE_CPU_PINNING|ENABLE_HYPER_THREADING|EXECUTION_MODE_HINT"
+    "|INFERENCE_NUM_THREADS|INFERENCE_PRECISION_HINT|KV_CACHE_PRECISION|MODEL_PRIORITY|NUM_STREAMS|PERFORMANCE_HINT"
+    "|SCHEDULING_CORE_TYPE"
+)
+_OV_PROPERTY = rf'"({_OV_NAMES})":"\w{{1,32}}"'
+_OV_DEVICE = rf'"(CPU|GPU|NPU)":\{{{_OV_PROPERTY}(,{_OV_PROPERTY}){{0,15}}\}}'
+
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "CPUExecutionProvider": {"use_arena": _FLAG},
     "CoreMLExecutionProvider": {
@@ -66,13 +75,7 @@ PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "NnapiExecutionProvider": dict.fromkeys(
         ("NNAPI_FLAG_CPU_DISABLED", "NNAPI_FLAG_CPU_ONLY", "NNAPI_FLAG_USE_FP16", "NNAPI_FLAG_USE_NCHW"), _FLAG
     ),
-    "OpenVINOExecutionProvider": {
-        "device_type": _WORD,
-        "disable_dynamic_shapes": "true|false",
-        "num_of_threads": _NUMBER,
-        "num_streams": _NUMBER,
-        "precision": _WORD,
-    },
+    "OpenVINOExecutionProvider": {"load_config": rf"\{{{_OV_DEVICE}(,{_OV_DEVICE}){{0,2}}\}}"},
     "QNNExecutionProvider": {
         **dict.fromkeys(
             (

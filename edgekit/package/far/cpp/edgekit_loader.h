@@ -79,7 +79,8 @@ inline void AddPlugin(const Ort& ort, OrtSessionOptions* options, const Variant&
 
 inline void AddProvider(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const OpenOptions& how) {
   if (how.on_cpu || variant.provider == "CPUExecutionProvider") return;
-  if (variant.provider == "QNNExecutionProvider") return AddPlugin(ort, options, variant, how.plugin);
+  if (variant.provider == "QNNExecutionProvider" || variant.provider == "OpenVINOExecutionProvider")
+    return AddPlugin(ort, options, variant, how.plugin);
   const bool xnnpack = variant.provider == "XnnpackExecutionProvider";
   if (!xnnpack && variant.provider != "CoreMLExecutionProvider")
     throw Error("this loader does not know " + variant.provider);

@@ -25,7 +25,8 @@ Variant = dict[str, Any]
 
 _HERE = Path(__file__).resolve().parent
 _NO_CPU = "session.disable_cpu_ep_fallback"
-_PLUGINS = frozenset({"QNNExecutionProvider"})
+# The module of the wheel that brings a provider's library.
+_PLUGINS = {"QNNExecutionProvider": "onnxruntime_qnn", "OpenVINOExecutionProvider": "onnxruntime_ep_openvino"}
 # Two outputs that are equal have an infinite ratio: the limit keeps the figures finite.
 _DB_LIMIT = 200.0
 
@@ -64,7 +65,7 @@ def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin
 
     `model` is the file of one size of a bundle with several, the largest where it is empty. `on_cpu` leaves the
     provider out, and the key that forbids the CPU with it. `plugin` is the library of a provider that ONNX Runtime
-    loads at run time; without it the wheel onnxruntime-qnn is asked.
+    loads at run time; without it the wheel that brings it is asked.
 
     Raises:
         LoaderError: a file was altered, ONNX Runtime is too old, or it cannot open the bundle here.
@@ -93,7 +94,7 @@ def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: s
         return {"providers": [("CPUExecutionProvider", {} if on_cpu else given)]}
     if name in _PLUGINS:
         if name not in {device.ep_name for device in ort.get_ep_devices()}:
-            ort.register_execution_provider_library(name, plugin or _find_plugin())
+            ort.register_execution_provider_library(name, plugin or _find_plugin(_PLUGINS[name]))
         devices = [device for device in ort.get_ep_devices() if device.ep_name == name]
         if not devices:
             raise LoaderError(f"this machine has no device that {name} can use")
@@ -106,12 +107,13 @@ def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: s
     return {"providers": [(name, given), "CPUExecutionProvider"]}
 
 
-def _find_plugin() -> str:
+def _find_plugin(module: str) -> str:
     try:
-        qnn: Any = importlib.import_module("onnxruntime_qnn")
+        wheel: Any = importlib.import_module(module)
     except ImportError as error:
-        raise LoaderError("the provider's library is missing: give --plugin, or install onnxruntime-qnn") from error
-    return str(qnn.get_library_path())
+        package = module.replace("_", "-")
+        raise LoaderError(f"the provider's library is missing: give --plugin, or install {package}") from error
+    return str(wheel.get_library_path())
 
 
 class Sizes:
