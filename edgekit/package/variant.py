@@ -2,23 +2,27 @@
 
 import posixpath
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from edgekit._files import digest_bytes
+from edgekit._ort import Level
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.folder import MANIFEST, Bundle
 from edgekit.bundle.manifest.buckets import Bucket, Buckets
 from edgekit.bundle.manifest.checks import read_bounded
-from edgekit.bundle.manifest.manifest import BundledFile
+from edgekit.bundle.manifest.manifest import BundledFile, Manifest
 from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.statement import SIGNATURE
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
 from edgekit.package.contents import Cut
+
+# GraphOptimizationLevel of onnxruntime_c_api.h.
+_LEVELS = {Level.DISABLED: 0, Level.BASIC: 1, Level.EXTENDED: 2, Level.LAYOUT: 3, Level.ALL: 99}
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,26 @@ class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[Filled, ...]
 
 
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session is told on machines of a kind, found by `edgekit tune`: as `SessionSetting`, for loaders.
+
+    The machine is named as `MachineClass` does. `level` is ONNX Runtime's number of it. `provider_options` and
+    `session_config` are all of them, those of the bundle too.
+    """
+
+    system: str
+    machine: str
+    cores: int
+    level: int
+    threads: int
+    inter_threads: int
+    parallel: bool
+    arena: bool
+    memory_pattern: bool
+    provider_options: dict[str, str]
+    session_config: dict[str, str]
+
+
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle as the loaders see it; `files` are those that the package carries, the manifest too, sorted by name.
 
@@ -58,7 +82,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     by: "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`.
     Those rows are compared with `golden/expected.npz` within `tolerance` in either case. `feeds` names for each input
     that holds state the output of the step before that it comes from. `buckets` are models of other sizes, the smallest
-    first and `model` last, None where there is one.
+    first and `model` last, None where there is one. Of `tuned` the first counts whose machine it is.
     """
 
     name: str
@@ -81,6 +105,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     feeds: dict[str, str] = {}
     buckets: VariantBuckets | None = None
+    tuned: tuple[Tuned, ...] = ()
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +274,7 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         versions=dict(sorted(manifest.versions.items())),
         feeds=dict(sorted(manifest.state.feeds.items())) if manifest.state else {},
         buckets=_describe_buckets(manifest.buckets, manifest.inputs) if manifest.buckets else None,
+        tuned=tuple(_list_tuned(manifest, options)),
     )
 
 
@@ -268,3 +294,23 @@ def _describe_buckets(buckets: Buckets, inputs: Sequence[TensorSpec]) -> Variant
 def _spell_element(value: float, dtype: str) -> tuple[int, ...]:
     kind = np.dtype(dtype).newbyteorder("<")
     return tuple(int(byte) for byte in np.frombuffer(np.asarray(value).astype(kind).tobytes(), np.int8))
+
+
+def _list_tuned(manifest: Manifest, options: Mapping[str, str]) -> Iterator[Tuned]:
+    for one in manifest.tuned or ():
+        setting = one.setting
+        # What was found with another file says nothing of the one that the package carries.
+        if setting.form in {"", manifest.form}:
+            yield Tuned(
+                system=one.machine.system,
+                machine=one.machine.machine,
+                cores=one.machine.cores,
+                level=_LEVELS[setting.level],
+                threads=setting.threads,
+                inter_threads=setting.inter_threads,
+                parallel=setting.parallel,
+                arena=setting.arena,
+                memory_pattern=setting.memory_pattern,
+                provider_options=dict(sorted({**options, **setting.provider_options}.items())),
+                session_config=dict(sorted({**manifest.session_config, **setting.config}.items())),
+            )

@@ -114,6 +114,7 @@ def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_s
     assert code == 0, shown
     manifest = open_bundle(bundles / name).manifest
     assert f"{name}: self-test passed with" in shown
+    assert "tuned elsewhere: opened\ntuned here: refused\n" in shown
     # XNNPACK's own pool, one of whose threads is the caller; ONNX Runtime was told to have none.
     if name == XNNPACK:
         assert f"threads: {int(manifest.provider_options['intra_op_num_threads']) - 1}\n" in shown

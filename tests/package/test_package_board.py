@@ -3,27 +3,41 @@
 `test_package_android.py` runs the one in C++ on 64-bit Arm, with XNNPACK, and its snippet.
 """
 
+import importlib.util
 import json
+import platform
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, require_program, run_program
 
+from edgekit._ort import Level
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.manifest.tuned import (
+    MachineClass,
+    SessionSetting,
+    TunedSession,
+    TuningEvidence,
+    class_of_this_machine,
+)
 from edgekit.bundle.opening import sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.bundle.statement import TestResult
 from edgekit.errors import BundleError, UsageError
+from edgekit.evidence import Evidence
 from edgekit.package.contents import Extra, parse_extras
 from edgekit.package.package import package_bundles
+from edgekit.tune.apply import apply_setting
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+CPU = "digits_mobilenet-cpu"
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 
 
@@ -141,12 +155,14 @@ def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no
     source, out = HERE / "far" / "check_loader.cc", tmp_path / "check_loader"
     code, shown = run_program(["clang++", *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
     assert code == 0, shown
-    code, shown = run_program([out, find_library(), board / "bundles", XNNPACK])
+    system = platform.system().lower()
+    code, shown = run_program([out, find_library(), board / "bundles", XNNPACK, system, platform.machine()])
     assert code == 0, shown
+    assert "tuned here: refused\ntuned elsewhere: opened\nuntuned: opened\n" in shown
     manifest = open_bundle(bundles / XNNPACK).manifest
     lines = shown.splitlines()
     assert lines[0] == "0 failures"
-    assert "is off by" in lines[1]
+    assert "is off by" in lines[4]
     assert "SQNR in dB" in lines[-1 - len(manifest.session_config)]
     refused = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
     assert refused == sorted(manifest.session_config)
@@ -179,6 +195,55 @@ def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(dama
     code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
     assert code == 1
     assert shown.count("is off by") == len(manifest.golden.chosen) > 0
+
+
+def test_what_a_bundle_was_tuned_to_reaches_the_session_on_such_machines(bundles: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundles / CPU, tmp_path / CPU)
+    here = class_of_this_machine()
+    setting = SessionSetting(level=Level.EXTENDED, threads=1, config={"session.set_denormal_as_zero": "1"})
+    apply_setting(tmp_path / CPU, tuned_for(here, setting))
+    # What was measured with another file says nothing of the one that is packed.
+    other = msgspec.structs.replace(here, system="elsewhere")
+    apply_setting(tmp_path / CPU, tuned_for(other, msgspec.structs.replace(setting, form="onnx")))
+    package_bundles((tmp_path / CPU,), "tar", tmp_path / "p.tar")
+    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
+    table = (tmp_path / "p" / "cpp" / "edgekit_bundles.h").read_text()
+    assert f'"{here.system}", "{here.machine}", {here.cores}, 2,' in table
+    assert '"elsewhere"' not in table
+    loader: Any = load_program(_loader(tmp_path / "p"))
+    (variant,) = loader.read_variants()
+    assert variant["tuned"][0]["session_config"].items() >= {"session.set_denormal_as_zero": "1"}.items()
+    folder = loader.find_folder(variant)
+    options = loader.open_session(variant, folder).get_session_options()
+    assert (options.graph_optimization_level, options.intra_op_num_threads) == (loader.ort.GraphOptimizationLevel(2), 1)
+    for changed, told in (
+        ({}, False),
+        ({"machine": "other"}, True),
+        ({"cores": here.cores + 1}, True),
+        ({"level": 77}, True),
+    ):
+        strange = {**variant, "tuned": [{**variant["tuned"][0], **changed}]}
+        plain = loader.open_session(strange, folder, tuned=told).get_session_options()
+        assert plain.graph_optimization_level == loader.ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        assert plain.intra_op_num_threads == 0
+    assert loader.find_tuned({**variant, "tuned": [{**variant["tuned"][0], "cores": 0}]}) is not None
+
+
+def tuned_for(machine: MachineClass, setting: SessionSetting) -> TunedSession:
+    evidence = TuningEvidence(
+        goal="latency", device="host", evidence=Evidence.EMULATED, ratio=0.8, interval=(0.7, 0.9), rounds=8,
+        changes=("1 thread",), versions={},
+    )  # fmt: skip
+    return TunedSession(machine=machine, setting=setting, evidence=evidence)
+
+
+def load_program(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("extras", [("golden",), ("all",), ("forms", "onnx")])

@@ -1,6 +1,7 @@
 """The Swift package: its files and what they say. No Swift compiler runs here; `docs/how-to/package.md` says so."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ from package_loaders import QNN, XNNPACK
 
 from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, TunedSession, TuningEvidence
 from edgekit.errors import OutputError, UsageError
+from edgekit.evidence import Evidence
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Names
+from edgekit.tune.apply import apply_setting
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +50,24 @@ def test_the_table_has_every_key_option_and_digest(package: Path, bundles: Path)
             assert f"(key: {json.dumps(key)}, value: {json.dumps(value)})" in table
         for file in (manifest.model_file, "golden/expected.npz"):
             assert f"(name: {json.dumps(file)}, sha256: {json.dumps(manifest.files[file].sha256)})" in table
+
+
+def test_the_table_has_what_a_bundle_was_tuned_to(bundles: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundles / XNNPACK, tmp_path / "bundle")
+    phone = MachineClass(system="ios", machine="arm64", cores=6)
+    evidence = TuningEvidence(
+        goal="latency", device="d", evidence=Evidence.DEVICE, ratio=0.8, interval=(0.7, 0.9), rounds=8,
+        changes=("2 of XNNPACK's threads",), versions={},
+    )  # fmt: skip
+    setting = SessionSetting(arena=False, provider_options={"intra_op_num_threads": "2"})
+    apply_setting(tmp_path / "bundle", TunedSession(machine=phone, setting=setting, evidence=evidence))
+    package_bundles((tmp_path / "bundle",), "swiftpm", tmp_path / "p")
+    (table,) = (tmp_path / "p").rglob("Bundles.swift")
+    text = " ".join(table.read_text().split())
+    assert (
+        'TunedSession( system: "ios", machine: "arm64", cores: 6, level: 99, threads: 0, isBeyondSwift: true,' in text
+    )
+    assert 'isBeyondSwift: true, providerOptions: [ (key: "intra_op_num_threads", value: "2"), ],' in text
 
 
 def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, tmp_path: Path) -> None:

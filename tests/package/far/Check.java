@@ -67,6 +67,7 @@ public final class Check {
         System.out.println("refused: " + key);
       }
     }
+    checkTuned(loader, bundle);
     OrtEnvironment.getEnvironment(); // has a thread of its own
     int before = countThreads();
     try (OrtSession session = loader.open(bundle)) {
@@ -94,7 +95,37 @@ public final class Check {
     Object[] tolerance = {bundle.outputs[0].name, -1.0};
     return new Bundle(
         names, options, sessionConfig, files, bundle.inputs, bundle.outputs, bundle.samples, bundle.chosen, tolerance,
-        limits);
+        bundle.tuned, limits);
+  }
+
+  /** A bundle that was tuned for a kind of machine to a session key that no session takes. */
+  private static Bundle tune(Bundle bundle, String machine) {
+    String[] config = {"session.intra_op.allow_spinning", new String(new char[100000]).replace('\0', 'x')};
+    int cores = Runtime.getRuntime().availableProcessors();
+    Bundle.Tuned[] tuned = {
+      new Bundle.Tuned(
+          new String[] {"linux", machine, "BASIC_OPT"},
+          new int[] {cores, 1, 0},
+          new boolean[] {false, true, true},
+          flat(bundle.providerOptions),
+          config)
+    };
+    String[] names = {bundle.name, bundle.provider, bundle.minimumOrt, bundle.model, bundle.golden, "outputs"};
+    return new Bundle(
+        names, flat(bundle.providerOptions), flat(bundle.sessionConfig), flat(bundle.files), bundle.inputs,
+        bundle.outputs, bundle.samples, bundle.chosen, new Object[] {}, tuned, 0, 0, 0, 0);
+  }
+
+  private static void checkTuned(Loader loader, Bundle bundle) throws Exception {
+    String here = System.getProperty("os.arch").replace("amd64", "x86_64");
+    loader.open(tune(bundle, "other")).close();
+    loader.untuned().open(tune(bundle, here)).close();
+    System.out.println("tuned elsewhere: opened");
+    try {
+      loader.open(tune(bundle, here)).close();
+    } catch (LoaderException error) {
+      System.out.println("tuned here: refused");
+    }
   }
 
   private static String[] flat(Map<String, String> map) {

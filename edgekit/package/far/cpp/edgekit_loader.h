@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "edgekit_golden.h"
@@ -21,11 +22,50 @@
 
 namespace edgekit {
 
+namespace internal {
+
+inline bool IsOlder(const std::string& version, const std::string& least) {
+  int have[3] = {0, 0, 0}, need[3] = {0, 0, 0};
+  std::sscanf(version.c_str(), "%d.%d.%d", &have[0], &have[1], &have[2]);
+  std::sscanf(least.c_str(), "%d.%d.%d", &need[0], &need[1], &need[2]);
+  return std::lexicographical_compare(have, have + 3, need, need + 3);
+}
+
+}  // namespace internal
+
 struct OpenOptions {
   bool on_cpu = false;  // leave the provider out, and the key that forbids the CPU with it
   std::string plugin;   // the library of a provider that is loaded at run time
   std::string model;    // the file of one size of a bundle with several; the largest where it is empty
+  bool tuned = true;    // tell the session what `edgekit tune` found for machines like this one
 };
+
+// Returns the settings that were found for machines like this one, nullptr where there are none.
+inline const Tuned* FindTuned(const Variant& variant, const std::string& version) {
+#if defined(__ANDROID__)
+  const std::string system = "android";
+#elif defined(__APPLE__)
+  const std::string system = "darwin";
+#else
+  const std::string system = "linux";
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+  const std::string machine = "arm64";
+#elif defined(__aarch64__)
+  const std::string machine = "aarch64";
+#elif defined(__x86_64__)
+  const std::string machine = "x86_64";
+#else
+  const std::string machine = "";
+#endif
+  for (const Tuned& one : variant.tuned) {
+    if (one.system != system || one.machine != machine) continue;
+    if (one.cores != 0 && one.cores != std::thread::hardware_concurrency()) continue;
+    // The level below all came with 1.23: half a setting is not what was measured.
+    return one.level == 3 && internal::IsOlder(version, "1.23.0") ? nullptr : &one;
+  }
+  return nullptr;
+}
 
 inline void CheckFiles(const Variant& variant, const std::string& folder) {
   for (const File& file : variant.files) {
@@ -37,13 +77,6 @@ inline void CheckFiles(const Variant& variant, const std::string& folder) {
 }
 
 namespace internal {
-
-inline bool IsOlder(const std::string& version, const std::string& least) {
-  int have[3] = {0, 0, 0}, need[3] = {0, 0, 0};
-  std::sscanf(version.c_str(), "%d.%d.%d", &have[0], &have[1], &have[2]);
-  std::sscanf(least.c_str(), "%d.%d.%d", &need[0], &need[1], &need[2]);
-  return std::lexicographical_compare(have, have + 3, need, need + 3);
-}
 
 struct Options {
   explicit Options(const std::vector<std::pair<std::string, std::string>>& pairs) {
@@ -65,29 +98,43 @@ inline std::vector<const OrtEpDevice*> FindDevices(const Ort& ort, const std::st
   return found;
 }
 
-inline void AddPlugin(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const std::string& library) {
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+inline void AddPlugin(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const std::string& library,
+                      const Pairs& pairs) {
   if (FindDevices(ort, variant.provider).empty()) {
     if (library.empty()) throw Error("give the library of " + variant.provider);
     ort.Do(Slot::kRegisterExecutionProviderLibrary, ort.env(), variant.provider.c_str(), library.c_str());
   }
   const std::vector<const OrtEpDevice*> devices = FindDevices(ort, variant.provider);
   if (devices.empty()) throw Error("this machine has no device that " + variant.provider + " can use");
-  const Options given(variant.provider_options);
+  const Options given(pairs);
   ort.Do(Slot::kSessionOptionsAppendExecutionProviderV2, options, ort.env(), devices.data(), std::size_t{1},
          given.keys.data(), given.values.data(), given.keys.size());
 }
 
-inline void AddProvider(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const OpenOptions& how) {
+inline void AddProvider(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const OpenOptions& how,
+                        const Pairs& pairs) {
   if (how.on_cpu || variant.provider == "CPUExecutionProvider") return;
   if (variant.provider == "QNNExecutionProvider" || variant.provider == "OpenVINOExecutionProvider")
-    return AddPlugin(ort, options, variant, how.plugin);
+    return AddPlugin(ort, options, variant, how.plugin, pairs);
   const bool xnnpack = variant.provider == "XnnpackExecutionProvider";
   if (!xnnpack && variant.provider != "CoreMLExecutionProvider")
     throw Error("this loader does not know " + variant.provider);
   if (xnnpack) ort.Do(Slot::kSetIntraOpNumThreads, options, 1);  // XNNPACK has its own threads
-  const Options given(variant.provider_options);
+  const Options given(pairs);
   ort.Do(Slot::kSessionOptionsAppendExecutionProvider, options, xnnpack ? "XNNPACK" : "CoreML", given.keys.data(),
          given.values.data(), given.keys.size());
+}
+
+inline void Apply(const Ort& ort, OrtSessionOptions* options, const Tuned& tuned) {
+  ort.Do(Slot::kSetSessionGraphOptimizationLevel, options, tuned.level);
+  // Where no number was chosen, that which the provider wants stays.
+  if (tuned.threads != 0) ort.Do(Slot::kSetIntraOpNumThreads, options, tuned.threads);
+  ort.Do(Slot::kSetInterOpNumThreads, options, tuned.inter_threads);
+  if (tuned.parallel) ort.Do(Slot::kSetSessionExecutionMode, options, 1);
+  if (!tuned.arena) ort.Do(Slot::kDisableCpuMemArena, options);
+  if (!tuned.memory_pattern) ort.Do(Slot::kDisableMemPattern, options);
 }
 
 }  // namespace internal
@@ -100,10 +147,15 @@ inline Session OpenSession(const Ort& ort, const Variant& variant, const std::st
     throw Error("'" + variant.name + "' needs ONNX Runtime " + variant.minimum_ort + ", this is " + ort.version());
   SessionOptions options(ort);
   ort.Do(Slot::kCreateSessionOptions, options.out());
-  for (const auto& [key, value] : variant.session_config)
+  // Of other sizes nothing was found.
+  const bool measured = how.tuned && !how.on_cpu && (how.model.empty() || how.model == variant.model);
+  const Tuned* tuned = measured ? FindTuned(variant, ort.version()) : nullptr;
+  for (const auto& [key, value] : tuned != nullptr ? tuned->session_config : variant.session_config)
     if (!how.on_cpu || key != "session.disable_cpu_ep_fallback")
       ort.Do(Slot::kAddSessionConfigEntry, options.get(), key.c_str(), value.c_str());
-  internal::AddProvider(ort, options.get(), variant, how);
+  internal::AddProvider(ort, options.get(), variant, how,
+                        tuned != nullptr ? tuned->provider_options : variant.provider_options);
+  if (tuned != nullptr) internal::Apply(ort, options.get(), *tuned);
   Session session(ort);
   const std::string path = folder + "/" + (how.model.empty() ? variant.model : how.model);
   ort.Do(Slot::kCreateSession, static_cast<const OrtEnv*>(ort.env()), path.c_str(),

@@ -31,6 +31,21 @@ struct Filled {
   std::vector<char> element;      // what fills an input there, empty for an output
 };
 
+// What `edgekit tune` found for machines of a kind; options and keys are all of them, those of the bundle too.
+struct Tuned {
+  std::string system;
+  std::string machine;
+  unsigned cores;  // 0 for any number
+  int level;
+  int threads;
+  int inter_threads;
+  bool parallel;
+  bool arena;
+  bool memory_pattern;
+  std::vector<std::pair<std::string, std::string>> provider_options;
+  std::vector<std::pair<std::string, std::string>> session_config;
+};
+
 struct Variant {
   std::string name;  // the bundle's folder
   std::string provider;
@@ -54,6 +69,7 @@ struct Variant {
   std::vector<Bucket> buckets;                             // models of other sizes, the smallest first
   std::vector<Filled> filled;
   std::vector<Filled> cut;
+  std::vector<Tuned> tuned;  // the narrower kind of machine first
 };
 
 // Returns how many golden samples the self-test of a bundle runs.

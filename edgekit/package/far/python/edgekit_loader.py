@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,12 +61,27 @@ def check_files(variant: Variant, folder: Path) -> None:
             raise LoaderError(f"'{name}' of bundle '{variant['name']}' was altered: its sha256 is another")
 
 
-def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin: str = "", model: str = "") -> Any:
+def find_tuned(variant: Variant) -> Variant | None:
+    """Returns the settings that `edgekit tune` found for machines like this one, None where there are none."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = (platform.system().lower(), platform.machine().lower())
+    known = {int(level) for level in ort.GraphOptimizationLevel.__members__.values()}
+    found: list[Variant] = variant.get("tuned", [])
+    fitting = (one for one in found if (one["system"], one["machine"]) == here and one["cores"] in {0, cores})
+    first = next(fitting, None)
+    # An older ONNX Runtime lacks a level: half a setting is not what was measured.
+    return first if first is not None and first["level"] in known else None
+
+
+def open_session(
+    variant: Variant, folder: Path, *, on_cpu: bool = False, plugin: str = "", model: str = "", tuned: bool = True
+) -> Any:
     """Returns an InferenceSession with every session key and provider option of the bundle, after checking its files.
 
     `model` is the file of one size of a bundle with several, the largest where it is empty. `on_cpu` leaves the
     provider out, and the key that forbids the CPU with it. `plugin` is the library of a provider that ONNX Runtime
-    loads at run time; without it the wheel that brings it is asked.
+    loads at run time; without it the wheel that brings it is asked. Where the bundle was `tuned` for machines like this
+    one, the session is told so; of other sizes nothing was found.
 
     Raises:
         LoaderError: a file was altered, ONNX Runtime is too old, or it cannot open the bundle here.
@@ -74,11 +90,16 @@ def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin
     if _version(ort.__version__) < _version(variant["minimum_ort"]):
         raise LoaderError(f"'{variant['name']}' needs ONNX Runtime {variant['minimum_ort']}, this is {ort.__version__}")
     options = ort.SessionOptions()
+    measured = tuned and not on_cpu and model in {"", variant["model"]}
+    setting = find_tuned(variant) if measured else None
+    variant = {**variant, **(setting or {})}
     try:
         for key, value in variant["session_config"].items():
             if not (on_cpu and key == _NO_CPU):
                 options.add_session_config_entry(key, value)
         providers = _choose_providers(variant, options, on_cpu=on_cpu, plugin=plugin)
+        if setting is not None:
+            _apply(setting, options)
         return ort.InferenceSession(
             str(folder / (model or variant["model"])), options, **providers, enable_fallback=False
         )
@@ -86,6 +107,17 @@ def open_session(variant: Variant, folder: Path, *, on_cpu: bool = False, plugin
         raise
     except Exception as error:  # ONNX Runtime's exceptions share no base
         raise LoaderError(f"'{variant['name']}' cannot be opened here: {' '.join(str(error).split())}") from error
+
+
+def _apply(setting: Variant, options: Any) -> None:
+    options.graph_optimization_level = ort.GraphOptimizationLevel(setting["level"])
+    # Where no number was chosen, that which the provider wants stays.
+    options.intra_op_num_threads = setting["threads"] or options.intra_op_num_threads
+    options.inter_op_num_threads = setting["inter_threads"]
+    if setting["parallel"]:
+        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    options.enable_cpu_mem_arena = setting["arena"]
+    options.enable_mem_pattern = setting["memory_pattern"]
 
 
 def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: str) -> dict[str, Any]:

@@ -13,15 +13,18 @@ public struct ModelLoader {
     private let env: ORTEnv
     private let folder: URL
     private let onCpu: Bool
+    private let tuned: Bool
 
     /// Makes a loader. `folder` holds the folders of the bundles; by default it is that of the package's resources.
-    public init(env: ORTEnv, folder: URL? = nil, onCpu: Bool = false) throws {
+    /// `tuned` sessions are told what `edgekit tune` found for devices like this one.
+    public init(env: ORTEnv, folder: URL? = nil, onCpu: Bool = false, tuned: Bool = true) throws {
         guard let place = folder ?? Foundation.Bundle.module.url(forResource: "Resources", withExtension: nil) else {
             throw LoaderError("the package's resources are not in the app")
         }
         self.env = env
         self.folder = place
         self.onCpu = onCpu
+        self.tuned = tuned
     }
 
     /// Opens the first bundle that this device can run, and says why those before it could not be opened.
@@ -44,11 +47,20 @@ public struct ModelLoader {
         }
         try checkFiles(bundle)
         let options = try ORTSessionOptions()
-        for (key, value) in bundle.sessionConfig where !(onCpu && key == "session.disable_cpu_ep_fallback") {
+        let setting = tuned && !onCpu ? bundle.foundTuned : nil
+        for (key, value) in setting?.sessionConfig ?? bundle.sessionConfig where !(onCpu && key == "session.disable_cpu_ep_fallback") {
             try options.addConfigEntry(withKey: key, value: value)
         }
         if !onCpu {
-            try addProvider(bundle, to: options)
+            try addProvider(bundle, setting?.providerOptions ?? bundle.providerOptions, to: options)
+        }
+        if let setting = setting {
+            let levels: [Int: ORTGraphOptimizationLevel] = [0: .none, 1: .basic, 2: .extended, 99: .all]
+            try options.setGraphOptimizationLevel(levels[setting.level] ?? .all)
+            // Where no number was chosen, that which the provider wants stays.
+            if setting.threads != 0 {
+                try options.setIntraOpNumThreads(setting.threads)
+            }
         }
         let path = place(bundle, bundle.model).path
         return try ORTSession(env: env, modelPath: path, sessionOptions: options)
@@ -81,8 +93,10 @@ public struct ModelLoader {
         folder.appendingPathComponent(bundle.name).appendingPathComponent(name)
     }
 
-    private func addProvider(_ bundle: ModelBundle, to options: ORTSessionOptions) throws {
-        let given = Dictionary(uniqueKeysWithValues: bundle.providerOptions.map { ($0.key, $0.value) })
+    private func addProvider(
+        _ bundle: ModelBundle, _ pairs: [(key: String, value: String)], to options: ORTSessionOptions
+    ) throws {
+        let given = Dictionary(uniqueKeysWithValues: pairs.map { ($0.key, $0.value) })
         switch bundle.provider {
         case "CPUExecutionProvider":
             return

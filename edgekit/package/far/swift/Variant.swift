@@ -10,6 +10,34 @@ public struct ModelTensor {
 }
 
 
+/// What a session is told on devices of a kind, as `edgekit tune` found it; the bundle's own words are in it.
+public struct TunedSession {
+    let system: String
+    let machine: String
+    let cores: Int
+    let level: Int
+    let threads: Int32
+    /// What ONNX Runtime's Swift interface cannot say: nodes in parallel, or no arena or memory pattern.
+    let isBeyondSwift: Bool
+    let providerOptions: [(key: String, value: String)]
+    let sessionConfig: [(key: String, value: String)]
+
+    var holds: Bool {
+        #if os(macOS)
+        let here = "darwin"
+        #else
+        let here = "ios"
+        #endif
+        #if arch(arm64)
+        let processor = "arm64"
+        #else
+        let processor = "x86_64"
+        #endif
+        let counts = cores == 0 || cores == ProcessInfo.processInfo.activeProcessorCount
+        return system == here && machine == processor && counts && !isBeyondSwift
+    }
+}
+
 /// What the loader must know of a bundle; `bundles`, which is made from the manifests, holds one for each.
 public struct ModelBundle {
     public let name: String
@@ -32,6 +60,10 @@ public struct ModelBundle {
     let grantedSamples: Double
     let chosen: [Int]
     let tolerance: [(name: String, value: Double)]
+    let tuned: [TunedSession]
+
+    /// The settings that were found for devices like this one.
+    public var foundTuned: TunedSession? { tuned.first { $0.holds } }
 }
 
 /// A bundle is damaged, or cannot be opened on this device; the message says which and why.

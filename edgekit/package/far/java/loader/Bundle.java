@@ -1,7 +1,9 @@
 package edgekit.loader;
 
+import ai.onnxruntime.OrtSession;
 import java.util.Collections;
 import java.util.LinkedHashMap;
+import java.util.Locale;
 import java.util.Map;
 
 /** What the loader must know of a bundle. {@link Bundles}, which is made from the manifests, holds one for each. */
@@ -29,6 +31,51 @@ public final class Bundle {
     }
   }
 
+  /** What a session is told on devices of a kind, as {@code edgekit tune} found it; the bundle's own words are in it. */
+  public static final class Tuned {
+    final String system;
+    final String machine;
+    final int cores;
+    final String level;
+    final int threads;
+    final int interThreads;
+    final boolean parallel;
+    final boolean arena;
+    final boolean memoryPattern;
+    final Map<String, String> providerOptions;
+    final Map<String, String> sessionConfig;
+
+    Tuned(String[] names, int[] numbers, boolean[] flags, String[] providerOptions, String[] sessionConfig) {
+      this.system = names[0];
+      this.machine = names[1];
+      this.level = names[2];
+      this.cores = numbers[0];
+      this.threads = numbers[1];
+      this.interThreads = numbers[2];
+      this.parallel = flags[0];
+      this.arena = flags[1];
+      this.memoryPattern = flags[2];
+      this.providerOptions = pairs(providerOptions);
+      this.sessionConfig = pairs(sessionConfig);
+    }
+
+    boolean holds() {
+      boolean android = System.getProperty("java.vendor", "").contains("Android");
+      String system = android ? "android" : System.getProperty("os.name", "").toLowerCase(Locale.ROOT);
+      String machine = System.getProperty("os.arch", "").replace("amd64", "x86_64");
+      boolean counts = cores == 0 || cores == Runtime.getRuntime().availableProcessors();
+      return this.system.equals(system) && this.machine.equals(machine) && counts && isKnown();
+    }
+
+    /** An older ONNX Runtime lacks a level: half a setting is not what was measured. */
+    private boolean isKnown() {
+      for (OrtSession.SessionOptions.OptLevel one : OrtSession.SessionOptions.OptLevel.values()) {
+        if (one.name().equals(level)) return true;
+      }
+      return false;
+    }
+  }
+
   /** The folder of the bundle below the assets. */
   public final String name;
 
@@ -50,6 +97,7 @@ public final class Bundle {
   final double grantedSamples;
   final int[] chosen;
   final Map<String, Double> tolerance;
+  final Tuned[] tuned;
 
   Bundle(
       String[] names,
@@ -61,6 +109,7 @@ public final class Bundle {
       int samples,
       int[] chosen,
       Object[] tolerance,
+      Tuned[] tuned,
       double... limits) {
     this.name = names[0];
     this.provider = names[1];
@@ -75,6 +124,7 @@ public final class Bundle {
     this.outputs = outputs;
     this.samples = samples;
     this.chosen = chosen;
+    this.tuned = tuned;
     this.tolerance = new LinkedHashMap<>();
     for (int i = 0; i < tolerance.length; i += 2) this.tolerance.put((String) tolerance[i], (Double) tolerance[i + 1]);
     this.minCosine = limits[0];
@@ -89,6 +139,14 @@ public final class Bundle {
 
   public Tensor[] outputs() {
     return outputs.clone();
+  }
+
+  /** Returns the settings that were found for devices like this one, null where there are none. */
+  public Tuned findTuned() {
+    for (Tuned one : tuned) {
+      if (one.holds()) return one;
+    }
+    return null;
   }
 
   /** Returns the row of a sample in expected.npz, -1 where the self-test did not choose it. */

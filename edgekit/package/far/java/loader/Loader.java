@@ -31,6 +31,7 @@ public final class Loader {
   private final File folder;
   private final String plugin;
   private final boolean cpu;
+  private final boolean tunes;
 
   /**
    * Makes a loader.
@@ -39,24 +40,30 @@ public final class Loader {
    * @param folder where model files are unpacked to, such as {@code Context.getFilesDir()}
    */
   public Loader(Source source, File folder) {
-    this(source, folder, "", false);
+    this(source, folder, "", false, true);
   }
 
-  private Loader(Source source, File folder, String plugin, boolean cpu) {
+  private Loader(Source source, File folder, String plugin, boolean cpu, boolean tunes) {
     this.source = source;
     this.folder = folder;
     this.plugin = plugin;
     this.cpu = cpu;
+    this.tunes = tunes;
   }
 
   /** Returns a loader that leaves the provider out, and the key that forbids the CPU with it. */
   public Loader onCpu() {
-    return new Loader(source, folder, plugin, true);
+    return new Loader(source, folder, plugin, true, tunes);
   }
 
   /** Returns a loader that knows the library of a provider which is loaded at run time, such as QNN's. */
   public Loader withPlugin(String library) {
-    return new Loader(source, folder, library, cpu);
+    return new Loader(source, folder, library, cpu, tunes);
+  }
+
+  /** Returns a loader that leaves out what {@code edgekit tune} found for devices like this one. */
+  public Loader untuned() {
+    return new Loader(source, folder, plugin, cpu, false);
   }
 
   /** A session with the bundle that it came from, and why the bundles before it could not be opened. */
@@ -100,10 +107,13 @@ public final class Loader {
     checkFiles(bundle);
     File model = unpack(bundle);
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
-      for (Map.Entry<String, String> entry : bundle.sessionConfig.entrySet()) {
+      Bundle.Tuned tuned = cpu || !tunes ? null : bundle.findTuned();
+      Map<String, String> config = tuned == null ? bundle.sessionConfig : tuned.sessionConfig;
+      for (Map.Entry<String, String> entry : config.entrySet()) {
         if (!cpu || !entry.getKey().equals(NO_CPU)) options.addConfigEntry(entry.getKey(), entry.getValue());
       }
-      addProvider(environment, options, bundle);
+      addProvider(environment, options, bundle, tuned == null ? bundle.providerOptions : tuned.providerOptions);
+      if (tuned != null) apply(tuned, options);
       return environment.createSession(model.getPath(), options);
     } catch (OrtException | IllegalArgumentException error) {
       throw new LoaderException("'" + bundle.name + "' cannot be opened here: " + error.getMessage(), error);
@@ -134,17 +144,28 @@ public final class Loader {
     }
   }
 
-  private void addProvider(OrtEnvironment environment, OrtSession.SessionOptions options, Bundle bundle)
+  private static void apply(Bundle.Tuned tuned, OrtSession.SessionOptions options) throws OrtException {
+    options.setOptimizationLevel(OrtSession.SessionOptions.OptLevel.valueOf(tuned.level));
+    // Where no number was chosen, that which the provider wants stays.
+    if (tuned.threads != 0) options.setIntraOpNumThreads(tuned.threads);
+    options.setInterOpNumThreads(tuned.interThreads);
+    if (tuned.parallel) options.setExecutionMode(OrtSession.SessionOptions.ExecutionMode.PARALLEL);
+    options.setCPUArenaAllocator(tuned.arena);
+    options.setMemoryPatternOptimization(tuned.memoryPattern);
+  }
+
+  private void addProvider(
+      OrtEnvironment environment, OrtSession.SessionOptions options, Bundle bundle, Map<String, String> given)
       throws OrtException, LoaderException {
     if (cpu || bundle.provider.equals("CPUExecutionProvider")) return;
     switch (bundle.provider) {
       case "XnnpackExecutionProvider":
         options.setIntraOpNumThreads(1); // XNNPACK has its own threads
-        options.addXnnpack(bundle.providerOptions);
+        options.addXnnpack(given);
         return;
       case "NnapiExecutionProvider":
         EnumSet<NNAPIFlags> flags = EnumSet.noneOf(NNAPIFlags.class);
-        for (Map.Entry<String, String> entry : bundle.providerOptions.entrySet()) {
+        for (Map.Entry<String, String> entry : given.entrySet()) {
           // The manifest has the names of nnapi_provider_factory.h, which Java leaves the beginning of.
           String name = entry.getKey().replaceFirst("^NNAPI_FLAG_", "");
           if (!entry.getValue().equals("0")) flags.add(NNAPIFlags.valueOf(name));
@@ -152,7 +173,7 @@ public final class Loader {
         options.addNnapi(flags);
         return;
       case QNN:
-        options.addExecutionProvider(findDevices(environment).subList(0, 1), bundle.providerOptions);
+        options.addExecutionProvider(findDevices(environment).subList(0, 1), given);
         return;
       default:
         throw new LoaderException("this loader does not know " + bundle.provider);
