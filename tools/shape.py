@@ -48,6 +48,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("manifest",),
     ),
     "bundle/group": (
+        ("opening",),
         ("group",),
         ("pipeline", "readme", "settle"),
         ("crops", "weights"),

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,15 +13,20 @@ from edgekit.app.keys import Digests, make_key
 from edgekit.app.parcels import cell_folder
 from edgekit.app.result import RESULT, CellResult, fail_cell, read_result, write_result
 from edgekit.bundle.folder import MANIFEST, open_bundle
+from edgekit.bundle.group.group import GROUP, open_group
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build import build
+from edgekit.jobs.group import build_group
+from edgekit.jobs.group_file import read_group_file
 from edgekit.model.model import load_model
 from edgekit.plain import to_json
 from edgekit.progress import Progress
+from edgekit.report.grouped import GroupTarget, headline_group
 from edgekit.report.headline import headline_build
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport
 from edgekit.report.text import describe_agreement, describe_evidence
+from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.on_devices import verify_on
 from edgekit.verify.report import require_devices
 
@@ -32,7 +38,7 @@ def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
     result = read_result(cell_folder(app, cell))
     if result is None or result.key != make_key(app, cell, result.beside, digests):
         return None
-    manifest = app.out / result.bundle / MANIFEST
+    manifest = app.out / result.bundle / (GROUP if cell.is_group else MANIFEST)
     if not manifest.is_file() or digest_file(manifest) != result.sha256:
         return None
     return msgspec.structs.replace(result, state="kept")
@@ -44,7 +50,7 @@ def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ..
     Raises:
         EdgekitError: the model cannot be read.
     """
-    beside = load_model(cell.path).external_files
+    beside = _list_beside(cell.path) if cell.is_group else load_model(cell.path).external_files
     return make_key(app, cell, beside, digests), beside
 
 
@@ -58,6 +64,9 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, *, ca
         # Taken before: what changes while it is built makes it out of date.
         key, beside = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
+        if cell.is_group:
+            said = partial(_tell, progress, cell)
+            return _keep(_build_group(app, cell, folder, said), key, beside, folder)
         report = build(
             cell.path,
             cell.data,
@@ -66,18 +75,26 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, *, ca
             verify=verify.enabled and not verify.names_devices,
             cache=cache or app.out / CACHE,
             time_budget_s=app.table.time_budget_s,
-            progress=lambda step: progress(f"{cell.name}: {step}"),
+            progress=partial(_tell, progress, cell),
         )
         if verify.enabled and (verify.names_devices or verify.require):
             report = _verify_on(app, report, folder)
     except EdgekitError as error:
         failed = fail_cell(cell, f"It cannot be built: {error}.")
         return msgspec.structs.replace(failed, seconds=round(time.monotonic() - start, 2))
-    result = _describe(app, cell, report, key)
-    result = msgspec.structs.replace(result, beside=beside, seconds=round(time.monotonic() - start, 2))
+    result = msgspec.structs.replace(_describe(app, cell, report), seconds=round(time.monotonic() - start, 2))
+    return _keep(result, key, beside, folder)
+
+
+def _keep(result: CellResult, key: str, beside: tuple[str, ...], folder: Path) -> CellResult:
+    result = msgspec.structs.replace(result, key=key, beside=beside)
     if result.bundle:
         write_result(folder, result)
     return result
+
+
+def _tell(progress: Progress, cell: Cell, step: str) -> None:
+    progress(f"{cell.name}: {step}")
 
 
 def forget_cell(app: App, cell: Cell) -> None:
@@ -102,13 +119,13 @@ def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
     return report
 
 
-def _describe(app: App, cell: Cell, report: BuildReport, key: str) -> CellResult:
+def _describe(app: App, cell: Cell, report: BuildReport) -> CellResult:
     (bundle,) = report.bundles
     made = bundle.path is not None
     return CellResult(
         model=cell.model,
         target=cell.target,
-        key=key,
+        key="",
         state="built" if made else "failed",
         verdict=report.verdict,
         headline=headline_build(report),
@@ -122,4 +139,58 @@ def _describe(app: App, cell: Cell, report: BuildReport, key: str) -> CellResult
         partitions=0 if bundle.check is None else bundle.check.partitions,
         agreement=describe_agreement(bundle.verify),
         evidence=describe_evidence(bundle.verify),
+    )
+
+
+def _list_beside(path: Path) -> tuple[str, ...]:
+    """Returns the files that a `group.toml` names, and those with weights beside them, seen from its folder.
+
+    Raises:
+        EdgekitError: the file or a model cannot be read.
+    """
+    names: list[str] = []
+    for member in read_group_file(path).members.values():
+        place = Path(member.model)
+        weights = load_model(path.parent / place).external_files
+        names += [place.as_posix(), *((place.parent / name).as_posix() for name in weights)]
+    return tuple(dict.fromkeys(names))
+
+
+def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> CellResult:
+    """Builds a group for one target into a folder, runs it on its devices, and returns what was found.
+
+    Raises:
+        EdgekitError: the file, a model, the data or a device is wrong.
+    """
+    start, verify = time.monotonic(), app.table.verify
+    here = verify.enabled and not (verify.names_devices or verify.require)
+    report = build_group(cell.path, cell.data, folder, cell.recipe, verify=here, progress=progress)
+    (target,) = report.targets
+    if target.path is not None and verify.enabled and not here:
+        found = verify_group(
+            open_group(target.path), choosing(choose_for(app)), required=verify.require, progress=progress
+        )
+        target = msgspec.structs.replace(target, verify=found)
+    return msgspec.structs.replace(
+        _describe_group(app, cell, target, folder), seconds=round(time.monotonic() - start, 2)
+    )
+
+
+def _describe_group(app: App, cell: Cell, target: GroupTarget, folder: Path) -> CellResult:
+    made = target.path is not None
+    return CellResult(
+        model=cell.model,
+        target=cell.target,
+        key="",
+        state="built" if made else "failed",
+        verdict=target.verdict,
+        headline=headline_group(target),
+        bundle="" if target.path is None else target.path.relative_to(app.out).as_posix(),
+        sha256="" if target.path is None else open_group(target.path).sha256,
+        report=(folder / "report.json").relative_to(app.out).as_posix(),
+        precision=cell.recipe.precision,
+        size_after=target.size_bytes,
+        evidence=""
+        if target.verify is None
+        else ", ".join(f"{run.evidence.value} ({run.device})" for run in target.verify.runs),
     )

@@ -1,16 +1,15 @@
 """`edgekit.toml`: models, data, targets, gates, devices and packages of an app, read strictly."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
-from edgekit.app.positions import FILE, Place, refuse_at
+from edgekit.app.positions import FILE, convert_at, refuse_at, require_name
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.register import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.package.contents import Extra
@@ -19,7 +18,6 @@ from edgekit.plain import read_toml
 from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, load_targets
 from edgekit.target import TaskLimit, Thresholds, load_target
 
-_Value = TypeVar("_Value")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -53,6 +51,18 @@ class ModelTable(_Table, frozen=True, kw_only=True):
     tensors: dict[str, TensorNotes] = {}
     licence: Licence = Licence()
     state: State | None = None
+
+
+class GroupTable(_Table, frozen=True, kw_only=True):
+    """`[groups.NAME]`: models that belong together, as `edgekit group build`; `path` is their `group.toml`.
+
+    `data` holds the inputs of the whole, `labels` what it should give. `[gates]` do not count for it: its file has a
+    metric.
+    """
+
+    path: str
+    data: DataTable
+    targets: tuple[str, ...] = ()
 
 
 class TargetTable(_Table, frozen=True, kw_only=True):
@@ -138,7 +148,8 @@ class AppTable(_Table, frozen=True, kw_only=True):
     version: Literal[1] = 1
     out: str = "build"
     time_budget_s: float | None = None
-    models: dict[str, ModelTable]
+    models: dict[str, ModelTable] = {}
+    groups: dict[str, GroupTable] = {}
     targets: dict[str, TargetTable]
     gates: GateTable = GateTable()
     verify: VerifyTable = VerifyTable()
@@ -162,13 +173,14 @@ class App(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a target of an app: what `build` is asked for."""
+    """A model on a target of an app: what `build` is asked for; or a group of models (`path` is its file)."""
 
     model: str
     target: str
     path: Path
     data: Data
     recipe: Recipe
+    is_group: bool = False
 
     @property
     def name(self) -> str:
@@ -197,16 +209,22 @@ def load_app(path: Path) -> App:
 
 
 def list_cells(app: App) -> tuple[Cell, ...]:
-    """Returns each model on each of its targets, in the order of the file.
+    """Returns each model on each of its targets, in the order of the file, and then each group.
 
     Raises:
         EdgekitError: a preprocessing file or a target cannot be read.
     """
-    return tuple(
+    models = (
         _make_cell(app, name, model, target)
         for name, model in app.table.models.items()
         for target in model.targets or tuple(app.table.targets)
     )
+    groups = (
+        _make_group(app, name, group, target)
+        for name, group in app.table.groups.items()
+        for target in group.targets or tuple(app.table.targets)
+    )
+    return (*models, *groups)
 
 
 def choose_for(app: App) -> DeviceChoice:
@@ -241,22 +259,45 @@ def describe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
 
 
+def _make_group(app: App, name: str, group: GroupTable, target: str) -> Cell:
+    folder, table = app.path.parent, app.table.targets[target]
+    named = _name_target(app, target, table)
+    return Cell(
+        model=name,
+        target=target,
+        path=folder / group.path,
+        data=_make_data(folder, group.data),
+        recipe=Recipe(
+            targets=(named,),
+            settings={key: str(value) for key, value in table.settings.items()},
+            precision=table.precision,
+            samples=group.data.samples,
+            thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
+            fix=table.fix,
+        ),
+        is_group=True,
+    )
+
+
+def _make_data(folder: Path, data: DataTable) -> Data:
+    given = data.preprocess
+    return Data(
+        source=_place(folder, data.source),
+        evaluation=None if data.evaluation is None else _place(folder, data.evaluation),
+        labels=None if data.labels is None else folder / data.labels,
+        preprocess=load_preprocess(folder / given) if isinstance(given, str) else given,
+        golden=None if data.golden is None else folder / data.golden,
+    )
+
+
 def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
     folder, gates, table = app.path.parent, app.table.gates, app.table.targets[target]
-    given = model.data.preprocess
     named = _name_target(app, target, table)
-    preprocess = load_preprocess(folder / given) if isinstance(given, str) else given
     return Cell(
         model=name,
         target=target,
         path=folder / model.path,
-        data=Data(
-            source=_place(folder, model.data.source),
-            evaluation=None if model.data.evaluation is None else _place(folder, model.data.evaluation),
-            labels=None if model.data.labels is None else folder / model.data.labels,
-            preprocess=preprocess,
-            golden=None if model.data.golden is None else folder / model.data.golden,
-        ),
+        data=_make_data(folder, model.data),
         recipe=Recipe(
             targets=(named,),
             dims=model.dims,
@@ -285,6 +326,7 @@ def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
     # Entry by entry: msgspec names the key of a field, and not that of an entry in a table of tables.
     kinds: dict[str, Any] = {
         "models": ModelTable,
+        "groups": GroupTable,
         "targets": TargetTable,
         "devices": DeviceEntry,
         "packages": PackageTable,
@@ -295,28 +337,14 @@ def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
         if isinstance(found, dict):
             entries = cast("dict[str, Any]", found)
             tables[section] = {
-                name: _convert(entry, kind, (section, name), path, text) for name, entry in entries.items()
+                name: convert_at(entry, kind, (section, name), path, text) for name, entry in entries.items()
             }
     empty: dict[str, Any] = {section: {} for section in tables}
-    rest = _convert({**raw, **empty}, AppTable, (), path, text)
-    for section in ("models", "targets"):
-        if not tables.get(section):
+    rest = convert_at({**raw, **empty}, AppTable, (), path, text)
+    for section, others in (("models", "groups"), ("targets", "targets")):
+        if not tables.get(section) and not tables.get(others):
             raise UsageError(f"'{path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")
     return msgspec.structs.replace(rest, **tables)
-
-
-def _convert(value: object, kind: type[_Value], place: Place, path: Path, text: str) -> _Value:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        said, _, where = str(error).partition(" - at `$")
-        unknown = re.search(r"unknown field `([^`]*)`", said)
-        inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
-        fields = getattr(kind, "__struct_encode_fields__", ())
-        hint = (
-            suggest_name(unknown[1], fields) if unknown and not where.strip("`") else "edgekit schema prints the keys"
-        )
-        raise refuse_at(path, text, (*place, *inner), said, hint=hint) from error
 
 
 def _check_names(app: App, text: str) -> None:
@@ -324,18 +352,34 @@ def _check_names(app: App, text: str) -> None:
     table, folder = app.table, app.path.parent
     for name, model in table.models.items():
         for target in model.targets:
-            _require(target, table.targets, "target", ("models", name, "targets"), app.path, text)
+            require_name(target, table.targets, "target", ("models", name, "targets"), app.path, text)
         if not (folder / model.path).is_file():
             place = ("models", name, "path")
             said = f"there is no model '{folder / model.path}'"
             raise refuse_at(app.path, text, place, said, hint="give its path")
+    for name, group in table.groups.items():
+        _check_group(app, name, group, text)
     for name, entry in table.targets.items():
         _check_target(app, name, entry, text)
     for name, package in table.packages.items():
-        if package.model or len(table.models) > 1:
-            _require(package.model, table.models, "model", ("packages", name, "model"), app.path, text)
+        known = {**table.models, **table.groups}
+        if package.model or len(known) > 1:
+            require_name(package.model, known, "model", ("packages", name, "model"), app.path, text)
         for target in package.targets:
-            _require(target, table.targets, "target", ("packages", name, "targets"), app.path, text)
+            require_name(target, table.targets, "target", ("packages", name, "targets"), app.path, text)
+
+
+def _check_group(app: App, name: str, group: GroupTable, text: str) -> None:
+    place, file = ("groups", name), app.path.parent / group.path
+    for target in group.targets:
+        require_name(target, app.table.targets, "target", (*place, "targets"), app.path, text)
+    if not file.is_file():
+        raise refuse_at(app.path, text, (*place, "path"), f"there is no group '{file}'", hint="give its group.toml")
+    if name in app.table.models:
+        raise refuse_at(app.path, text, place, f"a model is called '{name}', too", hint="give it another name")
+    if group.data.golden is not None:
+        words = "a group has no golden build"
+        raise refuse_at(app.path, text, (*place, "data", "golden"), words, hint="leave it out")
 
 
 def _check_target(app: App, name: str, table: TargetTable, text: str) -> None:
@@ -354,8 +398,3 @@ def _check_target(app: App, name: str, table: TargetTable, text: str) -> None:
 def _name_target(app: App, name: str, table: TargetTable) -> str:
     wanted = table.target or name
     return str(app.path.parent / wanted) if "/" in wanted else wanted
-
-
-def _require(name: str, known: Mapping[str, object], what: str, place: Place, path: Path, text: str) -> None:
-    if name not in known:
-        raise refuse_at(path, text, place, f"the file has no {what} '{name}'", hint=suggest_name(name, known))

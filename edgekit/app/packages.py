@@ -9,9 +9,11 @@ from edgekit._files import digest_bytes, staged_entries, write_file
 from edgekit.app.config import App, KeyTable, PackageTable
 from edgekit.app.result import CellResult, PackageResult
 from edgekit.bundle.folder import MANIFEST, open_bundle
+from edgekit.bundle.group.group import GROUP
+from edgekit.bundle.group.opening import is_group
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.bundle.sign import check_signature, require_private_key
-from edgekit.errors import BundleError, EdgekitError
+from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
 from edgekit.package.variant import Names, sort_bundles
@@ -53,7 +55,8 @@ def sign_all(app: App, cells: Sequence[CellResult]) -> None:
             continue
         folder = app.out / cell.bundle
         try:
-            check_signature((folder / MANIFEST).read_bytes(), MANIFEST, folder, _public(app, keys))
+            name = GROUP if is_group(folder) else MANIFEST
+            check_signature((folder / name).read_bytes(), name, folder, _public(app, keys))
         except BundleError:
             allowed = Allowed(unproven=app.table.verify.accept_unproven)
             sign_verified(folder, app.path.parent / keys.sign, allowed=allowed)
@@ -65,7 +68,7 @@ def _public(app: App, keys: KeyTable) -> Path:
 
 def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult | None) -> PackageResult:
     table = app.table.packages[name]
-    model, providers = table.model or next(iter(app.table.models)), FORMS[table.kind].providers
+    model, providers = table.model or next(iter((*app.table.models, *app.table.groups))), FORMS[table.kind].providers
     wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
     # What failed is not packed; what was asked for by name and failed is a failure of the package.
     good = [cell for cell in wanted if cell.bundle and (table.allow_failed or _may_go(app, cell))]
@@ -80,7 +83,9 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
         return msgspec.structs.replace(known, state="kept")
     folders = [app.out / cell.bundle for cell in good]
     try:
-        if not table.targets:
+        if model in app.table.groups:
+            _require_one(model, folders)
+        elif not table.targets:
             # As of a build's folder: those that fit, the NPU first. Named ones keep the order of the file.
             fitting = sort_bundles([open_bundle(folder) for folder in folders])
             folders = [found.folder for found in fitting if not providers or found.manifest.provider in providers]
@@ -89,6 +94,12 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
         return _write(app, result, table, folders)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=str(error))
+
+
+def _require_one(group: str, folders: Sequence[Path]) -> None:
+    if len(folders) != 1:
+        words = f"an archive holds the group {group} for one target, and {len(folders)} may go"
+        raise UsageError(words, hint='say which: targets = ["NAME"]')
 
 
 def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequence[Path]) -> PackageResult:
@@ -107,7 +118,7 @@ def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequen
         path=f"{_FOLDER}/{place.name}",
         sha256=report.sha256,
         size_bytes=report.size_bytes,
-        bundles=tuple(variant.name for variant in report.bundles),
+        bundles=tuple(variant.name for variant in report.bundles) or tuple(folder.name for folder in folders),
     )
 
 

@@ -1,10 +1,15 @@
 """Where a key stands in a TOML file: readers of TOML give values and no places."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from edgekit.errors import UsageError
+import msgspec
+
+from edgekit.errors import UsageError, suggest_name
+
+_Value = TypeVar("_Value")
 
 FILE = "edgekit.toml"
 
@@ -74,3 +79,32 @@ def _split(text: str) -> tuple[Place, int]:
             break
         at += 1
     return tuple(names), at
+
+
+def convert_at(value: object, kind: type[_Value], place: Place, path: Path, text: str) -> _Value:
+    """Returns a table of the file as a struct.
+
+    Raises:
+        UsageError: it has an unknown key or a value of the wrong type, which is named with its line and column.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        said, _, where = str(error).partition(" - at `$")
+        unknown = re.search(r"unknown field `([^`]*)`", said)
+        inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
+        fields = getattr(kind, "__struct_encode_fields__", ())
+        hint = (
+            suggest_name(unknown[1], fields) if unknown and not where.strip("`") else "edgekit schema prints the keys"
+        )
+        raise refuse_at(path, text, (*place, *inner), said, hint=hint) from error
+
+
+def require_name(name: str, known: Mapping[str, object], what: str, place: Place, path: Path, text: str) -> None:
+    """Refuses the name of something that the file has not.
+
+    Raises:
+        UsageError: there is no such name.
+    """
+    if name not in known:
+        raise refuse_at(path, text, place, f"the file has no {what} '{name}'", hint=suggest_name(name, known))

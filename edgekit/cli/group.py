@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from edgekit.bundle.group.group import open_group
+from edgekit.bundle.group.opening import opened_group
 from edgekit.cli import options
 from edgekit.cli.screen import show_json, show_line, show_lines, showing_progress
 from edgekit.devices.register import DeviceChoice
@@ -89,6 +89,7 @@ def build(
 @options.ON_FILE
 @click.option("--require", multiple=True, metavar="DEVICE", help="Like --on, and a failure where it does not run.")
 @options.DEVICE_SET
+@click.option("--key", type=_FILE, metavar="FILE", help="Refuse what the owner of this public key (PEM) did not sign.")
 @options.ACCEPT_UNPROVEN
 @options.JSON
 @options.verbosity
@@ -98,15 +99,19 @@ def verify(
     on_file: Path | None,
     require: tuple[str, ...],
     settings: tuple[str, ...],
+    key: Path | None,
     accept_unproven: bool,
     as_json: bool,
     volume: int,
 ) -> int:
     """Run FOLDER, made by `edgekit group build`, on devices: each member by itself, and the whole.
 
+    FOLDER may be the archive that `edgekit package` wrote; then nothing is written into it.
+
     \b
     Example:
       edgekit group verify bundles/speech-qnn --require qnn-htp-sim
+      edgekit group verify speech.tar --key release.pem.pub
 
     Exit code 0: every device that ran passed. 1: one failed. 2: the usage or an input is wrong. 3: it is not proven.
     """
@@ -115,8 +120,8 @@ def verify(
         file=on_file,
         settings=options.parse_assignments(settings, "--set"),
     )
-    with showing_progress(volume) as progress:
-        report = verify_group(open_group(folder), choosing(choice), required=require, progress=progress)
+    with showing_progress(volume) as progress, opened_group(folder, key=key) as group:
+        report = verify_group(group, choosing(choice), required=require, progress=progress)
     if as_json:
         show_json(report)
     else:

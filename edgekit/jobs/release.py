@@ -7,18 +7,23 @@ from typing import Any, Literal
 import msgspec
 
 from edgekit.bundle.folder import LAYERS, MANIFEST, VERIFY, Bundle
+from edgekit.bundle.group.group import GROUP, Group, open_group
+from edgekit.bundle.group.opening import is_group, sign_group
 from edgekit.bundle.multi import MultiBundle, find_bundles, find_file, join_bundles
 from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
 from edgekit.bundle.statement import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime
-from edgekit.errors import BundleError, DataError
+from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.evidence import Verdict, worst_verdict
-from edgekit.package.package import Kind, PackageReport, package_bundles
+from edgekit.package.contents import Extra
+from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
+from edgekit.package.variant import UNNAMED, Names
+from edgekit.verify.groups import GroupReport
 from edgekit.verify.layers.evidence import read_evidence_file
 from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.saved import read_report
+from edgekit.verify.saved import read_facts, read_report
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +55,15 @@ NOTHING_ALLOWED = Allowed()
 def sign_verified(
     folder: Path, key: Path, *, allowed: Allowed = NOTHING_ALLOWED
 ) -> tuple[SignedBundle, tuple[Doubt, ...]]:
-    """Signs a folder of one target or of several, as `sign_bundle`; returns also what `allowed` let through.
+    """Signs a folder of one target, of several or of a group, and returns also what `allowed` let through.
 
     Raises:
         BundleError: a bundle in it did not pass a verification, and that was not allowed; or as `sign_bundle`.
         UsageError: the key cannot be read, or is no Ed25519 private key.
         OutputError: the folder cannot be written.
     """
+    if is_group(folder):
+        return _sign_group(folder, key, allowed)
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
     doubts = _refuse_doubtful(bundles, allowed=allowed)
@@ -90,6 +97,8 @@ def package_verified(
         BundleError: one is damaged, or did not pass a verification, and that was not allowed.
         EdgekitError: as `package_bundles`.
     """
+    if any(is_group(path) for path in paths):
+        return _package_group(paths, kind, out, allowed, **options)
     doubts: list[Doubt] = []
 
     def accept(bundles: Sequence[Bundle]) -> None:
@@ -111,6 +120,15 @@ class _Released(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str
     layers: Path | None
     report: VerifyReport | None
+
+
+class _Whole(msgspec.Struct, frozen=True, kw_only=True):
+    """What is attested of a group beside its members."""
+
+    manifest: dict[str, str] = {}
+    tests: dict[str, Verdict] = {}
+    runs: tuple[AttestedRun, ...] = ()
+    allowed: tuple[str, ...] = ()
 
 
 def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
@@ -141,6 +159,99 @@ def _place(bundle: Bundle) -> _Released:
     )
 
 
+def _sign_group(folder: Path, key: Path, allowed: Allowed) -> tuple[SignedBundle, tuple[Doubt, ...]]:
+    group = open_group(folder)
+    doubts = _refuse([doubt for doubt in (_find_doubt_of(group),) if doubt is not None], allowed)
+    members = _list_members(group)
+    weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
+    result = _attest(members, weak, _describe_whole(group, doubts))
+    keyid = sign_group(folder, key, result)
+    return SignedBundle(bundle=folder, sha256=group.sha256, key=keyid, attested=result), doubts
+
+
+def _package_group(
+    paths: Sequence[Path],
+    kind: Kind,
+    out: Path,
+    allowed: Allowed,
+    *,
+    key: Path | None = None,
+    names: Names = UNNAMED,
+    extras: Sequence[Extra] = (),
+) -> tuple[PackageReport, tuple[Doubt, ...]]:
+    """Writes the folder of a group as an archive; its loader is in it already."""
+    if len(paths) > 1:
+        raise UsageError("a group is packed by itself", hint="one folder, for one target")
+    if names != UNNAMED or extras:
+        words = "a group is packed whole and under its own name"
+        raise UsageError(words, hint="leave --name, --group, --package-version and --with out")
+    group = open_group(paths[0], key=key)
+    doubts = _refuse([doubt for doubt in (_find_doubt_of(group),) if doubt is not None], allowed)
+    return package_group(group, kind, out), doubts
+
+
+def _list_members(group: Group) -> list[_Released]:
+    report = _read_group_report(group)
+    return [
+        _Released(
+            folder=group.folder / "members" / name,
+            name=f"{group.manifest.name}-{group.manifest.target}/{name}",
+            sha256=group.manifest.members[name].manifest.sha256,
+            manifest=f"members/{name}/{MANIFEST}",
+            layers=group.find_file(name, LAYERS),
+            report=None if report is None else report.members.get(name),
+        )
+        for name in group.manifests
+    ]
+
+
+def _read_group_report(group: Group) -> GroupReport | None:
+    """Returns what was verified of exactly this group, None where there is nothing that can be read."""
+    try:
+        report = read_facts(group.folder / VERIFY, GroupReport)
+    except DataError:
+        return None
+    return report if report.sha256 == group.sha256 else None
+
+
+def _find_doubt_of(group: Group) -> Doubt | None:
+    """Returns why a group may not go as it is: a member may not, or the whole did not pass."""
+    report, members = _read_group_report(group), _list_members(group)
+    if report is None:
+        return Doubt(bundle=str(group.folder), reason="was not verified as it is now")
+    for member in members:
+        doubt = _find_doubt(member)
+        if doubt is not None:
+            return msgspec.structs.replace(doubt, bundle=str(group.folder), reason=f"({member.name}) {doubt.reason}")
+    if report.verdict == "pass":
+        return None
+    lines = [line for run in report.runs for line in (*run.judgement.failures, *run.judgement.unproven)]
+    said = lines[0] if lines else "no device ran the whole"
+    words = "did not pass its verification" if report.verdict == "fail" else "is not proven"
+    return Doubt(bundle=str(group.folder), reason=f"{words}: {said}", verdict=report.verdict)
+
+
+def _describe_whole(group: Group, doubts: Sequence[Doubt]) -> _Whole:
+    """Returns what is attested of a group beside its members: each device that ran it from end to end."""
+    report, name = _read_group_report(group), f"{group.manifest.name}-{group.manifest.target}"
+    provider = next(iter(group.manifests.values())).provider
+    runs = [
+        AttestedRun(
+            bundle=name, device=run.device, evidence=run.evidence, provider=provider, passed=run.verdict == "pass",
+            samples=run.samples, provider_nodes={}, outputs=(), accuracy=None, latency_ms=None, versions={},
+            metric={} if run.task is None or run.task.got is None else {run.task.name: run.task.got},
+        )
+        for run in (report.runs if report is not None else ())
+    ]  # fmt: skip
+    tests: dict[str, Verdict] = {f"{name} on {run.device}": run.verdict for run in (report.runs if report else ())}
+    return _Whole(
+        manifest={GROUP: group.sha256},
+        tests={name: doubts[0].verdict if doubts else "pass", **tests},
+        runs=tuple(runs),
+        allowed=tuple(f"{name} {doubt.reason}" for doubt in doubts),
+    )
+
+
 def _read_report(folder: Path) -> VerifyReport | None:
     try:
         return read_report(folder / VERIFY)
@@ -149,15 +260,19 @@ def _read_report(folder: Path) -> VerifyReport | None:
 
 
 def _refuse_doubtful(bundles: Sequence[_Released], *, allowed: Allowed) -> tuple[Doubt, ...]:
-    doubts = tuple(doubt for doubt in map(_find_doubt, bundles) if doubt is not None)
+    return _refuse([doubt for doubt in map(_find_doubt, bundles) if doubt is not None], allowed)
+
+
+def _refuse(doubts: Sequence[Doubt], allowed: Allowed) -> tuple[Doubt, ...]:
     for doubt in doubts:
         if not allowed.takes(doubt):
             option = "--accept-unproven" if doubt.verdict == "not proven" else "--allow-failed"
+            command = "group verify" if is_group(Path(doubt.bundle)) else "verify"
             raise BundleError(
                 f"bundle '{doubt.bundle}' {doubt.reason}",
-                hint=f"edgekit verify {doubt.bundle}, or {option} to release it all the same",
+                hint=f"edgekit {command} {doubt.bundle}, or {option} to release it all the same",
             )
-    return doubts
+    return tuple(doubts)
 
 
 def _find_doubt(bundle: _Released) -> Doubt | None:
@@ -183,11 +298,11 @@ def _find_fault(bundle: _Released) -> str | None:
     return "did not pass its verification" if report.verdict == "fail" else None
 
 
-def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt]) -> TestResult:
+def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt], whole: _Whole | None = None) -> TestResult:
     """Returns what a signer says of bundles: what their reports found, and which of them may only go as they are."""
-    found = {doubt.bundle: doubt for doubt in doubts}
-    tests: dict[str, Verdict] = {}
-    runs: list[AttestedRun] = []
+    found, whole = {doubt.bundle: doubt for doubt in doubts}, whole or _Whole()
+    tests: dict[str, Verdict] = dict(whole.tests)
+    runs: list[AttestedRun] = list(whole.runs)
     for bundle in bundles:
         doubt = found.get(str(bundle.folder))
         tests[bundle.name] = "pass" if doubt is None else doubt.verdict
@@ -197,13 +312,14 @@ def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt]) -> TestResult
             tests[f"{bundle.name} on {run.device}"] = run.verdict
     return TestResult(
         result=_RESULTS[worst_verdict(tests.values())],
-        configuration=list_subjects({bundle.manifest: bundle.sha256 for bundle in bundles}),
+        configuration=list_subjects({**whole.manifest, **{bundle.manifest: bundle.sha256 for bundle in bundles}}),
         passed_tests=_list_tests(tests, "pass"),
         warned_tests=_list_tests(tests, "not proven"),
         failed_tests=_list_tests(tests, "fail"),
         edgekit_runs=tuple(runs),
-        edgekit_allowed=tuple(
-            f"{bundle.name} {found[str(bundle.folder)].reason}" for bundle in bundles if str(bundle.folder) in found
+        edgekit_allowed=(
+            *whole.allowed,
+            *(f"{each.name} {found[str(each.folder)].reason}" for each in bundles if str(each.folder) in found),
         ),
     )
 

@@ -10,6 +10,8 @@ from edgekit._files import copy_into, digest_bytes, digest_file, staged_entries,
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
+from edgekit.bundle.group.group import Group
+from edgekit.bundle.statement import SIGNATURE
 from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.package.aar import collect_aar, report_store
 from edgekit.package.board import collect_board
@@ -165,6 +167,34 @@ def package_bundles(
             model_bytes=measure_models(parts),
             store=None if made_for is None else report_store(variants, made_for),
         )
+
+
+def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
+    """Writes a group of models as an archive of its folder, signature and all, and returns what it holds.
+
+    Raises:
+        UsageError: this kind of package has no code that runs several models.
+        OutputError: `out` cannot be written.
+    """
+    form = FORMS[kind]
+    if form.archive is None:
+        archives = " or ".join(name for name, each in FORMS.items() if each.archive)
+        words = f"a package of kind {kind} has no code that runs several models"
+        raise UsageError(words, hint=f"--as {archives}: a group brings its own loader in Python, app/edgekit_group.py")
+    entries: dict[str, Path | bytes] = {name: group.folder / name for name in group.digests}
+    if (group.folder / SIGNATURE).is_file():
+        entries[SIGNATURE] = group.folder / SIGNATURE
+    digests = {name: _digest(entries[name]) for name in sorted(entries)}
+    return PackageReport(
+        kind=kind,
+        out=str(out),
+        sha256=_write(entries, digests, form, out),
+        bundles=(),
+        left_out=(),
+        files=digests,
+        sizes=measure_entries(entries),
+        model_bytes=group.size_bytes,
+    )
 
 
 def _cut_parts(bundles: Sequence[Bundle], extras: Collection[Extra], form: Form, work: Path) -> list[Part]:

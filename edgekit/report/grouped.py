@@ -64,6 +64,18 @@ def describe_group_build(report: GroupBuild) -> Iterator[str]:
         yield from (f"- {note}" for note in target.notes)
 
 
+def headline_group(target: GroupTarget) -> str:
+    """Returns in a sentence what became of a group on a target."""
+    if target.path is None:
+        return f"It cannot be built: {target.failure}."
+    if target.verify is None or not target.verify.runs:
+        return "It ran nowhere."
+    bad = next((run for run in target.verify.runs if run.verdict != "pass"), target.verify.runs[0])
+    weak = next((name for name, member in target.verify.members.items() if member.verdict != "pass"), None)
+    member = "" if weak is None else f"; {weak} by itself: {target.verify.members[weak].verdict}"
+    return f"{bad.device}: {_describe_metric(bad)}: {bad.verdict}{member}."
+
+
 def describe_group(report: GroupReport) -> Iterator[str]:
     """Yields the lines of a group's verification: each device with the whole, and each member."""
     for run in report.runs:

@@ -356,7 +356,9 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
 def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:
     """Yields the known traps that may explain a run that does not pass."""
     yield from list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
-    model, wrong = asked.float_model or trial.job.model, _name_wrong(outputs, trial)
+    forms = trial.bundle.manifest.forms
+    own = trial.bundle.find_model("onnx") if "onnx" in forms else trial.job.model
+    model, wrong = asked.float_model or own, _name_wrong(outputs, trial)
     if wrong and model.suffix == ".onnx":
         mistake = find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
         yield from () if mistake is None else (f"output '{wrong[0]}' {mistake}",)

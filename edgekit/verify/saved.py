@@ -1,6 +1,7 @@
 """`verify.json`: what a verification found, beside a bundle; written, and read as history."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -9,6 +10,8 @@ from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.errors import DataError
 from edgekit.plain import to_json
 from edgekit.verify.report import VerifyReport
+
+_Report = TypeVar("_Report")
 
 # A report of a thousand layers on eight devices has some megabytes.
 _MAX_REPORT_BYTES = 64 << 20
@@ -31,12 +34,21 @@ def read_report(path: Path) -> VerifyReport:
     Raises:
         DataError: the file is missing or malformed.
     """
+    return read_facts(path, VerifyReport)
+
+
+def read_facts(path: Path, kind: type[_Report]) -> _Report:
+    """Returns a `verify.json` as a report of some kind.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
     try:
         with open_regular(path) as file:
             data = file.read(_MAX_REPORT_BYTES + 1)
         if len(data) > _MAX_REPORT_BYTES:
             raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint="edgekit verify BUNDLE writes it")
-        return msgspec.json.decode(data, type=VerifyReport)
+        return msgspec.json.decode(data, type=kind)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}", hint="edgekit verify BUNDLE writes it") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

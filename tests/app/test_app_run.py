@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from group_models import make_talk
 from tiny_models import parse_model
 
 from edgekit.app.config import list_cells, load_app
@@ -22,6 +23,7 @@ from edgekit.app.keys import STORE, Digests, make_key
 from edgekit.app.result import RESULT, headline_app, render_app
 from edgekit.app.run import run_app
 from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.group.opening import opened_group
 from edgekit.bundle.sign import make_key as make_pair
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
@@ -266,3 +268,40 @@ sign = "release.pem"
     second = _run(tmp_path / "edgekit.toml", capsys)
     assert (second["cells"][0]["state"], second["packages"][0]["state"]) == ("kept", "built")
     assert run_command(["verify", str(bundle), "--files-only", "--key", str(public)]) == 2
+
+
+def test_a_group_is_built_kept_signed_and_packed_with_the_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_talk(tmp_path, samples=8)
+    make_pair(tmp_path / "release.pem")
+    text = """
+[groups.talk]
+path = "talk.toml"
+data = { source = "talk.npz", evaluation = "talk.npz" }
+[targets.cpu]
+precision = "fp32"
+[verify]
+on = ["host"]
+[packages.board]
+as = "tar"
+[keys]
+sign = "release.pem"
+"""
+    (tmp_path / "edgekit.toml").write_text(text)
+    first = _run(tmp_path / "edgekit.toml", capsys)
+    assert (first["cells"][0]["state"], first["cells"][0]["verdict"]) == ("built", "pass")
+    assert first["packages"][0]["bundles"] == ["talk-cpu"]
+    with opened_group(tmp_path / "build" / first["packages"][0]["path"], key=tmp_path / "release.pem.pub") as group:
+        assert group.sha256 == first["cells"][0]["sha256"]
+    assert _run(tmp_path / "edgekit.toml", capsys)["cells"][0]["state"] == "kept"
+    # A member belongs to what a group depends on; an AAR cannot hold one.
+    with (tmp_path / "decode.onnx").open("ab") as model:
+        model.write(b"\x12\x01x")
+    (tmp_path / "edgekit.toml").write_text(text.replace('"tar"', '"aar"'))
+    second = _run(tmp_path / "edgekit.toml", capsys, code=1)
+    assert second["cells"][0]["state"] == "built"
+    assert "has no code that runs several models" in second["packages"][0]["failure"]
+    (tmp_path / "edgekit.toml").write_text(text.replace("talk.toml", "tolk.toml"))
+    assert run_command(["run", str(tmp_path / "edgekit.toml")]) == 2
+    assert "line 3, column 1: groups.talk.path: there is no group" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Groups verified end to end: an honest device passes, one that is wrong, or stops on the way, fails."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from verify_devices import InProcess
 
 from edgekit.bundle.folder import VERIFY
 from edgekit.bundle.group.group import Group, open_group
+from edgekit.bundle.group.opening import opened_group
+from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.errors import DeviceError
+from edgekit.errors import BundleError, DeviceError
 from edgekit.jobs.group import build_group
+from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.report.grouped import GroupBuild, describe_group
@@ -91,3 +95,57 @@ def test_a_group_that_ran_nowhere_is_not_proven(speech: Group) -> None:
 @pytest.mark.slow
 def test_a_group_passes_on_this_machine(speech: Group) -> None:
     assert run_command(["group", "verify", str(speech.folder), "--require", "host", "-q"]) == 0
+
+
+@pytest.fixture
+def passed(speech: Group, tmp_path: Path) -> Path:
+    """A group that passed on an honest device."""
+    folder = Path(shutil.copytree(speech.folder, tmp_path / "speech-cpu"))
+    assert verify_group(open_group(folder), lambda _: [InProcess()]).passed
+    return folder
+
+
+def test_a_signed_group_says_what_was_verified_and_shows_every_change(passed: Path, tmp_path: Path) -> None:
+    public, other = make_key(tmp_path / "release.pem"), make_key(tmp_path / "other.pem")
+    signed, doubts = sign_verified(passed, tmp_path / "release.pem")
+    assert (doubts, signed.attested.result) == ((), "PASSED")
+    group = open_group(passed, key=public)
+    assert group.attested == signed.attested
+    whole = [run for run in signed.attested.edgekit_runs if run.bundle == "speech-cpu"]
+    assert whole[0].metric == {"exact-match": 1.0}
+    assert {"speech-cpu", "speech-cpu/encoder", "speech-cpu/decoder"} <= set(signed.attested.passed_tests)
+    with pytest.raises(BundleError, match="another key"):
+        open_group(passed, key=other)
+    (passed / "README.md").write_bytes(b"x" * (passed / "README.md").stat().st_size)
+    with pytest.raises(BundleError, match="was altered"):
+        open_group(passed, key=public)
+
+
+def test_a_group_that_did_not_pass_is_signed_only_where_that_is_allowed(speech: Group, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(speech.folder, tmp_path / "speech-cpu", ignore=shutil.ignore_patterns(VERIFY)))
+    make_key(tmp_path / "release.pem")
+    with pytest.raises(BundleError, match="was not verified as it is now"):
+        sign_verified(folder, tmp_path / "release.pem")
+    verify_group(open_group(folder), lambda _: [Deaf()])
+    with pytest.raises(BundleError, match="did not pass its verification"):
+        sign_verified(folder, tmp_path / "release.pem")
+    signed, (doubt,) = sign_verified(folder, tmp_path / "release.pem", allowed=Allowed(failed=True))
+    assert (doubt.verdict, signed.attested.result) == ("fail", "FAILED")
+    assert "speech-cpu" in signed.attested.failed_tests
+
+
+def test_a_group_is_packed_as_an_archive_that_verifies(
+    passed: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    make_key(tmp_path / "release.pem")
+    sign_verified(passed, tmp_path / "release.pem")
+    words = ["package", str(passed), "--as", "tar", "--key", str(tmp_path / "release.pem.pub")]
+    for name in ("a.tar", "b.tar"):
+        assert run_command([*words, "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+    with opened_group(tmp_path / "a.tar", key=tmp_path / "release.pem.pub") as group:
+        assert group.attested is not None
+    said = refused("package", str(passed), "--as", "aar", "--out", str(tmp_path / "aar"))
+    assert "has no code that runs several models" in said
+    said = refused("package", str(passed), "--as", "zip", "--name", "mine", "--out", str(tmp_path / "z.zip"))
+    assert "under its own name" in said

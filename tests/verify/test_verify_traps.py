@@ -156,3 +156,14 @@ def test_a_finding_fails_a_run_whose_figures_are_good(tmp_path: Path) -> None:
     assert run.passed
     assert not msgspec.structs.replace(run, findings=("the saved runtime optimisations were ignored",)).passed
     assert msgspec.structs.replace(run, traps=("a trap alone explains nothing",)).passed
+
+
+def test_a_compiled_context_is_asked_for_no_mistake(tmp_path: Path) -> None:
+    # It opens with the provider that compiled it alone: that was an error of the whole verification.
+    text = "g (float[1,4] x) => (float[1,4] y) { y = com.microsoft.EPContext<embed_mode=1>(x) }"
+    path = tmp_path / "m_ctx.onnx"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> {text}'), path)
+    rows = [{"x": np.ones((1, 4), np.float32)}]
+    inputs = Samples(source="x", count=1, read=lambda: iter(rows))
+    got = Samples(source="y", count=1, read=lambda: iter([{"y": rows[0]["x"]}]))
+    assert find_input_mistake(path, inputs, got, "y") is None

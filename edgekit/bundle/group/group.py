@@ -28,6 +28,8 @@ from edgekit.bundle.manifest.manifest import (
 )
 from edgekit.bundle.manifest.names import find_fault as find_name_fault
 from edgekit.bundle.readme import README
+from edgekit.bundle.sign import check_signature
+from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import TaskLimit
@@ -70,13 +72,26 @@ class GroupManifest(_Strict, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """A folder with a group; `sha256` is the digest of `group.json`, and so of everything that it covers.
 
-    `manifests` are those of the members.
+    `manifests` are those of the members; `attested` is what the holder of a key says was verified, None where the group
+    was opened without one.
     """
 
     folder: Path
     manifest: GroupManifest
     manifests: Mapping[str, Manifest]
     sha256: str
+    attested: TestResult | None = None
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The sha256 of every file that a signature covers, by its place."""
+        listed = _expect(self.manifest, self.manifests)
+        return {GROUP: self.sha256, **{place: entry.sha256 for place, entry in listed.items()}}
+
+    def find_file(self, member: str, name: str) -> Path | None:
+        """Returns where a file of a member lies, None if it has no such file."""
+        place = _places(member, self.manifests[member], self.manifest.shared).get(name)
+        return None if place is None else self.folder / place
 
     @property
     def golden(self) -> Golden:
@@ -160,14 +175,19 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
     return open_group(out)
 
 
-def open_group(path: Path) -> Group:
-    """Opens the folder of a group after checking every file in it, and its wiring.
+def open_group(path: Path, *, key: Path | None = None) -> Group:
+    """Opens the folder of a group after checking every file in it, its wiring, and with a public key its signature.
 
     Raises:
         BundleError: `group.json` or a manifest is missing, malformed or altered; a file is missing, altered, unlisted,
-            a link, or bears an unsafe name; the wiring does not fit the members; the metric is code.
+            a link, or bears an unsafe name; the wiring does not fit the members; the metric is code; with `key`, the
+            group is not signed with its private half.
     """
+    if not path.is_dir():
+        raise BundleError(f"there is no group '{path}'", hint="give the folder that holds group.json")
     data = read_bounded(path, GROUP)
+    # The signature first: nothing is decoded whose signer is not known.
+    statement = None if key is None else check_signature(data, GROUP, path, key)
     source = str(path / GROUP)
     raw = decode_plain(data, source)
     group = convert_strictly(raw, GroupManifest, source)
@@ -180,8 +200,12 @@ def open_group(path: Path) -> Group:
     fault = find_fault(group.wiring, _interfaces(manifests))
     if fault is not None:
         raise BundleError(f"the wiring in '{source}' {fault[0]}", hint="build the group again")
-    check_files(path, _expect(group, manifests), {GROUP, VERIFY})
-    return Group(folder=path, manifest=group, manifests=manifests, sha256=digest_bytes(data))
+    check_files(path, _expect(group, manifests), {GROUP, VERIFY, SIGNATURE})
+    attested = None if statement is None else statement.predicate
+    opened = Group(folder=path, manifest=group, manifests=manifests, sha256=digest_bytes(data), attested=attested)
+    if statement is not None:
+        check_subjects(statement, opened.digests, path)
+    return opened
 
 
 def extract_member(group: Group, name: str, out: Path) -> Bundle:

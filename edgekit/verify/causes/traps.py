@@ -76,8 +76,9 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
     rows = _read_rows(inputs, got, output)
     if not rows:
         return None
-    session = CpuSession(model, SessionSettings(level=Level.DISABLED))
     try:
+        # A compiled context is an ONNX file too, and does not open on the CPU.
+        session = CpuSession(model, SessionSettings(level=Level.DISABLED))
         plain = _fit(session, rows, output, lambda value: value)
         for words, change in _MISTAKES.items():
             fit = _fit(session, rows, output, change)
