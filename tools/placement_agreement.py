@@ -48,9 +48,9 @@ from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
 # Which share of the nodes must agree.
-_LEAST = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "xnnpack": 0.998}
+_LEAST = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "webgpu": 0.995, "xnnpack": 0.998}
 # The device that asks the provider of a target in its own child process.
-_DEVICES = {"coreml": "ios-sim", "openvino": "openvino"}
+_DEVICES = {"coreml": "ios-sim", "openvino": "openvino", "webgpu": "webgpu"}
 _QNN = "QNNExecutionProvider"
 
 

@@ -1,13 +1,17 @@
 """How supported units become partitions, as ONNX Runtime forms them (core/providers/partitioning_utils.cc)."""
 
+import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
 from edgekit.check.rules.rulebook import Placing
 from edgekit.check.rules.units import Unit, unit_of_each
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, Node
+
+_SMALL_CONSTANT = 100
+_NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +29,7 @@ def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], 
     """Returns which partition takes each unit; `supported` says for each whether its rules allow it."""
     followers = _followers(graph, units)
     reasons = _stopped(units, followers, placing) | _unfused(graph, units, supported, placing)
+    reasons |= _on_host(graph, units, [fits and at not in reasons for at, fits in enumerate(supported)], placing)
     able = [fits and at not in reasons for at, fits in enumerate(supported)]
     # XNNPACK takes nodes one by one and forms no partitions (xnnpack_execution_provider.cc, GetCapability), so there is
     # one place for all.
@@ -188,3 +193,46 @@ def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], pla
             fusers = ", ".join(placing.fusers)
             reasons[at] = f"{unit.node.op_type} is taken only right after a {fusers} that is taken and feeds it alone"
     return reasons
+
+
+# Shapes are computed on the CPU, where they lie, and not carried to the device (core/framework/
+# fallback_cpu_capability.cc, GetCpuPreferredNodes; include/onnxruntime/ep/get_capability_utils.h).
+def _on_host(graph: Graph, units: Sequence[Unit], able: Sequence[bool], placing: Placing) -> dict[int, str]:
+    """Returns the nodes that a provider with kernels of its own leaves to the CPU, since all they read lies there."""
+    at_of = {unit.node.index: at for at, unit in enumerate(units)}
+    makers = [unit.node for at, unit in enumerate(units) if able[at] and unit.node.op_type in placing.host_results]
+    on_host = {name for node in makers for name in node.output}
+    waiting = [reader.index for name in on_host for reader in graph.consumers.get(name, ())]
+    heapq.heapify(waiting)
+    reasons: dict[int, str] = {}
+    seen: set[int] = set()
+    while waiting:
+        index = heapq.heappop(waiting)
+        if index in seen:
+            continue
+        seen.add(index)
+        node, at = graph.nodes[index], at_of[index]
+        if able[at]:
+            if not _reads_host(graph, node, on_host, placing):
+                continue
+            reasons[at] = "it computes a shape, which the provider leaves to the CPU, where shapes lie"
+        on_host.update(node.output)
+        for name in node.output:
+            for reader in graph.consumers.get(name, ()):
+                heapq.heappush(waiting, reader.index)
+    return reasons
+
+
+def _reads_host(graph: Graph, node: Node, on_host: Collection[str], placing: Placing) -> bool:
+    """Returns True where each input is small and constant, fed, or in the CPU's memory and wanted on the device."""
+    for position, name in enumerate(node.input):
+        value = graph.value(name)
+        if not name:
+            continue
+        if value.dtype in _NEVER_ON_HOST:
+            return False
+        if (name in graph.constants and value.elements <= _SMALL_CONSTANT) or name in graph.inputs:
+            continue
+        if name not in on_host or position in placing.host_inputs.get(node.op_type, ()):
+            return False
+    return True

@@ -57,6 +57,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale
     per channel. `wide` holds low and high of activations that get 16 bits where the others get 8; where a reader takes
     8 bits of them nevertheless, their entry in `ranges` counts. `weight_limit` is the largest magnitude of a weight.
+    With `float_bias` biases get no Q and DQ.
     With `contrib` ONNX Runtime's own Q and DQ nodes are placed where the opset's do not know all types that come.
     """
 
@@ -73,6 +74,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     wide: dict[str, tuple[float, float]] = {}
     weight_limit: int = 127
     contrib: bool = False
+    float_bias: bool = False
 
 
 def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx.ModelProto:
@@ -254,6 +256,7 @@ def _options(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> tuple
     return {
         "ActivationSymmetric": request.activation_symmetric,
         "WeightSymmetric": request.weight_symmetric,
+        "QuantizeBias": not request.float_bias,
         "TensorQuantOverrides": overrides,
     }, list(request.op_types)
 

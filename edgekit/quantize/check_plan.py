@@ -22,7 +22,7 @@ MAX_PLAN_BYTES = 1 << 26
 # What only the target decides.
 _GIVEN = (
     "scheme", "activation", "weight", "activation_symmetric", "weight_symmetric", "reduce_range", "shared_ops",
-    "unsigned_ops",
+    "unsigned_ops", "float_bias",
 )  # fmt: skip
 _HINT = "correct it, or plan again: edgekit quantize --plan-only"
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

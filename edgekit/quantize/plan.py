@@ -74,7 +74,8 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     float.
     `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
-    scale, `unsigned_ops` those whose weights are stored as uint8. `narrow` are constants of nodes kept float.
+    scale, `unsigned_ops` those whose weights are stored as uint8. With `float_bias` biases stay floats. `narrow` are
+    constants of nodes kept float.
     """
 
     model_sha256: str
@@ -92,6 +93,7 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     op_types: tuple[str, ...]
     shared_ops: tuple[str, ...] = ()
     unsigned_ops: tuple[str, ...] = ()
+    float_bias: bool = False
     ranges: dict[str, TensorRange]
     grids: dict[str, Grid]
     factors: dict[str, tuple[float, ...]] = {}
@@ -141,6 +143,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         op_types=op_types,
         shared_ops=rules.shared_ops,
         unsigned_ops=rules.unsigned_ops,
+        float_bias=rules.float_bias,
         ranges=exact,
         grids=_grids(graph, rules.scheme, rules.activation, op_types),
         axes=axes,

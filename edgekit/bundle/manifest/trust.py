@@ -10,6 +10,9 @@ from edgekit.target import Target, TaskLimit
 # Patterns are matched whole. None lets a slash, a colon or a quote through: no path, no address, no second option.
 _FLAG, _NUMBER, _WORD = "[01]", r"\d{1,6}", r"[A-Za-z][A-Za-z0-9_]{0,63}"
 _PLAIN = r"\d{1,9}|true|false|on|off"
+_COUNT, _TRUTH, _LEVEL = r"\d{1,20}", "true|false|True|False|0|1", "[0-5]"
+# Shapes of inputs as TensorRT reads them; the one value that has a colon, and empty where there are none.
+_SHAPES = r"(?:[A-Za-z_][\w.-]{0,63}:\d{1,6}(?:x\d{1,6}){0,7}(?:,(?!$)|$)){0,32}"
 _NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
 
 # Keys of onnxruntime_session_options_config_keys.h (1.31) that change how a model runs. Those that name a file or a
@@ -63,6 +66,25 @@ _OV_DEVICE = rf'"(CPU|GPU|NPU)":\{{{_OV_PROPERTY}(,{_OV_PROPERTY}){{0,15}}\}}'
 
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "CPUExecutionProvider": {"use_arena": _FLAG},
+    "CUDAExecutionProvider": {
+        **dict.fromkeys(
+            (
+                "cudnn_conv1d_pad_to_nc1d",
+                "cudnn_conv_use_max_workspace",
+                "do_copy_in_default_stream",
+                "enable_cuda_graph",
+                "enable_cudnn",
+                "fuse_conv_bias",
+                "prefer_nhwc",
+                "use_ep_level_unified_stream",
+                "use_tf32",
+            ),
+            _TRUTH,
+        ),
+        **dict.fromkeys(("device_id", "gpu_mem_limit", "sdpa_kernel"), _COUNT),
+        "arena_extend_strategy": "kNextPowerOfTwo|kSameAsRequested",
+        "cudnn_conv_algo_search": "DEFAULT|EXHAUSTIVE|HEURISTIC",
+    },
     "CoreMLExecutionProvider": {
         "AllowLowPrecisionAccumulationOnGPU": _FLAG,
         "EnableOnSubgraphs": _FLAG,
@@ -71,6 +93,12 @@ PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "ProfileComputePlan": _FLAG,
         "RequireStaticInputShapes": _FLAG,
         "SpecializationStrategy": _WORD,
+    },
+    "DmlExecutionProvider": {
+        "device_filter": "any|gpu|npu",
+        "device_id": _NUMBER,
+        "disable_metacommands": "true|false",
+        "performance_preference": "default|high_performance|minimum_power",
     },
     "NnapiExecutionProvider": dict.fromkeys(
         ("NNAPI_FLAG_CPU_DISABLED", "NNAPI_FLAG_CPU_ONLY", "NNAPI_FLAG_USE_FP16", "NNAPI_FLAG_USE_NCHW"), _FLAG
@@ -100,7 +128,50 @@ PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "backend_type": "cpu|gpu|htp|saver",
         "htp_graph_finalization_optimization_mode": "[0-3]",
     },
-    "WebGpuExecutionProvider": {"preferredLayout": "NCHW|NHWC"},
+    "TensorrtExecutionProvider": {
+        **dict.fromkeys(
+            (
+                "trt_bf16_enable",
+                "trt_build_heuristics_enable",
+                "trt_context_memory_sharing_enable",
+                "trt_cuda_graph_enable",
+                "trt_detailed_build_log",
+                "trt_dla_enable",
+                "trt_engine_cache_enable",
+                "trt_engine_hw_compatible",
+                "trt_force_sequential_engine_build",
+                "trt_force_timing_cache",
+                "trt_fp16_enable",
+                "trt_int8_enable",
+                "trt_int8_use_native_calibration_table",
+                "trt_layer_norm_fp32_fallback",
+                "trt_sparsity_enable",
+                "trt_timing_cache_enable",
+            ),
+            _TRUTH,
+        ),
+        **dict.fromkeys(("trt_profile_max_shapes", "trt_profile_min_shapes", "trt_profile_opt_shapes"), _SHAPES),
+        **dict.fromkeys(
+            (
+                "device_id",
+                "trt_dla_core",
+                "trt_max_partition_iterations",
+                "trt_max_workspace_size",
+                "trt_min_subgraph_size",
+            ),
+            _COUNT,
+        ),
+        "trt_builder_optimization_level": _LEVEL,
+        "trt_engine_cache_prefix": _WORD,
+        "trt_int8_calibration_table_name": _NAME,
+        "trt_op_types_to_exclude": rf"(?:{_WORD}(?:,{_WORD}){{0,63}})?",
+    },
+    "WebGpuExecutionProvider": {
+        **dict.fromkeys(("enableGraphCapture", "enableInt64", "enableRobustness"), _FLAG),
+        "powerPreference": "high-performance|low-power",
+        "preferredLayout": "NCHW|NHWC",
+        "validationMode": "basic|disabled|full|wgpuOnly",
+    },
     "XnnpackExecutionProvider": {"intra_op_num_threads": _NUMBER},
 }
 """Options of the providers that are words, switches and numbers, each with the pattern of its value.

@@ -193,6 +193,12 @@ class EqualEntries(_Rule, frozen=True, kw_only=True, tag="equal_entries"):
     required: bool = False
 
 
+class Mirrored(_Rule, frozen=True, kw_only=True, tag="mirrored"):
+    """The second half of a list attribute repeats the first, as pads do that are the same on both sides."""
+
+    name: str
+
+
 class Count(_Rule, frozen=True, kw_only=True, tag="count"):
     """How many inputs or outputs are present."""
 
@@ -340,7 +346,7 @@ class AxisLast(_Rule, frozen=True, kw_only=True, tag="axis_last"):
 
 Rule = (
     Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
-    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Count | Values | Setting | Bounds | Quantized
+    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Mirrored | Count | Values | Setting | Bounds | Quantized
     | SameQuantization | QuantizedOutput | FiniteScale | GroupedDilation | GraphEdge | Between | Readers | GemmBias
     | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach | AxisLast
 )  # fmt: skip

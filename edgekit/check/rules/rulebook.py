@@ -65,7 +65,9 @@ class Placing(_Strict, frozen=True, kw_only=True):
     are one node of `drop_alone`, when all their nodes are of `drop_if_only`, or when no input of theirs is computed and
     `drop_constant` is set. Everything after a node of `stop_ops` is left out. `fused` are activations taken only with
     the operator in `fusers` that feeds them. Quantized units of `first_input_only` cannot be built where an input
-    behind their first comes from outside their partition: then no session is made.
+    behind their first comes from outside their partition: then no session is made. Results of `host_results` lie in the
+    CPU's memory; nodes that read only those and small constants go to the CPU, unless the kernel reads that input there
+    (`host_inputs`, positions by operator).
     """
 
     style: Literal["wave", "node"]
@@ -76,6 +78,8 @@ class Placing(_Strict, frozen=True, kw_only=True):
     fused: tuple[str, ...] = ()
     fusers: tuple[str, ...] = ()
     first_input_only: tuple[str, ...] = ()
+    host_results: tuple[str, ...] = ()
+    host_inputs: dict[str, tuple[int, ...]] = {}
 
 
 class Derived(_Strict, frozen=True, kw_only=True):

@@ -84,6 +84,7 @@ JUDGES: Mapping[type, Callable[[Any, Subject], str | None]] = {
     kinds.Attribute: operand_rules.judge_attribute,
     kinds.Length: operand_rules.judge_length,
     kinds.EqualEntries: operand_rules.judge_equal_entries,
+    kinds.Mirrored: operand_rules.judge_mirrored,
     kinds.Setting: operand_rules.judge_setting,
     kinds.GraphEdge: operand_rules.judge_graph_edge,
     kinds.Between: operand_rules.judge_between,

@@ -115,6 +115,7 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
         axes=plan.axes,
         wide={name: (span.low, span.high) for name, span in plan.wide.items()},
         contrib=bool(plan.bits),
+        float_bias=plan.float_bias,
     )
 
 
