@@ -25,15 +25,13 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Parameter(_Strict, frozen=True, kw_only=True):
     """A property of the device that changes placement or conversion, such as its SoC or API level.
 
-    `implies` gives other parameters the values that a value of this one stands for. A value matches `pattern` whole,
-    where there is one; `example` is one that does.
+    `implies` gives other parameters the values that a value of this one stands for. `pattern` is matched whole.
     """
 
     description: str
     default: str
     choices: tuple[str, ...] = ()
     pattern: str = ""
-    example: str = ""
     minimum: int | None = None
     maximum: int | None = None
     implies: dict[str, dict[str, str]] = {}
@@ -59,9 +57,9 @@ class Quantization(_Strict, frozen=True, kw_only=True):
     Q and DQ nodes: ORT's QNN rules, or ORT's general ones. Only `op_types`
     are quantized (empty: all that can be), and none of `float_ops`, which the provider takes in float only. Those of
     `shared_ops` get one scale for all their inputs and their output. With `reduce_range` weights have 7 bits. Those of
-    `unsigned_ops` are stored as uint8 with a zero point of 128 where the others are int8: the same values. With
-    `float_bias` biases stay floats, where others are int32. With a
+    `unsigned_ops` are stored as uint8 with a zero point of 128 where the others are int8: the same values. With a
     `weight_block` the weights of 4 bits of a MatMul of three dimensions become a MatMulNBits, in blocks of so many.
+    With `float_bias` biases stay floats, where others are int32.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -276,10 +274,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def find_group(name: str) -> tuple[str, ...]:
-    """Returns the targets that a group stands for, none for a name that is no group.
-
-    They are "all", those of phones and boards, and "pc", those whose providers are on PCs alone.
-    """
+    """Returns the targets of a group, none for other names: "all" are for phones and boards, "pc" for PCs alone."""
     if name not in _GROUPS:
         return ()
     return tuple(known for known in target_names() if load_target(known).is_for_phones == (name == "all"))
@@ -368,7 +363,7 @@ def _check_setting(target: Target, key: str, value: str) -> str:
     if parameter.choices and value not in parameter.choices:
         raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=suggest_name(value, parameter.choices))
     if parameter.pattern and not re.fullmatch(parameter.pattern, value):
-        raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"for example {key}={parameter.example}")
+        raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"{key}: {parameter.description}")
     if parameter.minimum is not None or parameter.maximum is not None:
         low, high = parameter.minimum or 0, parameter.maximum
         if not re.fullmatch(r"\d{1,9}", value) or int(value) < low or (high is not None and int(value) > high):

@@ -5,6 +5,6 @@ cd "$(dirname "$0")/.."
 compile() { uv pip compile pyproject.toml --universal --generate-hashes --no-annotate --custom-compile-command "make lock" --quiet "$@"; }
 compile --python-version 3.11 --extra qnn --extra nnapi --group build --output-file tools/lock/demo.txt
 compile --python-version 3.11 --group build --group docs --output-file tools/lock/docs.txt
-compile --python-version 3.11 --extra qnn --extra android --extra sign --extra metrics --extra sweep --group build --group dev --output-file tools/lock/dev.txt
-compile --python-version 3.11 --extra qnn --extra android --extra sign --extra metrics --extra sweep --group build --group dev --group train --output-file tools/lock/train.txt
+compile --python-version 3.11 --extra qnn --extra android --extra sign --extra metrics --extra sweep --extra webgpu --group build --group dev --output-file tools/lock/dev.txt
+compile --python-version 3.11 --extra qnn --extra android --extra sign --extra metrics --extra sweep --extra webgpu --group build --group dev --group train --output-file tools/lock/train.txt
 compile --python-version 3.11 --extra openvino --output-file tools/lock/openvino.txt

@@ -8,7 +8,8 @@
 
 QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
 Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike; Core ML
-in the library for the iOS simulator (`edgekit devices install ios-sim`); OpenVINO through its plug-in on this machine.
+in the library for the iOS simulator (`edgekit devices install ios-sim`); OpenVINO and WebGPU through their plug-ins on
+this machine.
 Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
 made. A DQ whose name the change of the layout gave to another place is counted apart: the provider took a DQ of that
 name, and left what the model's DQ feeds. Sessions that fail are counted apart too, against the nodes that check calls

@@ -18,9 +18,13 @@ LEVELS: dict[str, Evidence] = {
     "coreml": Evidence.DEVICE,
     "emulated": Evidence.EMULATED,
     "host": Evidence.EMULATED,
+    "host:cuda": Evidence.DEVICE,
+    "host:directml": Evidence.DEVICE,
+    "host:tensorrt": Evidence.DEVICE,
     "ios-sim": Evidence.SAME_EP,
     "openvino": Evidence.SAME_EP,
     "qnn-htp-sim": Evidence.SIMULATOR,
+    "webgpu": Evidence.SAME_EP,
 }
 """How good the evidence of the devices is that targets name."""
 

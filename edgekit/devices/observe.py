@@ -17,7 +17,7 @@ from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local import coreml
-from edgekit.devices.local.offered import OPENVINO
+from edgekit.devices.local.offered import OPENVINO, PROVIDERS
 from edgekit.devices.placed import add_unnamed, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
@@ -26,6 +26,8 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.target import Target
 
+_WEBGPU = PROVIDERS["webgpu"].name
+
 # The devices that run a provider's own code, by provider, the best first.
 _ORACLES = {
     qnn_sim.PROVIDER: ("qnn-htp-sim",),
@@ -33,10 +35,14 @@ _ORACLES = {
     android.XNNPACK: ("android", "android:x86_64"),
     coreml.PROVIDER: ("coreml", "ios-sim"),
     OPENVINO: ("openvino",),
+    _WEBGPU: ("webgpu",),
 }
 
 # What they take is built, and loaded, with the session.
 _PLACED_AT_LOAD = frozenset({android.NNAPI, coreml.PROVIDER})
+
+# Their sessions fuse and rename what the CPU keeps, or what they took.
+_UNFUSED = frozenset({android.XNNPACK, _WEBGPU})
 
 _MAX_SAMPLE_ELEMENTS = 1 << 27
 
@@ -180,8 +186,8 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
 
     Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor are NNAPI's and
-    Core ML's run, whose networks need not be computed for this. XNNPACK's is made without the fusions that would rename
-    what the CPU keeps.
+    Core ML's run, whose networks need not be computed for this. XNNPACK's and WebGPU's are made without
+    the fusions that would rename nodes.
 
     Raises:
         DeviceError: the device is not there.
@@ -189,7 +195,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     """
     job = describe_job(model, target, samples=0 if target.provider in _PLACED_AT_LOAD else samples)
     is_xnnpack = target.provider == android.XNNPACK
-    if is_xnnpack:
+    if target.provider in _UNFUSED:
         job = msgspec.structs.replace(job, level=Level.DISABLED)
     with work_folder() as work:
         run = device.run_job(job, work)

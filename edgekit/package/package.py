@@ -59,6 +59,7 @@ _BOARD = frozenset(
         "CoreMLExecutionProvider",
         "OpenVINOExecutionProvider",
         "QNNExecutionProvider",
+        "WebGpuExecutionProvider",
         "XnnpackExecutionProvider",
     }
 )

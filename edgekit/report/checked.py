@@ -40,7 +40,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_check(report: CheckReport) -> str:
     """Returns the verdict of a check in one line."""
-    settings = "".join(f"; {key} {value}" for key, value in report.settings.items())
+    settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
     integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
     crossing = f"{report.crossings} crossings of {format_bytes(report.crossing_bytes)}"
     return (

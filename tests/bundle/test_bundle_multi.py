@@ -14,7 +14,7 @@ from edgekit.bundle.multi import Index, choose_variant, extract_variant, join_bu
 from edgekit.bundle.opening import opened_any, opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError, UsageError
-from edgekit.target import load_target, target_names
+from edgekit.target import find_group, load_target
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
     contents = make_contents(folder)
     made = [
         write_bundle(msgspec.structs.replace(contents, target=load_target(name)), folder / f"tiny-{name}")
-        for name in target_names()
+        for name in find_group("all")
     ]
     (made[0].folder / "verify.json").write_text("{}")
     return made

@@ -125,3 +125,32 @@ def test_a_quantized_concat_reads_its_own_partition_behind_its_first_input() -> 
     outside = made.replace("Add(d, d)", "HardSigmoid(d)")
     (concat,) = (node for node in check_text(f"{head} {outside} {joined}", "nnapi") if node.op == "Concat")
     assert (concat.taken, concat.fatal) == (False, True)
+
+
+SHAPES = (
+    "g (float[N,4] x, int64[1] fed) => (float[M] y) <int64 i = {{0}}, int64[1] axes = {{0}}>"
+    " {{ [s] s = Shape(x) [g] g = Gather(s, i) [u] u = Unsqueeze(g, axes) [c] c = Concat<axis=0>(u, {other})"
+    " [r] y = Reshape(x, c) }}"
+)
+
+
+def test_what_reads_shapes_alone_stays_where_they_lie() -> None:
+    """The CPU computes the shape; a Reshape reads it there and runs on the device."""
+    nodes = {node.name: node for node in check_text(SHAPES.format(other="fed"), "cuda")}
+    assert {name: node.taken for name, node in nodes.items()} == {
+        "s": True,
+        "g": False,
+        "u": False,
+        "c": False,
+        "r": True,
+    }
+    assert "it computes a shape" in nodes["g"].reasons[0]
+
+
+def test_what_reads_a_tensor_of_the_device_too_runs_there() -> None:
+    text = SHAPES.format(other="d").replace("[u] u", "[d] d = Cast<to=7>(w) [u] u").replace("fed)", "fed, float[1] f)")
+    nodes = {
+        node.name: node
+        for node in check_text(text.replace("(w)", "(v)").replace("[d] d", "[v] v = Exp(f) [d] d"), "cuda")
+    }
+    assert (nodes["u"].taken, nodes["d"].taken, nodes["c"].taken) == (False, True, True)

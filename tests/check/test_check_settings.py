@@ -52,6 +52,13 @@ CASES = [
         "g (float16[1,3,4,4] x) => (float16[1,3,4,4] y) { y = Softmax(x) }",
         "fp16 kernels came with ORT 1.21",
     ),
+    (
+        "cuda",
+        {"layout": "NHWC"},
+        {"layout": "NCHW"},
+        "g (float[1,2,4,4] x, float[2,2,2,2] w) => (float[1,2,5,5] y) { y = ConvTranspose(x, w) }",
+        "input 1 is computed; it must be a constant",
+    ),
 ]
 
 
@@ -64,9 +71,22 @@ def test_a_parameter_decides(target: str, less: dict[str, str], more: dict[str, 
     assert (why_not(taken), all(node.taken for node in taken)) == ("", True)
 
 
+_PC_ONLY = ("directml", "tensorrt", "webgpu")
+
+
 def test_every_parameter_has_a_case() -> None:
     tested = {(target, name) for target, less, more, *_ in CASES for name in (*less, *more)}
-    tested |= {("nnapi", "cpu"), ("cpu", "arch"), ("cpu", "weights"), ("qnn", "blocks"), ("openvino", "precision_hint")}
+    tested |= {
+        ("nnapi", "cpu"),
+        ("cpu", "arch"),
+        ("cpu", "weights"),
+        ("qnn", "blocks"),
+        ("openvino", "precision_hint"),
+        ("cuda", "tf32"),
+        ("cuda", "cudnn_search"),
+    }
+    # What these set is told to the provider, and changes no placement that the rules tell.
+    tested |= {(name, parameter) for name in _PC_ONLY for parameter in load_target(name).parameters}
     known = {(name, parameter) for name in target_names() for parameter in load_target(name).parameters}
     assert known == tested
 

@@ -11,7 +11,7 @@ from prepare_models import ZOO, make_model, op_names
 from edgekit.check.check import check_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model, sketch_model
-from edgekit.target import load_target, target_names
+from edgekit.target import find_group, load_target
 
 MATRIX = (
     "g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}> "
@@ -42,7 +42,7 @@ def _with_weights(path: Path, *, normalised: bool) -> Model:
 def _judge_both(model: Model, folder: Path) -> tuple[Model, Model]:
     whole = prepare_model(model, folder / "whole/m.onnx", {})
     sketch = sketch_model(model, folder / "sketch/m.onnx", {})
-    for name in target_names():
+    for name in find_group("all"):
         target = load_target(name)
         assert check_model(whole, target).node_list == check_model(sketch, target).node_list
     return whole, sketch

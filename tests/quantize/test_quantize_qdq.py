@@ -54,22 +54,22 @@ class Units:
 
     def __init__(self, model: Model) -> None:
         graph = onnx.load(str(model.path)).graph
-        self._stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+        self.stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
         self._makers = {name: node for node in graph.node for name in node.output}
         self._readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
         self.nodes = [node for node in graph.node if not node.op_type.endswith("eLinear")]
 
     def read(self, node: onnx.NodeProto, at: int) -> list[Array]:
         """The scale and zero point of an input."""
-        return [self._stored[name] for name in self._makers[node.input[at]].input[1:]]
+        return [self.stored[name] for name in self._makers[node.input[at]].input[1:]]
 
     def constant(self, node: onnx.NodeProto, at: int) -> Array:
         """The integers of a constant input."""
-        return self._stored[self._makers[node.input[at]].input[0]]
+        return self.stored[self._makers[node.input[at]].input[0]]
 
     def write(self, node: onnx.NodeProto) -> list[Array]:
         """The scale and zero point of the output."""
-        return [self._stored[name] for name in self._readers[node.output[0]].input[1:]]
+        return [self.stored[name] for name in self._readers[node.output[0]].input[1:]]
 
     def find(self, op: str) -> onnx.NodeProto:
         """The last node of an operator."""
@@ -163,3 +163,17 @@ def test_a_softmax_counts_in_256ths(made: tuple[str, Model]) -> None:
     assert int(zero) == lowest
     assert float(scale) == pytest.approx(1 / 256, rel=0.01)
     assert (float(scale) == 1 / 256) is (case != "qnn")
+
+
+def test_biases_stay_floats_where_the_parser_has_no_dq_for_them(tmp_path: Path) -> None:
+    net = make_model(NET, tmp_path / "net.onnx", SHAPES)
+    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
+    target = load_target("tensorrt")
+    plan = plan_quantization(net, calibration, target, "int8", method="minmax")
+    model = quantize_model(net, plan, calibration, tmp_path / "q.onnx").model
+    units = Units(model)
+    convs = [node for node in units.nodes if node.op_type == "Conv"]
+    assert [units.stored[node.input[2]].dtype.name for node in convs] == ["float32"] * 3
+    zeros = [units.read(node, at)[1] for node in convs for at in (0, 1)]
+    assert {(zero.dtype.name, int(np.abs(zero).max())) for zero in zeros} == {("int8", 0)}
+    assert not [node.reasons for node in check_model(model, target).node_list if not node.taken]

@@ -13,7 +13,7 @@ from edgekit.cli.main import run_command
 from edgekit.report.checked import CheckSummary
 from edgekit.report.pages.check_page import render_check
 from edgekit.report.pages.drawing import draw_blocks
-from edgekit.target import target_names
+from edgekit.target import find_group
 
 
 def _node(at: int, *, taken: bool = True, reasons: tuple[str, ...] = (), **fields: Any) -> CheckedNode:
@@ -94,7 +94,7 @@ def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: webdriver
     _open(browser, page)
     assert "ONNX Runtime's own checker" in _find(browser, "body")[0].text
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert len(_find(browser, "details.graph")) == len(target_names())
+    assert len(_find(browser, "details.graph")) == len(find_group("all"))
 
 
 def test_blocks_follow_the_places_and_rows_the_depth() -> None:

@@ -346,7 +346,8 @@ class AxisLast(_Rule, frozen=True, kw_only=True, tag="axis_last"):
 
 Rule = (
     Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
-    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Mirrored | Count | Values | Setting | Bounds | Quantized
-    | SameQuantization | QuantizedOutput | FiniteScale | GroupedDilation | GraphEdge | Between | Readers | GemmBias
-    | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach | AxisLast
+    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Mirrored | Count | Values | Setting | Bounds
+    | Quantized | SameQuantization | QuantizedOutput | FiniteScale | GroupedDilation | GraphEdge | Between | Readers
+    | GemmBias | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach
+    | AxisLast
 )  # fmt: skip

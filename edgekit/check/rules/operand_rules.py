@@ -199,7 +199,9 @@ def judge_mirrored(rule: kinds.Mirrored, subject: Subject) -> str | None:
     """A list attribute of two equal halves."""
     value = subject.unit.node.entries(rule.name) or ()
     half = len(value) // 2
-    return f"attribute '{rule.name}' is {_show(value)}; its halves must be equal" if value[:half] != value[half:] else None
+    return (
+        f"attribute '{rule.name}' is {_show(value)}; its halves must be equal" if value[:half] != value[half:] else None
+    )
 
 
 def judge_setting(rule: kinds.Setting, subject: Subject) -> str | None:

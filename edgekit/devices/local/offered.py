@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Literal
 
@@ -13,6 +13,7 @@ import msgspec
 from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
 from edgekit._proc import run_process
 from edgekit.devices.device import Missing
+from edgekit.devices.local.swiftshader import find_swiftshader
 from edgekit.devices.process.child import FAR, last_words, printable
 from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
@@ -34,7 +35,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     them runs on the CPU: `needs` is the command that brings what they need. A provider that runs only on certain
     `systems` names them as `sys.platform` does. `hardware` are the kinds of device that may be asked for by name.
     `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it computes on others: 0 for
-    all. `environment` is set for the process that runs a model. `evidence` is what a run on it is worth.
+    all. `find_environment` says what is set for the process that runs a model. `evidence` is what a run on it is worth.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     systems: tuple[str, ...] = ()
     hardware: tuple[Hardware, ...] = ()
     cpu_vendor: int = 0
-    environment: Mapping[str, str] = {}
+    find_environment: Callable[[], Mapping[str, str]] = dict
     evidence: Evidence = Evidence.DEVICE
 
     @property
@@ -66,7 +67,13 @@ PROVIDERS: Mapping[str, Provider] = {
         evidence=Evidence.SAME_EP,
     ),
     "webgpu": Provider(
-        name="WebGpuExecutionProvider", package="onnxruntime-ep-webgpu==0.4.0", module="onnxruntime_ep_webgpu"
+        name="WebGpuExecutionProvider",
+        package="onnxruntime-ep-webgpu==0.4.0",
+        module="onnxruntime_ep_webgpu",
+        needs="a GPU's driver, or without a GPU: apt-get install chromium-common libvulkan1",
+        hardware=("cpu", "gpu"),
+        find_environment=find_swiftshader,
+        evidence=Evidence.SAME_EP,
     ),
     "host:cuda": Provider(
         name="CUDAExecutionProvider",
@@ -161,7 +168,7 @@ def ask_provider(device: str) -> Found:
     }
     # -P keeps the program's own folder out of sys.path, whose modules would stand in for others.
     argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(asked).decode()]
-    finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.environment)
+    finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.find_environment())
     if not finished.succeeded:
         return Found(failure=f"the process that asks it {finished.ending}{last_words(finished.stderr)}")
     try:
@@ -213,7 +220,9 @@ def _find_lacking(device: str, hardware: str) -> Missing | None:
     kinds = [one.kind for one in found.devices]
     if row.module and (hardware not in kinds if hardware else not kinds):
         seen = f": it has {', '.join(kinds)}" if kinds else ""
-        return Missing(reason=f"{row.name} finds no {hardware or 'device'} on this machine{seen}", command=None)
+        return Missing(
+            reason=f"{row.name} finds no {hardware or 'device'} on this machine{seen}", command=row.needs or None
+        )
     return None
 
 

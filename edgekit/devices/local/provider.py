@@ -64,7 +64,7 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
             preload=not row.module,
         )
         runner = Runner(device=self.name, evidence=self.evidence)
-        run = run_python(runner, job, far, work, env=row.environment)
+        run = run_python(runner, job, far, work, env=row.find_environment())
         return msgspec.structs.replace(
             run, versions={**run.versions, **find_provider_versions(self.kind)}, notes=(*run.notes, *self._notes(run))
         )

@@ -116,7 +116,8 @@ inline void AddPlugin(const Ort& ort, OrtSessionOptions* options, const Variant&
 inline void AddProvider(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const OpenOptions& how,
                         const Pairs& pairs) {
   if (how.on_cpu || variant.provider == "CPUExecutionProvider") return;
-  if (variant.provider == "QNNExecutionProvider" || variant.provider == "OpenVINOExecutionProvider")
+  if (variant.provider == "QNNExecutionProvider" || variant.provider == "OpenVINOExecutionProvider" ||
+      variant.provider == "WebGpuExecutionProvider")
     return AddPlugin(ort, options, variant, how.plugin, pairs);
   const bool xnnpack = variant.provider == "XnnpackExecutionProvider";
   if (!xnnpack && variant.provider != "CoreMLExecutionProvider")

@@ -27,7 +27,11 @@ Variant = dict[str, Any]
 _HERE = Path(__file__).resolve().parent
 _NO_CPU = "session.disable_cpu_ep_fallback"
 # The module of the wheel that brings a provider's library.
-_PLUGINS = {"QNNExecutionProvider": "onnxruntime_qnn", "OpenVINOExecutionProvider": "onnxruntime_ep_openvino"}
+_PLUGINS = {
+    "OpenVINOExecutionProvider": "onnxruntime_ep_openvino",
+    "QNNExecutionProvider": "onnxruntime_qnn",
+    "WebGpuExecutionProvider": "onnxruntime_ep_webgpu",
+}
 # Two outputs that are equal have an infinite ratio: the limit keeps the figures finite.
 _DB_LIMIT = 200.0
 
