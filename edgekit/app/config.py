@@ -45,6 +45,8 @@ class ModelTable(_Table, frozen=True, kw_only=True):
     path: str
     data: DataTable
     dims: dict[str, int] = {}
+    buckets: dict[str, tuple[int, ...]] = {}
+    pad: dict[str, float] = {}
     freeze: dict[str, float] = {}
     targets: tuple[str, ...] = ()
     outputs: dict[str, OutputKind | StatedOutput] = {}
@@ -301,6 +303,8 @@ def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
         recipe=Recipe(
             targets=(named,),
             dims=model.dims,
+            buckets=model.buckets,
+            pad=model.pad,
             freeze=model.freeze,
             settings={key: str(value) for key, value in table.settings.items()},
             precision=table.precision,

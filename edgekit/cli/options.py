@@ -326,7 +326,8 @@ def read_data(source: str, preprocess: Path | None, **files: Any) -> Data:
 def _parse_size(name: str, value: str) -> int:
     # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
     if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
-        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint="a whole number from 0")
+        hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0"
+        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint=hint)
     return int(value)
 
 

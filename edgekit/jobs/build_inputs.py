@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit.bundle.golden.golden import OUTPUTS, Golden, make_golden
-from edgekit.bundle.golden.recorded import Recorded, adopt_reference
+from edgekit.bundle.golden.recorded import Recorded, adopt_reference, adopt_unpadded
 from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.opening import open_recorded
 from edgekit.check.check import check_model
@@ -137,14 +137,14 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         preprocess=data.preprocess,
         most=job.recipe.samples,
         idle=job.recipe.freeze,
-        sequences=_filling(sequences, sized, is_repeated=data.golden is not None),
+        sequences=_filling(sequences, sized),
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
     check_class_labels(golden)
-    buckets = None if sized is None else _run_unpadded(source, sized, samples, job)
     recorded = _open_recorded(data, golden, source, job)
+    buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, job)
     wanted = not is_quantized and job.wants_integers(floats)
     job.watch.begin("calibrate")
     return BuildInputs(
@@ -174,16 +174,14 @@ def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | N
     return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, job.work)
 
 
-def _filling(sequences: Sequences, sized: BucketModels | None, *, is_repeated: bool) -> Sequences:
+def _filling(sequences: Sequences, sized: BucketModels | None) -> Sequences:
     """Returns sequences whose samples are filled up to the largest size, where there are several.
 
     Raises:
-        UsageError: the model has state, or an earlier build is to be repeated.
+        UsageError: the model has state.
     """
     if sized is None:
         return sequences
-    if is_repeated:
-        raise UsageError("--golden knows no float results of buckets", hint="build without it, or without buckets")
     if sequences.state.steps > 1:
         raise UsageError("a model with state cannot step through buckets", hint="give each dimension one size")
 
@@ -193,7 +191,9 @@ def _filling(sequences: Sequences, sized: BucketModels | None, *, is_repeated: b
     return msgspec.structs.replace(sequences, unroll=fill)
 
 
-def _run_unpadded(source: Model, sized: BucketModels, samples: SampleSets, job: BuildJob) -> BucketInputs:
+def _run_unpadded(
+    source: Model, sized: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], job: BuildJob
+) -> BucketInputs:
     """Returns what the float model makes of the golden samples as long as they are.
 
     Raises:
@@ -206,6 +206,8 @@ def _run_unpadded(source: Model, sized: BucketModels, samples: SampleSets, job: 
             hint="give shorter samples too, or leave the bucket out",
         )
     golden = make_golden(source, samples.given, job.work / "unpadded", ragged=True)
+    for bundle in recorded.values():
+        adopt_unpadded(golden, bundle)
     return BucketInputs(models=sized, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
 
 

@@ -19,7 +19,7 @@ from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.drift import describe_state
-from edgekit.verify.facts import FileReport, Located
+from edgekit.verify.facts import BucketReport, FileReport, Located, SizesReport
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.report import VerifyReport
@@ -74,6 +74,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
         yield from (f"{run.device}: not proven: {line}" for line in run.unproven)
         yield from (f"{run.device}: {note}" for note in run.notes)
         yield from (f"{run.device}: {line}" for line in (describe_state(run.state) if run.state else ()))
+        yield from () if run.sizes is None else (f"{run.device}: {_describe_sizes(run.sizes)}",)
         yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
         yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
     # The CPU provider takes every node: there is no placement to observe.
@@ -82,6 +83,16 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     yield from report.differences
     yield from report.notes
     yield from map(str, report.skipped)
+
+
+def _describe_sizes(sizes: SizesReport) -> str:
+    """Returns the worst figure of each size, against the float model at the samples' own lengths."""
+
+    def describe(size: BucketReport) -> str:
+        worst = min((output.sqnr_db for output in size.outputs if output.sqnr_db is not None), default=None)
+        return f"{size.size} ({len(size.lengths)} samples{'' if worst is None else f', {worst:.1f} dB'})"
+
+    return f"each sample beside the float model at its own '{sizes.dim}': {', '.join(map(describe, sizes.sizes))}"
 
 
 def _describe_file(file: FileReport) -> str:

@@ -7,7 +7,9 @@ import bucket_models
 import numpy as np
 import pytest
 import stepped_models
-from package_loaders import find_library, require_program, run_program
+from android_parts import find_runtime
+from package_loaders import find_library, join_jars, require_program, run_program
+from package_maven import ORT, fetch_jar
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.archive import unpack_archive
@@ -104,3 +106,37 @@ def test_the_cpp_loader_feeds_state_back(program: list[str | Path], stepped: Bun
     code, shown = run_program([*program, "steps", "5"])
     assert code == 0, shown
     hold_together(read_arrays(shown), run_stepped(stepped, 5))
+
+
+@pytest.fixture(scope="module")
+def java(sized: Bundle, stepped: Bundle, tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
+    """The command that runs `far/RunArrays.java` with an Android archive of both bundles."""
+    require_program("javac", "openjdk-17-jdk-headless")
+    out, runtime, jar = tmp_path_factory.mktemp("java"), find_runtime(), fetch_jar(ORT)
+    package_bundles([sized.folder, stepped.folder], "aar", out / "maven", runtime=runtime)
+    (archive,) = (out / "maven").rglob("*.aar")
+    unpack_archive(archive, out / "aar")
+    (assets,) = (out / "aar" / "assets").iterdir()
+    source = (FAR / "RunArrays.java").read_text().replace("package edgekit.loader;", f"package {assets.name};")
+    (out / "RunArrays.java").write_text(source)
+    path = join_jars(out / "aar" / "classes.jar", runtime.classes)
+    code, shown = run_program(["javac", "-cp", path, "-d", out, out / "RunArrays.java"])
+    assert code == 0, shown
+    classes = join_jars(out, out / "aar" / "classes.jar", jar)
+    return ["java", "-cp", classes, f"{assets.name}.RunArrays", assets, out / "work"]
+
+
+def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(
+    java: list[str | Path], sized: Bundle, stepped: Bundle
+) -> None:
+    code, shown = run_program([*java, "5", "4"])
+    assert code == 0, shown
+    first, *steps = read_arrays(shown)
+    # The first step of the second bundle has other names than the first bundle's outputs, all but `y`.
+    hold_together([first], [run_sized(sized, 5)])
+    hold_together(steps, run_stepped(stepped, 4))
+
+
+def test_the_java_loader_takes_no_sample_that_is_too_long(java: list[str | Path]) -> None:
+    _, shown = run_program([*java, "13", "1"])
+    assert "takes no sample of 13" in shown

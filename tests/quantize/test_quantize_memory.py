@@ -9,7 +9,7 @@ from edgekit.quantize.rounding.memory import recall, remember
 
 def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:
     assert recall(tmp_path, "a") is None
-    remember(tmp_path, "a", {"integers": np.arange(3), "scale": np.float32([0.5])})
+    remember(tmp_path, "a", {"integers": np.arange(3), "scale": np.array([0.5], np.float32)})
     found = recall(tmp_path, "a")
     assert found is not None
     assert {name: value.tolist() for name, value in found.items()} == {"integers": [0, 1, 2], "scale": [0.5]}

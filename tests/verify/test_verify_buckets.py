@@ -25,6 +25,7 @@ from edgekit.jobs.build import build
 from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
+from edgekit.report.text import list_verify_remarks
 from edgekit.verify.run import verify_bundle
 
 
@@ -51,8 +52,10 @@ def test_weights_of_all_sizes_lie_in_one_file(bundle: Bundle) -> None:
 
 
 def test_each_size_is_held_against_the_float_model_at_the_length_of_the_sample(bundle: Bundle) -> None:
-    (run,) = verify_bundle(bundle, [InProcess()]).runs
+    report = verify_bundle(bundle, [InProcess()])
+    (run,) = report.runs
     assert run.passed, (run.failures, run.unproven)
+    assert any("at its own 'sequence': 4 (4 samples, " in line for line in list_verify_remarks(report))
     assert run.sizes is not None
     ran = {size.size: size.lengths for size in run.sizes.sizes}
     assert set(ran[4]) == {1, 2, 3, 4}
@@ -184,3 +187,16 @@ def test_a_manifest_cannot_state_buckets_that_are_not_there(
     spoil(raw["buckets"])
     with pytest.raises(BundleError):
         decode_manifest(encode_json(raw), "it")
+
+
+def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
+    first = make(tmp_path, precision="fp32")
+    assert first is not None
+    recipe = Recipe(targets=("cpu",), precision="fp32", dims={"batch": 1}, buckets={"sequence": SIZES})
+    data = str(tmp_path / "data")
+    again = build(
+        tmp_path / "net.onnx", Data(source=data, evaluation=data, golden=first.parent), tmp_path / "again", recipe,
+        verify=False,
+    ).bundles[0].path  # fmt: skip
+    assert again is not None
+    assert (again / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()

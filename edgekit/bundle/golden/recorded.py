@@ -14,7 +14,8 @@ import numpy as np
 from edgekit._files import digest_file, replacing_file
 from edgekit.bundle.golden.expected import EXPECTED
 from edgekit.bundle.golden.golden import INPUTS, OUTPUTS, Golden, read_outputs
-from edgekit.bundle.manifest.manifest import GoldenFacts, Manifest
+from edgekit.bundle.manifest.manifest import UNPADDED, GoldenFacts, Manifest
+from edgekit.data.samples import load_samples
 from edgekit.errors import DataError, UsageError
 from edgekit.model.tensors import Array
 from edgekit.target import Form
@@ -48,15 +49,29 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
         raise UsageError(
             f"'{recorded.folder}' was made with other golden samples", hint="give the data it was made with"
         )
-    theirs = msgspec.structs.replace(golden, folder=recorded.golden)
-    for index, (own, other) in enumerate(zip(read_outputs(golden), read_outputs(theirs), strict=True)):
+    _adopt_outputs(golden, recorded, recorded.golden / OUTPUTS)
+
+
+def adopt_unpadded(golden: Golden, recorded: Recorded) -> None:
+    """Does the same for the golden samples at their own sizes, once `adopt_reference` has held their inputs together.
+
+    Raises:
+        UsageError: the recorded outputs are not those of this model.
+        DataError: they cannot be read.
+    """
+    _adopt_outputs(golden, recorded, recorded.folder / UNPADDED)
+
+
+def _adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
+    theirs = load_samples(str(file), golden.outputs)
+    for index, (own, other) in enumerate(zip(read_outputs(golden), theirs, strict=True)):
         for name, value in own.items():
             if not _is_near(value, other.get(name)):
                 raise UsageError(
                     f"output '{name}' of golden sample {index} in '{recorded.folder}' is not what the model gives here",
                     hint="build without --golden",
                 )
-    _copy(recorded.golden / OUTPUTS, golden.folder / OUTPUTS)
+    _copy(file, golden.folder / OUTPUTS)
 
 
 def adopt_expected(recorded: Recorded, models: Mapping[Form, Sequence[Path]], out: Path) -> GoldenFacts | None:

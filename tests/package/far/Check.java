@@ -95,7 +95,7 @@ public final class Check {
     Object[] tolerance = {bundle.outputs[0].name, -1.0};
     return new Bundle(
         names, options, sessionConfig, files, bundle.inputs, bundle.outputs, bundle.samples, bundle.chosen, tolerance,
-        bundle.tuned, limits);
+        bundle.tuned, bundle.runs, limits);
   }
 
   /** A bundle that was tuned for a kind of machine to a session key that no session takes. */
@@ -113,7 +113,7 @@ public final class Check {
     String[] names = {bundle.name, bundle.provider, bundle.minimumOrt, bundle.model, bundle.golden, "outputs"};
     return new Bundle(
         names, flat(bundle.providerOptions), flat(bundle.sessionConfig), flat(bundle.files), bundle.inputs,
-        bundle.outputs, bundle.samples, bundle.chosen, new Object[] {}, tuned, 0, 0, 0, 0);
+        bundle.outputs, bundle.samples, bundle.chosen, new Object[] {}, tuned, bundle.runs, 0, 0, 0, 0);
   }
 
   private static void checkTuned(Loader loader, Bundle bundle) throws Exception {

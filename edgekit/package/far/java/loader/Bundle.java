@@ -76,6 +76,45 @@ public final class Bundle {
     }
   }
 
+  /** A model of another size: the size, and its file. */
+  static final class Bucket {
+    final long size;
+    final String file;
+
+    Bucket(long size, String file) {
+      this.size = size;
+      this.file = file;
+    }
+  }
+
+  /** Axes of a tensor that have the size of a bucket, and the bytes that fill an input there. */
+  static final class Filled {
+    final String name;
+    final int[] axes;
+    final byte[] element;
+
+    Filled(String name, int[] axes, byte... element) {
+      this.name = name;
+      this.axes = axes;
+      this.element = element;
+    }
+  }
+
+  /** How samples run: which outputs feed which inputs of the next step, and the sizes, the smallest first. */
+  static final class Runs {
+    final Map<String, String> feeds;
+    final Bucket[] sizes;
+    final Filled[] filled;
+    final Filled[] cut;
+
+    Runs(String[] feeds, Bucket[] sizes, Filled[] filled, Filled[] cut) {
+      this.feeds = pairs(feeds);
+      this.sizes = sizes;
+      this.filled = filled;
+      this.cut = cut;
+    }
+  }
+
   /** The folder of the bundle below the assets. */
   public final String name;
 
@@ -98,6 +137,7 @@ public final class Bundle {
   final int[] chosen;
   final Map<String, Double> tolerance;
   final Tuned[] tuned;
+  final Runs runs;
 
   Bundle(
       String[] names,
@@ -110,6 +150,7 @@ public final class Bundle {
       int[] chosen,
       Object[] tolerance,
       Tuned[] tuned,
+      Runs runs,
       double... limits) {
     this.name = names[0];
     this.provider = names[1];
@@ -125,6 +166,7 @@ public final class Bundle {
     this.samples = samples;
     this.chosen = chosen;
     this.tuned = tuned;
+    this.runs = runs;
     this.tolerance = new LinkedHashMap<>();
     for (int i = 0; i < tolerance.length; i += 2) this.tolerance.put((String) tolerance[i], (Double) tolerance[i + 1]);
     this.minCosine = limits[0];

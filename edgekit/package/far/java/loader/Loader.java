@@ -99,15 +99,21 @@ public final class Loader {
 
   /** Opens one bundle. */
   public OrtSession open(Bundle bundle) throws LoaderException {
+    return open(bundle, bundle.model);
+  }
+
+  /** Opens the model of one size of a bundle with several. */
+  OrtSession open(Bundle bundle, String file) throws LoaderException {
     OrtEnvironment environment = OrtEnvironment.getEnvironment();
     if (isOlder(environment.getVersion(), bundle.minimumOrt)) {
       String has = environment.getVersion();
       throw new LoaderException("'" + bundle.name + "' needs ONNX Runtime " + bundle.minimumOrt + ", this is " + has);
     }
     checkFiles(bundle);
-    File model = unpack(bundle);
+    File model = new File(unpack(bundle), file);
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
-      Bundle.Tuned tuned = cpu || !tunes ? null : bundle.findTuned();
+      // What was measured was the largest size.
+      Bundle.Tuned tuned = cpu || !tunes || !file.equals(bundle.model) ? null : bundle.findTuned();
       Map<String, String> config = tuned == null ? bundle.sessionConfig : tuned.sessionConfig;
       for (Map.Entry<String, String> entry : config.entrySet()) {
         if (!cpu || !entry.getKey().equals(NO_CPU)) options.addConfigEntry(entry.getKey(), entry.getValue());
@@ -199,7 +205,7 @@ public final class Loader {
     return found;
   }
 
-  /** Writes the model files into a folder that bears the manifest's digest, and returns the one to load. */
+  /** Writes the model files into a folder that bears the manifest's digest, and returns it. */
   private File unpack(Bundle bundle) throws LoaderException {
     File place = new File(folder, bundle.name + "-" + bundle.files.get("manifest.json"));
     for (String name : bundle.files.keySet()) {
@@ -211,7 +217,7 @@ public final class Loader {
         throw new LoaderException("cannot write '" + file + "': " + error.getMessage(), error);
       }
     }
-    return new File(place, bundle.model);
+    return place;
   }
 
   private boolean isWhole(File file, Bundle bundle, String name) throws IOException {

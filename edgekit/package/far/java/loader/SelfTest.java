@@ -198,7 +198,7 @@ final class SelfTest {
   private static final java.nio.charset.Charset LATIN = java.nio.charset.StandardCharsets.ISO_8859_1;
 
   /** An element type: its name in numpy, its size, and if distances between its values mean something. */
-  private static final class Dtype {
+  static final class Dtype {
     final OnnxJavaType type;
     final String numpy;
     final int bytes;
