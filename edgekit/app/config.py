@@ -19,6 +19,8 @@ from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, 
 from edgekit.target import TaskLimit, Thresholds, load_target
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# What [models.NAME] says as a recipe says it.
+_OF_MODEL = ("dims", "buckets", "pad", "freeze", "licence", "tensors", "outputs", "state")
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -301,22 +303,15 @@ def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
         path=folder / model.path,
         data=_make_data(folder, model.data),
         recipe=Recipe(
+            **{key: getattr(model, key) for key in _OF_MODEL},
             targets=(named,),
-            dims=model.dims,
-            buckets=model.buckets,
-            pad=model.pad,
-            freeze=model.freeze,
             settings={key: str(value) for key, value in table.settings.items()},
             precision=table.precision,
             samples=model.data.samples,
             max_drop=gates.max_drop,
             thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
-            licence=model.licence,
-            tensors=model.tensors,
             metric=gates.metric,
             fix=table.fix,
-            outputs=model.outputs,
-            state=model.state,
         ),
     )
 
