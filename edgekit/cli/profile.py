@@ -98,6 +98,8 @@ def show_profile(report: ProfileReport, top: int) -> None:
         if profile.failure is None:
             print_table(text.table_operators(profile, top))
             print_table(text.table_nodes(profile, top))
+            if profile.npu:
+                print_table(text.table_npu(profile, top))
             for remark in text.list_profile_remarks(profile):
                 show_line(f"- {remark}")
     if report.comparison is not None:

@@ -105,7 +105,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
     device's program said them, without what could steer a terminal. `waited_ms` is how long the device was waited for
     where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder, as it came
-    back: nobody has read it yet.
+    back: nobody has read it yet; `npu_trace` is that of an NPU's own profiler, likewise.
     """
 
     device: str
@@ -127,6 +127,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     waited_ms: float = 0.0
     trace: Path | None = None
+    npu_trace: Path | None = None
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from edgekit.model.model import load_model
 from edgekit.profile.advice import give_advice
 from edgekit.profile.events import Execution, Trace, read_trace
 from edgekit.profile.nodes import choose_runs, hold_against, list_nodes, list_operators, list_sources, list_unasked
+from edgekit.profile.npu import Cycles, list_npu, read_npu
 from edgekit.profile.report import DISTURBED, DeviceProfile, Roof
 from edgekit.profile.roofline import find_roof
 from edgekit.progress import Progress
@@ -47,11 +48,12 @@ class Watching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What rounds on a device gave: the median times of both kinds of round, the traces, and the last run."""
+    """What rounds on a device gave: the median times of both kinds of round, the traces, the last run, and NPU's."""
 
     rounds: tuple[tuple[float, float], ...]
     traces: tuple[Trace, ...]
     last: DeviceRun
+    npu: tuple[Cycles, ...] = ()
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,7 @@ def _take_rounds(device: Device, job: Job, watching: Watching) -> Taken:
     runs = watching.runs or max(2, min(FIRST_RUNS, fitting, events))
     times: list[dict[bool, float]] = []
     traces: list[Trace] = []
+    npu: list[Cycles] = []
     last = pilot
     for number in range(ROUNDS):
         times.append({})
@@ -102,10 +105,11 @@ def _take_rounds(device: Device, job: Job, watching: Watching) -> Taken:
                 last = _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, work)
                 if traced:
                     traces.append(_read(device, last))
+                    npu += read_npu(last.npu_trace) if last.npu_trace else ()
             steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
             times[-1][traced] = median(steady)
     rounds = tuple((both[False], both[True]) for both in times)
-    return Taken(rounds=rounds, traces=tuple(traces), last=last)
+    return Taken(rounds=rounds, traces=tuple(traces), last=last, npu=tuple(npu))
 
 
 def _run(device: Device, job: Job, runs: int, work: Path | None = None) -> DeviceRun:
@@ -155,7 +159,8 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
     # The graph of a file in ORT format is ONNX Runtime's own.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
     graph = None if model is None else read_graph(model)
-    nodes = list_nodes(kept, {} if graph is None else list_sources(graph))
+    sources = {} if graph is None else list_sources(graph)
+    nodes = list_nodes(kept, sources)
     if roof is not None:
         nodes = hold_against(nodes, roof)
     found = msgspec.structs.replace(
@@ -171,6 +176,7 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
         operators=list_operators(nodes),
         nodes=nodes,
         unasked=list_unasked(nodes),
+        npu=list_npu(taken.npu, sources),
         roof=roof,
     )
     advice = () if model is None else give_advice(model, job.target, nodes)
@@ -189,15 +195,21 @@ def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
             f"the profiler makes these runs {found.overhead.value:.2g} times as long, most of it between the kernels:"
             " shares tell more than milliseconds here"
         )
-    elif found.covered < _COVERED:
+    elif found.covered + found.recording < _COVERED:
         yield (
-            f"kernels make {found.covered:.1%} of a run: the rest lies between them, where ONNX Runtime hands over from"
-            " one to the next"
+            f"kernels make {found.covered:.1%} of a run and the profiler's own writing {found.recording:.1%}: the rest"
+            f" lies between them, {found.between_us:.1f} us for each, where ONNX Runtime hands over from one to the"
+            " next, or another program had the core"
         )
     if found.roof is not None and (fast := _beyond(found)):
         yield (
             f"{fast} kernels are faster than the probe: the machine was busy when that ran, or a cache holds their"
             " data; --probe-again measures it anew"
+        )
+    if found.npu and found.evidence is not Evidence.DEVICE:
+        yield (
+            "cycles inside the NPU's graph are this PC's: QNN counts what its simulator took, which differs from run to"
+            " run and says nothing of a phone; which operations there are, does"
         )
     yield from taken.last.notes
 

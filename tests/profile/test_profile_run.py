@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from devices_models import float_conv, qdq_conv
@@ -26,6 +27,7 @@ from edgekit.profile.pairs import Side, pair_layers
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
 from edgekit.report.pages.profile_charts import describe_node, split_area
+from edgekit.report.timing.profile_text import headline_profile
 
 pytestmark = pytest.mark.slow
 
@@ -241,3 +243,16 @@ def test_areas_are_as_large_as_their_weights() -> None:
     parts = split_area([5.0, 3.0, 1.0, 1.0], (0.0, 0.0, 100.0, 50.0))
     assert [round(width * height) for _, _, width, height in parts] == [2500, 1500, 500, 500]
     assert split_area([], (0.0, 0.0, 1.0, 1.0)) == []
+
+
+def test_what_the_profiler_writes_between_kernels_is_told_apart() -> None:
+    found = device(kernel("Conv", 4.7), kernel("Conv", 4.7), overhead=1.05)
+    known = msgspec.structs.replace(found, overhead=Ratio(value=1.05, interval=(1.02, 1.08), rounds=3))
+    assert known.covered == pytest.approx(0.94)
+    assert known.recording == pytest.approx(1 - 1 / 1.05)
+    assert known.between_us == pytest.approx(300)
+    assert "the profiler between them 4.8%" in headline_profile(known)
+    # Never more than lies between, and nothing where noise could be all of it.
+    assert msgspec.structs.replace(known, nodes_ms=9.9).recording == pytest.approx(0.01)
+    noisy = Ratio(value=1.05, interval=(0.9, 1.2), rounds=3)
+    assert msgspec.structs.replace(known, overhead=noisy).recording == 0.0

@@ -30,6 +30,7 @@ _KNOWN_SOCS = frozenset(str(number) for number in range(1, 124) if number not in
 # Options that mean something to a session on a device; the provider takes any other word without complaint.
 _OPTIONS = frozenset({*PROVIDER_OPTIONS[PROVIDER], "backend_path"})
 
+_PROFILE = "qnn.csv"
 _FALLBACK = "session.disable_cpu_ep_fallback"
 _FALLBACK_REFUSED = "fallback to CPU EP has been explicitly disabled"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
@@ -80,8 +81,7 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         _check_context(job.model, options["soc_model"])
         # Each of the two runs has a process and a folder of its own: QNN keeps state between sessions that spoils the
         # second.
-        (work / "strict").mkdir()
-        run = run_python(runner, job, far, work / "strict")
+        run = _run_watched(runner, job, far, work / "strict")
         # Only for this one refusal: another failure with the CPU allowed would look like a run in the simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
@@ -115,10 +115,20 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     return {**kept, "backend_type": "htp", "soc_model": soc}
 
 
+def _run_watched(runner: Runner, job: Job, far: FarJob, folder: Path) -> DeviceRun:
+    """Returns a run in a folder of its own; where a profile is asked for, QNN's own one too, of its operations."""
+    folder.mkdir()
+    if not job.trace:
+        return run_python(runner, job, far, folder)
+    file = folder / _PROFILE
+    options = {**far.provider_options, "profiling_level": "detailed", "profiling_file_path": str(file)}
+    run = run_python(runner, job, msgspec.structs.replace(far, provider_options=options), folder)
+    return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
+
+
 def _run_with_cpu(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRun:
     config = {key: value for key, value in far.session_config.items() if key != _FALLBACK}
-    (work / "fallback").mkdir()
-    run = run_python(runner, job, msgspec.structs.replace(far, session_config=config), work / "fallback")
+    run = _run_watched(runner, job, msgspec.structs.replace(far, session_config=config), work / "fallback")
     left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
     note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
     return msgspec.structs.replace(run, notes=(note, *run.notes))

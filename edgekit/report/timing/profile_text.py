@@ -8,6 +8,8 @@ from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileCompar
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 _MOST_TEXT = 60
+# Less of a run is not worth a word.
+_TELLING = 0.005
 
 
 def headline_profile(profile: DeviceProfile) -> str:
@@ -23,6 +25,7 @@ def headline_profile(profile: DeviceProfile) -> str:
     return (
         f"{profile.subject} on {profile.device}: {profile.plain_ms:.3g} ms a run{cost}; {len(profile.nodes)} kernels"
         f" make {profile.covered:.1%} of {profile.run_ms:.3g} ms in {profile.runs} runs"
+        + (f", the profiler between them {profile.recording:.1%}" if profile.recording >= _TELLING else "")
     )
 
 
@@ -39,6 +42,16 @@ def table_operators(profile: DeviceProfile, most: int) -> Table:
             f"{one.share:.1%}",
             _rate(one.macs, one.self_ms),
             _rate(one.bytes, one.self_ms),
+        )
+    return table
+
+
+def table_npu(profile: DeviceProfile, most: int) -> Table:
+    """Returns the most expensive operations of the graph that an NPU was given."""
+    table = make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by")
+    for one in profile.npu[:most]:
+        table.add_row(
+            shorten(one.name), shorten(one.source) or "-", f"{one.cycles:.0f}", f"{one.share:.1%}", f"{one.spread:.0%}"
         )
     return table
 
