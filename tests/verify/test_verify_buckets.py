@@ -200,3 +200,10 @@ def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
     ).bundles[0].path  # fmt: skip
     assert again is not None
     assert (again / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()
+
+
+def test_a_manifest_cannot_have_text_filled(bundle: Bundle) -> None:
+    raw = msgspec.json.decode(encode_json(bundle.manifest))
+    raw["inputs"][0]["dtype"] = "string"
+    with pytest.raises(BundleError, match="fill axes"):
+        decode_manifest(encode_json(raw), "it")

@@ -55,7 +55,9 @@ def find_fault(
         return "name files that are not those of the model"
     if not padding.inputs or padding.values.keys() != padding.inputs.keys():
         return "do not say which inputs are filled, and with what"
-    filled, cut = _find_sizes(padding.inputs, inputs), _find_sizes(padding.outputs, outputs)
+    # Nothing fills text.
+    numbers = [spec for spec in inputs if spec.is_tensor and spec.dtype != "string"]
+    filled, cut = _find_sizes(padding.inputs, numbers), _find_sizes(padding.outputs, outputs)
     if any(size != sizes[-1] for size in filled) or any(size is None for size in cut):
         return f"fill axes that do not have the size {sizes[-1]}, or cut axes that are not there"
     if len(buckets.lengths) != samples or not all(1 <= length <= sizes[-1] for length in buckets.lengths):
