@@ -1,6 +1,9 @@
 """What `prepare --fix` and `check` would do about the nodes that cost the most."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.check.check import check_model
@@ -9,7 +12,7 @@ from edgekit.model.skim import skim_model
 from edgekit.prepare.fix import FIXES, apply_rewrites
 from edgekit.prepare.tidy import merge_domains, name_nodes
 from edgekit.profile.report import Cause, NodeTime
-from edgekit.target import Target
+from edgekit.target import Target, load_target, target_names
 
 _WORTH = 0.01
 
@@ -43,9 +46,10 @@ def _list_fixes(model: Model, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
 
 
 def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
-    if target.provider == CPU_PROVIDER:
+    ruled = _find_rules(target)
+    if target.provider == CPU_PROVIDER or ruled is None:
         return
-    for advice in check_model(model, target).advice:
+    for advice in check_model(model, ruled).advice:
         yield _name_cause(
             nodes,
             advice.nodes,
@@ -53,6 +57,15 @@ def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Ite
             message=f"{advice.message} ({advice.subject}): elsewhere run",
             advice=f"edgekit check {model.path.name} --target {target.name}",
         )
+
+
+def _find_rules(target: Target) -> Target | None:
+    """Returns a target with its rules: that of a bundle has no folder, but is mostly one that edgekit ships."""
+    if target.folder != Path():
+        return target
+    if target.name not in target_names():
+        return None
+    return msgspec.structs.replace(target, folder=load_target(target.name).folder)
 
 
 def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, message: str, advice: str) -> Cause:

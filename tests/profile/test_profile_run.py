@@ -21,6 +21,7 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
+from edgekit.profile.advice import give_advice
 from edgekit.profile.causes import find_causes, find_islands, make_contest
 from edgekit.profile.nodes import find_source, hold_against, list_sources
 from edgekit.profile.pairs import Side, pair_layers
@@ -28,6 +29,7 @@ from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
 from edgekit.report.pages.profile_charts import describe_node, split_area
 from edgekit.report.timing.profile_text import headline_profile
+from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -256,3 +258,10 @@ def test_what_the_profiler_writes_between_kernels_is_told_apart() -> None:
     assert msgspec.structs.replace(known, nodes_ms=9.9).recording == pytest.approx(0.01)
     noisy = Ratio(value=1.05, interval=(0.9, 1.2), rounds=3)
     assert msgspec.structs.replace(known, overhead=noisy).recording == 0.0
+
+
+def test_the_target_of_a_bundle_is_held_to_the_rules_that_ship(relu_model: Path) -> None:
+    """It has no folder: `edgekit profile BUNDLE` looked for rules in the working folder, and failed."""
+    bundled = msgspec.structs.replace(load_target("xnnpack"), folder=Path())
+    assert give_advice(load_model(relu_model), bundled, ()) == ()
+    assert give_advice(load_model(relu_model), msgspec.structs.replace(bundled, name="of-mine"), ()) == ()
