@@ -102,3 +102,11 @@ def test_the_oldest_onnxruntime_may_be_a_parameter() -> None:
 
 def test_versions_compare_by_number() -> None:
     assert sorted(["1.31.0", "1.9", "", "1.29.1"], key=read_version) == ["", "1.9", "1.29.1", "1.31.0"]
+
+
+@pytest.mark.parametrize("value", ["../x", "x", "x:1x", "x:1x3,", "x:1x3 y:1"])
+def test_a_value_that_does_not_fit_its_form_is_refused(value: str) -> None:
+    assert load_target("tensorrt", {"profile_min": "x:1x3,y.1:8"}).session.provider_options["trt_profile_min_shapes"]
+    with pytest.raises(UsageError, match="is no profile_min of 'tensorrt'") as caught:
+        load_target("tensorrt", {"profile_min": value})
+    assert "as input:1x3x224x224" in caught.value.hint

@@ -179,3 +179,20 @@ def test_a_linked_report_is_not_joined(tmp_path: Path) -> None:
     (bundle.folder / "verify.json").symlink_to(tmp_path / "secret")
     joined = join_bundles([bundle], tmp_path / "joined").folder
     assert not list(joined.rglob("verify.json"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("trt_profile_min_shapes", "/tmp/x:1", "cannot be"),
+        ("trt_int8_calibration_table_name", "../table", "cannot be"),
+        ("trt_engine_cache_path", "/tmp", "is not for a bundle to set"),
+        ("trt_extra_plugin_lib_paths", "evil.so", "is not for a bundle to set"),
+    ],
+)
+def test_a_bundle_names_no_file_to_tensorrt(tmp_path: Path, key: str, value: str, why: str) -> None:
+    folder = make_bundle(tmp_path, target="tensorrt").folder
+    assert open_bundle(folder).manifest.provider_options["trt_engine_cache_enable"] == "1"
+    forge(folder, *set_session(key, value, place="provider_options"))
+    with pytest.raises(BundleError, match=f"'{key}' in provider_options .*{why}"):
+        open_bundle(folder)
