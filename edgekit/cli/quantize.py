@@ -1,5 +1,6 @@
 """`edgekit quantize`."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges.methods import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
-from edgekit.report.pages.html import render_quantization
 from edgekit.report.quantization_text import describe_quantization
 from edgekit.report.summary import QuantizeReport
 from edgekit.target import TaskLimit
@@ -133,7 +133,9 @@ def _need_out(out: Path | None) -> Path:
 
 def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:
     if html is not None:
-        write_file(html, render_quantization(report).encode())
+        # Imported when there is one: pages stand on all that they show, and small nets are quantized in as long.
+        pages = importlib.import_module("edgekit.report.pages.html")
+        write_file(html, pages.render_quantization(report).encode())
     if as_json:
         show_json(report)
     else:

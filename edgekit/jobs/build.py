@@ -16,9 +16,9 @@ from edgekit.devices.parallel import running_behind
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, read_build_inputs
-from edgekit.jobs.prepare import list_versions, peak_rss_bytes
+from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, make_bundle
-from edgekit.machine import release_memory
+from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
 from edgekit.plain import to_json
@@ -107,7 +107,7 @@ def _sum_up(
         bundles=tuple(_summarize(inputs.source, *each, reports, out) for each in zip(job.targets, built, strict=True)),
         seconds=round(time.monotonic() - start, 2),
         stages=job.watch.end(),
-        peak_rss_bytes=peak_rss_bytes(),
+        peak_rss_bytes=own_peak_bytes(with_child=True),
         versions=list_versions(),
         report=out / "report.html",
     )

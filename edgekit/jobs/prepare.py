@@ -9,7 +9,6 @@ from edgekit import _ort
 from edgekit._files import move_file, work_folder
 from edgekit.data.images import Preprocess
 from edgekit.jobs.check import TargetGain, fix_for_target
-from edgekit.machine import own_peak_bytes
 from edgekit.model.model import Model
 from edgekit.prepare import Fix, fix_model
 from edgekit.prepare.change_interface import InterfaceChanges, change_interface, remaining_preprocess
@@ -87,8 +86,3 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
 def list_versions() -> dict[str, str]:
     """Returns the versions of edgekit and of what it stands on."""
     return {"edgekit": version("edgekit-onnx"), "onnxruntime": _ort.VERSION, "onnx": version("onnx")}
-
-
-def peak_rss_bytes() -> int:
-    """Returns the peak memory of this process plus that of its largest child."""
-    return own_peak_bytes(with_child=True)

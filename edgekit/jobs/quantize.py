@@ -18,8 +18,7 @@ from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
-from edgekit.jobs.prepare import peak_rss_bytes
-from edgekit.machine import release_memory
+from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, measure_files, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
@@ -152,7 +151,7 @@ def quantize_for(
         layers=layers,
         left_out=tuple(job.budget.left_out),
         seconds=round(time.monotonic() - start, 2),
-        peak_rss_bytes=peak_rss_bytes(),
+        peak_rss_bytes=own_peak_bytes(with_child=True),
     )
 
 

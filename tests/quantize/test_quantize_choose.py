@@ -130,8 +130,11 @@ def test_range_methods_are_judged_in_one_session_as_each_alone(net: Model, many:
     stripped = strip_weights(place_plan(graph, plan, "m"), graph)
     grids = {name: find_plan_grids(graph, each, "m") for name, each in plans.items()}
     names = free_grids(stripped, grids["minmax"])
+    assert not {tensor.name for tensor in stripped.graph.initializer} & {*names}
+    outputs = [value.name for value in stripped.graph.output]
     fed = {name: {each: own[each] for each in names} for name, own in grids.items()}
     found = {name: each.ratio_db for name, each in judge_grids(stripped, compared, statistics, fed).items()}
+    assert [value.name for value in stripped.graph.output] == outputs
     assert found["minmax"] == pytest.approx(alone["minmax"], abs=0.2)
     assert found["mse"] == pytest.approx(alone["mse"], abs=0.2)
     # Clearly worse after a few samples: by how much these say.

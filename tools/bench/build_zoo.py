@@ -1,11 +1,14 @@
 """Builds real models of ../shared/zoo for the four accelerators and prints what it costs and what comes out.
 
-`make bench`, or `python tools/bench/build_zoo.py [MODEL]... [--samples N]`. Time is given in seconds and as a ratio to
-plain float inference over the same samples in the same run; memory is the peak of the whole process tree.
+`make bench`, or `python tools/bench/build_zoo.py [MODEL]... [--samples N]`. Time is given in seconds, as a ratio to
+plain float inference over the same samples in the same run, and in CPU seconds; memory is the peak of the whole process
+tree. On a busy machine emulators run fewer samples, as many as their time allows.
 """
 
 import argparse
 import json
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -56,9 +59,13 @@ def bench_model(name: str, samples: int) -> int:
         command += [word for dim in DIMS.get(name, ()) for word in ("--dim", dim)]
         if (folder / "eval_labels.npy").exists():
             command += ["--labels", str(folder / "eval_labels.npy")]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds, peak_bytes, output = run_measured(command)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_seconds = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     report = json.loads(output)
     print(f"{name}: {samples} calibration and {report['golden_samples']} evaluation samples")
+    print(f"  {cpu_seconds:.1f} CPU seconds, load {os.getloadavg()[0]:.1f}")
     print(f"  {seconds:.1f} s, {seconds / float_seconds:.1f} times float inference; peak {peak_bytes / 1e6:.0f} MB")
     for bundle in report["bundles"]:
         print_bundle(bundle)

@@ -126,13 +126,17 @@ def _open_compared(
     qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool
 ) -> tuple[CpuSession, dict[ComparedTensor, str]]:
     """Returns a session that gives what is compared, and under which names."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(qdq)
-    nodes = {node.name: node for node in proto.graph.node}
+    nodes = {node.name: node for node in qdq.graph.node}
     names = {each: nodes[each.reader].input[0] if each.reader else each.tensor for each in compared}
-    del proto.graph.output[:]
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
-    return open_graph(proto, statistics / "candidate.onnx", keep_float_weights=keep_float_weights), names
+    # The graph has other outputs for as long as it is read: a copy would hold every weight twice.
+    given = list(qdq.graph.output)
+    del qdq.graph.output[:]
+    qdq.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
+    try:
+        return open_graph(qdq, statistics / "candidate.onnx", keep_float_weights=keep_float_weights), names
+    finally:
+        del qdq.graph.output[:]
+        qdq.graph.output.extend(given)
 
 
 def _all_powers(names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> Array:

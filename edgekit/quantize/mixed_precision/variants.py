@@ -48,9 +48,11 @@ def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for name in read if name in stored and name in known))
     for name in names:
         qdq.graph.input.append(helper.make_tensor_value_info(name, stored[name].data_type, stored[name].dims))
-    kept = [tensor for name, tensor in stored.items() if name not in set(names)]
-    del qdq.graph.initializer[:]
-    qdq.graph.initializer.extend(kept)
+    # One by one: a list that is written anew copies every weight.
+    freed = set(names)
+    for index in reversed(range(len(qdq.graph.initializer))):
+        if qdq.graph.initializer[index].name in freed:
+            del qdq.graph.initializer[index]
     return names
 
 
@@ -68,11 +70,12 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
     }
     made = {*graph.producers, *graph.inputs}
     names = tuple(name for name in sites if name in made)
+    switched = set(names)
     for parameter in sorted({parameter for name in names for parameter in sites[name].input[1:]}):
         proto.graph.initializer.append(stored[parameter])
     for node in proto.graph.node:
         for index, name in enumerate(node.input):
-            node.input[index] = f"{name}.edgekit.switched" if name in names else name
+            node.input[index] = f"{name}.edgekit.switched" if name in switched else name
     # One graph with switches is loaded once; a graph for each activation would be optimized as often.
     for index, name in enumerate(names):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
@@ -90,11 +93,12 @@ def switch_weights(graph: Graph, few: onnx.ModelProto, eight: onnx.ModelProto, n
     """
     proto = _copy(graph.model)
     forms = [_dequantize_layers(qdq, set(nodes)) for qdq in (few, eight)]
+    places = {name: index for index, name in enumerate(nodes)}
     for node in list(proto.graph.node):
-        if node.name not in nodes:
+        if node.name not in places:
             continue
         switch = f"{node.name}.edgekit.switch"
-        index = numpy_helper.from_array(np.array(nodes.index(node.name)), f"{node.name}.edgekit.index")
+        index = numpy_helper.from_array(np.array(places[node.name]), f"{node.name}.edgekit.index")
         proto.graph.initializer.append(index)
         proto.graph.node.append(helper.make_node("Gather", [SWITCHES, index.name], [switch]))
         for place, values in forms[0][node.name].items():
