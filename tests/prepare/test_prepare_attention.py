@@ -33,8 +33,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Any] = {}
 
 
-def rewrite(case: Case, folder: Path, id_: str, opset: int = 17) -> tuple[list[dict[str, Array]], Sequence[str]]:
+def rewrite(case: Case, folder: Path, id_: str) -> tuple[list[dict[str, Array]], Sequence[str]]:
     """Returns the outputs of the node and of what was written for it, and the operators of that."""
+    paths, ops = write_and_fix(case, folder, id_)
+    return [run_model(path, case.given) for path in paths], ops
+
+
+def write_and_fix(case: Case, folder: Path, id_: str) -> tuple[tuple[Path, Path], Sequence[str]]:
+    """Returns the files of the node and of what was written for it, and the operators of that."""
     node = helper.make_node(case.op, case.names, case.made, name="n", domain="com.microsoft", **case.attributes)
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
@@ -42,11 +48,11 @@ def rewrite(case: Case, folder: Path, id_: str, opset: int = 17) -> tuple[list[d
     ]
     outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in case.made]
     stored = [numpy_helper.from_array(value, name) for name, value in case.stored.items()]
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "g", inputs, outputs, stored)
     onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), str(folder / "m.onnx"))
     fixed = fix_model(load_model(folder / "m.onnx"), folder / "fixed.onnx", [id_]).model.path
-    return [run_model(path, case.given) for path in (folder / "m.onnx", fixed)], op_names(fixed)
+    return (folder / "m.onnx", fixed), op_names(fixed)
 
 
 def draw(seed: int = 0, /, **shapes: Sequence[int]) -> dict[str, Array]:
@@ -192,6 +198,30 @@ def test_attention_of_keys_that_are_given_is_the_same(tmp_path: Path, case: Case
     results, ops = rewrite(case, tmp_path, "split-attention")
     assert "Softmax" in ops
     assert_close(results)
+
+
+@pytest.mark.parametrize(
+    ("case", "id_"),
+    [
+        pytest.param(packed(qkv_hidden_sizes=["a", "b", "c"]), "split-attention", id="sizes that are words"),
+        pytest.param(packed(num_heads=0), "split-attention", id="no heads"),
+        pytest.param(packed(num_heads=5), "split-attention", id="heads of no whole size"),
+        pytest.param(grouped(1, 4, 5, 5, kv_num_heads=3), "split-grouped-attention", id="keys that do not fit"),
+        pytest.param(grouped(1, 4, 1 << 30, 5), "split-grouped-attention", id="a text without end"),
+        pytest.param(
+            msgspec.structs.replace(grouped(1, 4, 5, 5), stored={"total": np.float32(np.inf)}),
+            "split-grouped-attention",
+            id="no number of rows",
+        ),
+        pytest.param(
+            msgspec.structs.replace(grouped(1, 4, 5, 5), names=["q", "k", "v", "lengths", "", "lengths", "total"]),
+            "split-grouped-attention",
+            id="a cache that is none",
+        ),
+    ],
+)
+def test_a_node_that_cannot_be_stays_as_it_is(tmp_path: Path, case: Case, id_: str) -> None:
+    assert list(write_and_fix(case, tmp_path, id_)[1]) == [case.op]
 
 
 @pytest.mark.parametrize("opset", [14, 17])

@@ -42,6 +42,9 @@ BENCHES = (
     Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),
     Bench("speed", "convert_speed.py", "both ORT styles against ONNX Runtime's converter"),
     Bench("speed", "peak_memory.py", "models of 90 MB to 3 GB are prepared, checked and made smaller in little memory"),
+    Bench(
+        "speed", "true_size.py --table", "ViT-S, BERT-base, a language model, Whisper: from check to verify, all taken"
+    ),
     Bench("speed", "link_overhead.py", "what adb and ssh add to a run"),
     Bench("speed", "runner_figures.py", "the C++ runner against a plain C loop: size, start, latency, memory"),
     Bench("speed", "file_sizes.py", "INT8 files against the floor of weights and scales"),

@@ -26,7 +26,8 @@ def split_embed_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
     shape, table = graph.value(node.input[_IDS]).static_shape, graph.value(input_of(node, _PLACES))
-    if shape is None or len(shape) != 2 or not node.has_input(_SHIFT) or table.dtype not in FLOATS:
+    is_whole = all(node.has_input(at) for at in (_WORDS, _PLACES, _GAIN, _SHIFT))
+    if shape is None or len(shape) != 2 or not is_whole or table.dtype not in FLOATS:
         return None
     if node.has_input(_SEGMENTS) != node.has_input(_KINDS) or shape[1] > (table.static_shape or (0,))[0]:
         return None

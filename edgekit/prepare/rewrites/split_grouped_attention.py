@@ -70,6 +70,7 @@ def _is_kept(node: Node) -> bool:
     quantized = any(node.attributes.get(f"{part}_quant_type", "NONE") != "NONE" for part in "kv")
     options = any(real(node, name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
     inputs = any(node.has_input(position) for position in _OTHERS) or not node.has_input(_LENGTHS)
+    inputs = inputs or node.has_input(_PAST) != node.has_input(_PAST + 1)
     return quantized or options or inputs or any(node.output[3:]) or node.has_input(1) != node.has_input(2)
 
 
@@ -77,10 +78,10 @@ def _read_heads(graph: Graph, node: Node) -> Heads | None:
     """Returns the sizes of a node, None where they are not known."""
     shape, total = static_float(graph, node.input[0], 3), graph.number(input_of(node, _TOTAL))
     heads, keys = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
-    if shape is None or total is None or heads < 1 or keys < 1:
+    if shape is None or total is None or not total.is_integer() or heads < 1 or keys < 1:
         return None
     size = shape[2] // (heads if node.has_input(1) else heads + 2 * keys)
-    past = graph.value(input_of(node, _PAST)).static_shape or (0, 0, 0)
+    past = static_float(graph, input_of(node, _PAST), 4) or (0, 0, 0, 0)
     return Heads(
         batch=shape[0], tokens=shape[1], rows=max(int(total), past[2]), heads=heads, keys=keys, size=size,
         value_size=size, dtype=str(graph.value(node.input[0]).dtype),
