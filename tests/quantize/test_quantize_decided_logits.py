@@ -12,7 +12,7 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.calibration.decided_logits import keep_winners
+from edgekit.quantize.calibration.decided_logits import find_enlarged, keep_winners
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import load_target
 
@@ -86,3 +86,28 @@ def test_the_rare_class_wins_where_it_did(tmp_path: Path) -> None:
         path = quantize_model(model, plan, own, tmp_path / "q.onnx").model.path
         (found,) = CpuSession(path, SessionSettings()).run({"x": image}).values()
         assert found[0, :, 0, 0].argmax() == winner
+
+
+ENLARGED = HEAD + """ => (float[1,5,32,32] y) { l = Conv(x, w) r = Resize<mode = "MODE">(l, n, s) y = Identity(r) }"""
+
+
+@pytest.mark.parametrize(("mode", "kind", "found"), [
+    ("linear", "", True), ("cubic", "", True), ("nearest", "", False), ("linear", "values", False),
+])  # fmt: skip
+def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
+    mode: str, kind: str, found: bool, tmp_path: Path
+) -> None:
+    scales = np.array([1, 1, 2, 2], np.float32)
+    constants = {"w": np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1), "s": scales, "n": np.zeros(0, np.float32)}
+    model = make_model(ENLARGED.replace("MODE", mode), tmp_path / "m.onnx", constants=constants)
+    samples = make_samples([{"x": image} for image in scenes()])
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    if kind:
+        calibration = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
+    last = read_float_graph(model)
+    assert bool(find_enlarged(last, calibration)) == found
+    qnn, nnapi = (plan_quantization(model, calibration, load_target(name), "int8") for name in ("qnn", "nnapi"))
+    assert bool(qnn.wide) == found
+    assert "l" not in qnn.wide
+    assert ("Resize" in {node.op for node in nnapi.float_nodes}) == found
+    assert "Conv" not in {node.op for node in nnapi.float_nodes}

@@ -18,6 +18,7 @@ from edgekit.quantize.rounding.gptq import (
     REDUCED_LIMIT,
     Rounded,
     add_spread,
+    find_step,
     lowest,
     refit_weights,
     round_gptq,
@@ -127,6 +128,37 @@ def test_scale_puts_the_largest_on_127_and_survives_a_channel_of_zeros() -> None
     assert weight_scale(matrix, per_channel=False)[0, :, 0] == pytest.approx([0.01] * 3)
     assert weight_scale(matrix, per_channel=True, floor=0.005)[0, :, 0] == pytest.approx([0.01, 0.01, 0.005])
     assert (weight_scale(np.zeros((1, 2, 3), np.float32), per_channel=True) > 0).all()
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize(("most", "limit"), [(101, LIMIT), (3, LIMIT), (60, REDUCED_LIMIT)])
+def test_weights_that_lie_on_a_grid_stay_as_they_are(per_channel: bool, most: int, limit: int) -> None:
+    counts = np.random.default_rng(1).integers(-most, most + 1, (1, 8, 64))
+    counts[0, 3] = 0
+    matrix = (counts * 0.0123).astype(np.float32)
+    scale = weight_scale(matrix, per_channel=per_channel, limit=limit)
+    assert round_nearest(matrix, scale, limit).values == pytest.approx(matrix, abs=1e-6)
+    # Biases count in steps of the weights: few counts leave room for finer ones.
+    assert scale.min() * limit < 1.6 * np.abs(matrix).max()
+
+
+def test_the_least_integer_of_a_grid_is_cut_rather_than_all_weights_moved() -> None:
+    counts = np.random.default_rng(2).integers(-100, 100, (1, 8, 64))
+    counts[0, 0, 0] = -128
+    matrix = (counts * 0.01).astype(np.float32)
+    error = np.abs(round_nearest(matrix, weight_scale(matrix, per_channel=False)).values - matrix)
+    assert error[0, 0, 0] == pytest.approx(0.01)
+    assert np.count_nonzero(error > 1e-5) == 1
+
+
+def test_weights_on_no_grid_span_all_integers() -> None:
+    matrix = np.random.default_rng(3).normal(size=(1, 8, 64)).astype(np.float32)
+    assert find_step(matrix) is None
+    assert find_step(np.zeros((1, 2, 3), np.float32)) is None
+    wide = np.random.default_rng(3).integers(-200, 200, (1, 8, 64)).astype(np.float32)
+    assert find_step(wide) is None
+    assert weight_scale(wide, per_channel=False).max() == pytest.approx(np.abs(wide).max() / LIMIT)
+    assert weight_scale(matrix, per_channel=False, floor=1.0).min() == 1.0
 
 
 def test_two_products_of_reduced_weights_add_up_within_16_bits() -> None:

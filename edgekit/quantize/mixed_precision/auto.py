@@ -36,6 +36,7 @@ from edgekit.quantize.mixed_precision.relief import (
     adapt_ranges,
     choose_schedule,
     relieve_plan,
+    spare_enlarged,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.mixed_precision.weight_bits import keep_eight
@@ -170,6 +171,7 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
+    draft = spare_enlarged(draft, widens=subject.target.widens(subject.precision))
     return Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
 
 

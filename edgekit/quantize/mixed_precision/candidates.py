@@ -19,7 +19,7 @@ from edgekit.quantize.mixed_precision.score import Closeness, judge_candidate, j
 from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq.build import find_plan_grids, place_plan, round_weights
-from edgekit.quantize.ranges.methods import AUTO_METHODS, METHODS
+from edgekit.quantize.ranges.methods import AUTO_METHODS, METHODS, PERCENTS
 from edgekit.quantize.rounding.weights import Rounding
 
 NOTABLE_DB = 0.3
@@ -38,6 +38,8 @@ _QUICK_WEIGHTS = 1 << 18
 _ABOUT, _HARDLY = 1.1, 1e-4
 # Cutting off tails makes the other steps finer, which 16 bits have no need of.
 _METHODS_16 = ("minmax",)
+# What "mse" cuts differs from tensor to tensor.
+_LESS_CUT = ("minmax", *sorted(PERCENTS, key=PERCENTS.__getitem__, reverse=True))
 _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
 # What roundings of 4 bits gained over GPTQ on tools/bench/four_bits.py.
@@ -147,15 +149,24 @@ def choose_again(draft: Draft, budget: Budget) -> tuple[QuantPlan, Candidate]:
 def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -> str:
     """Returns the best range method, but the present one where the best gains little, or that was not tried.
 
+    Of those that samples do not tell apart the one that cuts least is the best: what is cut are the rarest values, of
+    which few samples show too little (the rule of one standard error, L. Breiman et al., "Classification and Regression
+    Trees", 1984, 3.4.3).
+
     Where outputs decide places or steps the methods count that change about the fewest decisions, and among these the
     ratio, where minmax is the present one: the power of logits is that of places that are sure, whatever method.
     """
     if present is not None and present not in judged:
         return present
     near = _change_fewest(judged)
-    best = max(near, key=lambda method: near[method].ratio_db)
+    best = _cut_least(near, max(near, key=lambda method: near[method].ratio_db))
     kept = "minmax" if present is None and near[best].changed is not None else present
     return kept if kept in near and near[best].ratio_db <= near[kept].ratio_db + NOTABLE_DB else best
+
+
+def _cut_least(judged: Mapping[str, Closeness], best: str) -> str:
+    less = _LESS_CUT[: _LESS_CUT.index(best)] if best in _LESS_CUT else _LESS_CUT[:1]
+    return next((each for each in less if each in judged and judged[each].ties(judged[best])), best)
 
 
 def _change_fewest(judged: Mapping[str, Closeness]) -> dict[str, Closeness]:

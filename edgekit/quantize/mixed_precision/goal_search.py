@@ -1,5 +1,6 @@
 """The search for a plan: from the cheapest to dearer ones, until the expected drop is small enough."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -75,12 +76,20 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
     """A drop of at most `max_drop` (a share).
 
     `reliefs` are the counts of tensors that may leave 8 bits. No plan is used that leaves less than the share
-    `least_integer` of the first one's work in integers.
+    `least_integer` of the first one's work in integers. Of a plan below `sure_db` as much less may be lost as its noise
+    is larger than there.
     """
 
     max_drop: float
     reliefs: tuple[int, ...] = _RELIEFS
     least_integer: float = 0.0
+    sure_db: float = -math.inf
+
+    def is_met(self, prediction: Prediction) -> bool:
+        """Returns True if what is predicted is a small enough drop."""
+        # An estimate that is off by a share of the noise is off by twice as much where the noise is twice as high.
+        louder = 10 ** (max(0.0, self.sure_db - prediction.sqnr_db) / 20)
+        return prediction.meets(self.max_drop / louder)
 
 
 def search_quantization(search: Search, max_drop: float, state: State | None = None) -> Searched:
@@ -158,20 +167,16 @@ def _spare(search: Search, first: QuantPlan) -> Searched | None:
     """Returns a plan of a collapsed model that loses little all the same, None if a few tensors do not bring it there.
 
     A ratio says nothing of what outputs decide: classes far apart and neighbours of an embedding bear more noise than
-    20 dB. Where it is worse than that, twice as little must be lost, since the estimate errs too. Whatever share of the
-    work leaves integers here, a good ratio would take more.
+    20 dB. Where it is worse than that, less may be lost, since the estimate errs too. Whatever share of the work leaves
+    integers here, a good ratio would take more.
     """
     if not search.memo.budget.allows(_MORE):
         return None
-    goal = _Goal(max_drop=PLAIN_DROP * _HALF, reliefs=_PLAIN_RELIEFS)
+    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
     trials = _run_trials(search, goal, first=first)
-    chosen = next((trial for trial in trials if _is_spared(trial)), None)
+    told = (trial for trial in trials if trial.prediction.drop_estimate is not None)
+    chosen = next((trial for trial in told if goal.is_met(trial.prediction)), None)
     return None if chosen is None else Searched(trials=tuple(trials), chosen=chosen, met=True)
-
-
-def _is_spared(trial: Trial) -> bool:
-    enough = PLAIN_DROP if trial.prediction.sqnr_db >= COLLAPSED_DB else PLAIN_DROP * _HALF
-    return trial.prediction.drop_estimate is not None and _drop(trial) <= enough
 
 
 def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
@@ -244,7 +249,7 @@ def _run_trials(
         # What was cut short is no step that a later search may go on from.
         if state is not None and not search.memo.budget.left_out:
             state.write(trials)
-        if trial.prediction.meets(goal.max_drop) and trial.taken_macs >= trials[0].taken_macs - _SAME_SHARE:
+        if goal.is_met(trial.prediction) and trial.taken_macs >= trials[0].taken_macs - _SAME_SHARE:
             break
     return trials
 

@@ -8,7 +8,7 @@ from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.decided_logits import keep_winners
+from edgekit.quantize.calibration.decided_logits import find_enlarged, keep_winners
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.silu import clip_silu_tails
 from edgekit.quantize.graph.activations import find_before_activation
@@ -123,6 +123,15 @@ def relieve_step(
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
     """Returns a calibration without what no reader notices, and with what wins and what other samples may show."""
     return clip_silu_tails(graph, add_image_headroom(graph, keep_winners(graph, calibration)))
+
+
+def spare_enlarged(draft: Draft, *, widens: bool) -> Draft:
+    """Returns a draft whose maps of classes are interpolated to more than 8 bits, which takes no multiplications."""
+    names = find_enlarged(draft.graph, draft.calibration)
+    if not names or not is_relievable(draft.plan):
+        return draft
+    plan = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
+    return msgspec.structs.replace(draft, plan=plan)
 
 
 def relieve_tensors(

@@ -1,5 +1,6 @@
 """How near a quantized candidate comes to the float model on samples that were held out from fitting."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,13 +20,27 @@ from edgekit.quantize.graph.sessions import open_graph
 
 # After so many held-out samples what is behind by so much is not judged any more: choices, for the time.
 _FEW_SAMPLES, _CLEARLY_DB = 4, 1.0
+_TINY = float(np.finfo(np.float64).tiny)
+# A hundred times the signal, the -20 dB of `ratio_db`: what has another size is no worse.
+_MOST = 100.0
 
 
 class Closeness(msgspec.Struct, frozen=True, kw_only=True):
-    """The signal-to-noise ratio of what is compared, and the share of decisions that changed, None where none are."""
+    """The signal-to-noise ratio of what is compared, and the share of decisions that changed, None where none are.
+
+    `noise` is what each sample adds to the noise, () where not all samples were judged.
+    """
 
     ratio_db: float
     changed: float | None = None
+    noise: tuple[float, ...] = ()
+
+    def ties(self, best: "Closeness") -> bool:
+        """Returns True if samples do not tell the two apart: they are within one standard error of their difference."""
+        if not len(self.noise) == len(best.noise) > 1:
+            return False
+        gap = np.subtract(self.noise, best.noise)
+        return bool(gap.mean() <= gap.std(ddof=1) / math.sqrt(gap.size))
 
 
 def judge_candidate(
@@ -105,11 +120,11 @@ class _Tally:
 
     def __init__(self, compared: Sequence[ComparedTensor], decisions: Mapping[str, int]) -> None:
         self._decisions = {each: decisions[each.tensor] for each in compared if each.tensor in decisions}
-        self._powers = np.zeros((len(compared), 2))
+        self._powers = list[Array]()
         self._changed = self._decided = 0
 
     def add(self, names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> None:
-        self._powers += _all_powers(names, expected, found)
+        self._powers.append(_all_powers(names, expected, found))
         for each, axis in self._decisions.items():
             one, two = expected[each.tensor], found[names[each]]
             decided = one.argmax(axis)
@@ -118,8 +133,13 @@ class _Tally:
             self._changed += decided.size - int(np.count_nonzero(same))
 
     def judge(self) -> Closeness:
-        ratio = join_ratios([ratio_db(*power) for power in self._powers])
-        return Closeness(ratio_db=ratio, changed=self._changed / self._decided if self._decided else None)
+        powers = np.stack(self._powers)
+        signal = np.maximum(powers[:, :, 0].sum(axis=0), _TINY)
+        return Closeness(
+            ratio_db=join_ratios([ratio_db(*power) for power in powers.sum(axis=0)]),
+            changed=self._changed / self._decided if self._decided else None,
+            noise=tuple(np.minimum(powers[:, :, 1] / signal, _MOST).mean(axis=1).tolist()),
+        )
 
 
 def _open_compared(

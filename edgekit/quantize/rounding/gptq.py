@@ -22,6 +22,11 @@ _ROWS, _BLOCK = 8, 64
 _DAMPING = 0.01
 # The second moment of an input that never fired, beside the others; and where all are 0. Cholesky needs it above 0.
 _DEAD, _LEAST = 1e-6, 1e-30
+# How far a weight may lie from a grid that it was put on before float32, in steps; how many steps may lie between two
+# neighbours where a weight is small. Chosen by hand.
+_OFF_GRID, _APART = 1e-2, 4
+# So many weights show at once that most layers lie on no grid.
+_LOOKED_AT = 4096
 # An input that moves by less of what the widest one of its layer does stays within half a step of 8 bits.
 _STILL = 1 / 512
 
@@ -46,14 +51,41 @@ def lowest(limit: int) -> int:
 def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0, limit: int = LIMIT) -> Array:
     """Returns the scale float32 [groups, outputs, 1] that puts the largest magnitude on `limit`, but at least `floor`.
 
-    A channel of zeros gets the largest scale of its layer.
+    A channel of zeros gets the largest scale of its layer. Weights that lie on a grid already, as those of a model that
+    learned to be quantized, keep that (`find_step`).
     """
     # ONNX Runtime gives such a channel a scale of 1 (compute_scale_zp in quant_utils.py), too coarse for its bias.
     largest = np.abs(matrix).max(axis=2, keepdims=True)
     if not per_channel:
         largest = np.broadcast_to(largest.max(), largest.shape)
+    step = find_step(matrix, limit)
+    if step is not None:
+        # As fine as the integers allow, since biases count in steps of the weights.
+        kept: Array = (step / np.maximum(limit // np.maximum(np.rint(largest / step), 1), 1)).astype(np.float32)
+        if (kept >= floor).all():
+            return kept
     scale, tiny = largest / limit, float(np.finfo(np.float32).tiny)
     return np.maximum(np.where(scale > tiny, scale, max(float(scale.max()), tiny)), floor).astype(np.float32)
+
+
+def find_step(matrix: Array, limit: int = LIMIT) -> float | None:
+    """Returns the step of the grid of integers up to `limit` that all weights lie on, None where there is none.
+
+    The least integer that a grid may have, -128 of 8 bits, lies one step outside: to cut the few weights there errs
+    less than another grid for all.
+    """
+    flat = np.abs(matrix).reshape(-1).astype(np.float64)
+    if np.unique(flat[:_LOOKED_AT]).size > limit + 2:
+        return None
+    values = np.unique(flat)
+    gaps = np.diff(values, prepend=0.0)
+    gaps = gaps[gaps > _OFF_GRID * values[-1] / (limit + 1)]
+    for part in range(1, _APART + 1) if gaps.size else ():
+        counts = np.rint(values * part / gaps.min())
+        step = float(values @ counts / (counts @ counts))
+        if counts[-1] <= limit + 1 and np.abs(values - counts * step).max() <= _OFF_GRID * step:
+            return step
+    return None
 
 
 def round_nearest(matrix: Array, scale: Array, limit: int = LIMIT) -> Rounded:
