@@ -61,6 +61,26 @@ def test_a_collapsed_model_stays_in_8_bits_where_little_is_lost_all_the_same(
     assert (searched is not None and searched.met) or drop is None
 
 
+@pytest.mark.parametrize(("first", "step"), [(0.0044, "all"), (0.0049, "relieve 1"), (0.0051, "relieve 1")])
+def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, first: float, step: str
+) -> None:
+    model, calibration = collapsing
+    drops = [first, 0.0027]
+
+    def measure(quantized: Model) -> Prediction:
+        return told(drops.pop(0), 15.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=measure, work=tmp_path,
+    )  # fmt: skip
+    _, searched = plan_sparingly(search)
+    assert searched is not None
+    assert searched.chosen.step == step
+    assert not drops
+
+
 def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
