@@ -24,7 +24,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     yield f"expected: {describe_prediction(report.predicted)}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
-        yield f"{samples} samples leave more than half a point of doubt; about {wanted} would do"
+        more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"
+        yield f"{samples} samples leave more than half a point of doubt; {more}"
     note = f" {report.goal_note}" if report.goal_note else ""
     if report.max_drop is not None:
         yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}{note}:"

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -75,14 +76,17 @@ def test_what_outputs_mean_is_found_once_for_all_quantized_models(samples: Sampl
         assert len(reads) == first + 1
 
 
-def predicted(low: float, high: float, agreement: float | None, samples: int = 100) -> Prediction:
+def predicted(
+    low: float, high: float, agreement: float | None, source: str = "labels", samples: int = 100
+) -> Prediction:
     return Prediction(
         samples=samples,
         sqnr_db=30,
         top1_agreement=agreement,
         drop_estimate=(low + high) / 2,
         drop_interval=(low, high),
-        source="test",
+        source=source,
+        measure="top-1 accuracy",
     )
 
 
@@ -94,9 +98,13 @@ def predicted(low: float, high: float, agreement: float | None, samples: int = 1
         (predicted(-0.004, 0.004, 0.97), None),
         (predicted(0.08, 0.12, 0.5), None),  # lost far more than half a point, as sure as need be
         (predicted(-0.02, 0.02, None), None),
+        (predicted(-0.01, 0.01, 1.0, "confidence"), 200),
+        (predicted(-0.02, 0.02, 1.0, "confidence"), math.inf),  # without labels 256 count
+        (predicted(-0.01, 0.01, 0.95, "confidence"), math.inf),  # of 5 % that changed labels tell what each costs
+        (predicted(-0.006, 0.006, 0.995, "confidence"), 160),
     ],
 )
-def test_a_wide_interval_says_how_many_samples_would_do(prediction: Prediction, wanted: int | None) -> None:
+def test_a_wide_interval_says_how_many_samples_would_do(prediction: Prediction, wanted: float | None) -> None:
     assert wanted_samples(prediction) == wanted
 
 
@@ -332,9 +340,9 @@ def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Sampl
 def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
     reading, record = Reading(kind="classes", axis=1, squash="Softmax"), MEASURES["classes"].record
     unsure, sure = np.array([[0.5, 0.4, 0.1]]), np.array([[0.9, 0.05, 0.05]])
-    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 0.9 - 0.1**2, 1])
-    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 0.4, 1])
-    assert record(sure, unsure, reading).tolist() == [0, 0, 0]
+    assert record(unsure, unsure[:, [1, 0, 2]], reading) == pytest.approx([0.1, 1])
+    assert record(sure, sure[:, [1, 0, 2]], reading) == pytest.approx([0.85, 1])
+    assert record(sure, unsure, reading).tolist() == [0, 0]
 
 
 def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
@@ -348,8 +356,8 @@ def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
     loss = measure.judge([record] * 3)
     assert (loss.estimate, loss.agreement) == pytest.approx((lost, 2 / 3))
     doubt = sum(0.48 * ((1 + own / union) / (3 * union)) ** 2 for own, union in ((1.7, 2.3), (0.7, 1.3)))
-    reach = 1.959964 * (16 * doubt) ** 0.5 / 2
-    assert loss.interval == pytest.approx((lost - reach, lost + reach))
+    reach = 1.959964 * (16 * doubt / 4 + (0.3 * lost) ** 2) ** 0.5
+    assert loss.interval == pytest.approx((max(lost - reach, -1.0), min(lost + reach, 1.0)))
     turned = measure.record(chances[..., :2], chances[:, ::-1, :2], reading)
     assert measure.judge([turned] * 3).estimate == pytest.approx(1.7 / 2)  # only the class that there was counts
     rare = np.pad(record, ((0, 0), (0, 1))) + np.array([[0.0, 0, 1.0], [0, 0, 1.0]] + [[0, 0, 0]] * 5)
@@ -417,7 +425,7 @@ def test_tables_of_five_channels_and_sixteen_places_count_by_half(channels: int,
     record = np.array([[0.0], [1.0], [0.2], [1.0]]) * np.full(channels, float(places))
     loss = MEASURES["values"].judge([record] * 3)
     assert loss.estimate == pytest.approx(0.2 * 1.2 / 2 if halved else 0.2)
-    chance = 0.2 * 0.2**0.5
+    chance = 0.12 * 0.2**0.5
     assert loss.interval == pytest.approx(((0.0 if halved else 0.2) - chance, 0.2 + chance))
 
 
@@ -436,16 +444,15 @@ def test_maps_of_numbers_are_images_where_they_reach_from_black_to_white(
     assert read_output_kinds(graph, rows, {})["y"].kind == kind
 
 
-def test_the_interval_of_losses_holds_one_change_more_than_was_seen() -> None:
+def test_the_interval_of_losses_holds_half_a_change_more_than_was_seen() -> None:
     judge = MEASURES["classes"].judge
-    records = [np.array([0.5, 0.4, 1.0])] * 3 + [np.zeros(3)] * 97
-    loss, spread = (1.5 + 0.5) / 4, 0.4 * 3 + 1.0
-    reach = 1.959964 * spread**0.5 / 4
-    low, high = wilson_interval(3, 100)
-    found = judge(records)
+    found = judge([np.array([0.5, 1.0])] * 3 + [np.zeros(2)] * 97)
+    # Half a change more of 101, which costs a half as well; by the beta distribution of Jeffreys' posterior.
+    rate = 3.5 / 101
+    doubt = 0.2 - 0.1 * rate**0.5
+    reach = 1.959964 * (0.5**2 * 3.5 * 97.5 / (101**2 * 102) + rate**2 * doubt**2) ** 0.5
     assert (found.estimate, found.agreement) == pytest.approx((0.015, 0.97))
-    assert found.interval == pytest.approx((high * (loss - reach), high * min(1.0, loss + reach)), abs=1e-6)
-    assert low > 0
+    assert found.interval == pytest.approx((0.5 * rate - reach, 0.5 * rate + reach), abs=1e-6)
 
 
 def test_labels_that_change_cost_half_and_single_ones_are_not_trusted_when_they_agree() -> None:
@@ -534,9 +541,9 @@ def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:
         return np.asarray(9 * np.eye(4, dtype=np.float32)[steps])[None]
 
     reading, record = Reading(kind="sequence", axis=2), MEASURES["sequence"].record
-    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 0, 2, 0, 3, 3, 0]), reading)[2] == 0
-    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 2, 0, 2, 3, 0, 0]), reading)[2] == 1
-    assert record(show([1, 2, 3, 1]), show([1, 1, 2, 3]), reading)[2] == 1
+    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 0, 2, 0, 3, 3, 0]), reading)[1] == 0
+    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 2, 0, 2, 3, 0, 0]), reading)[1] == 1
+    assert record(show([1, 2, 3, 1]), show([1, 1, 2, 3]), reading)[1] == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 600, 4), (1, 4, 600)])

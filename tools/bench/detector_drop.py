@@ -81,18 +81,24 @@ def _small_net(name: str, cache: Path) -> Detector:
     path = run_collapse.find_net(cache, name)
     (calibrate, _), (evaluate, labels) = families[name].data(1), families[name].data(2)
     key = load_model(path).inputs[0].name
+
+    def score(rows: list[Tensors]) -> float:
+        read = read_head(families[name].task)
+        return float(collapse_score.score_boxes(np.concatenate([read(row) for row in rows]), labels)) / 100
+
+    return Detector(path=path, calibration={key: calibrate}, scored={key: evaluate}, score=score)
+
+
+def read_head(task: str) -> Callable[[Tensors], Array]:
+    """Returns how the outputs of a small net become rows of boxes, objectness and classes, by its task."""
+    collapse_heads = __import__("collapse_heads")
     readers: dict[str, Callable[[Tensors], Array]] = {
         "boxes": lambda row: next(iter(row.values())),
         "columns": lambda row: _with_objectness(next(iter(row.values())).transpose(0, 2, 1)),
         "bins": lambda row: _with_objectness(collapse_heads.decode_bins(next(iter(row.values())))),
         "ssd": lambda row: _with_objectness(_join_corners(row["boxes"], row["scores"][..., 1:])),
     }
-
-    def score(rows: list[Tensors]) -> float:
-        read = readers[families[name].task]
-        return float(collapse_score.score_boxes(np.concatenate([read(row) for row in rows]), labels)) / 100
-
-    return Detector(path=path, calibration={key: calibrate}, scored={key: evaluate}, score=score)
+    return readers[task]
 
 
 def _centre_net(cache: Path) -> Detector:
@@ -122,7 +128,7 @@ def _zoo_detector(name: str) -> Detector:
     decode = task.decode or (lambda row: row)
 
     def score(rows: list[Tensors]) -> float:
-        return _mean_ap([decode(row) for row in rows], task.labels)
+        return mean_ap([decode(row) for row in rows], task.labels)
 
     return Detector(path=task.model, calibration=task.calibration, scored=task.scored, score=score, dims=task.dims)
 
@@ -133,14 +139,15 @@ def _letters(name: str, folder: Path) -> Detector:
     decode = source.decode or (lambda row: row)
 
     def score(rows: list[Tensors]) -> float:
-        return _mean_ap([decode(row) for row in rows], labels)
+        return mean_ap([decode(row) for row in rows], labels)
 
     return Detector(
         path=fetch(source, folder), calibration=calibrate, scored=scored, score=score, dims=source.dims
     )  # fmt: skip
 
 
-def _mean_ap(rows: list[Tensors], labels: Any) -> float:
+def mean_ap(rows: list[Tensors], labels: Any) -> float:
+    """Returns the mean AP of boxes, scores and classes, image by image, over IoU 0.50 to 0.95, a share."""
     records = [
         Detections(label=label, boxes=row["boxes"], scores=row["scores"], classes=row["classes"])
         for row, label in zip(rows, labels, strict=True)
@@ -161,7 +168,8 @@ def find_detectors(cache: Path, folder: Path) -> Mapping[str, tuple[bool, Callab
     }
 
 
-def _as_samples(rows: dict[str, Array], model: Model) -> Samples:
+def as_samples(rows: dict[str, Array], model: Model) -> Samples:
+    """Returns rows of arrays as samples of a model, each with its axis of samples where the model has one."""
     count = len(next(iter(rows.values())))
     ranks = {spec.name: len(spec.shape or ()) for spec in model.inputs}
 
@@ -180,7 +188,7 @@ def bench_detector(name: str, detector: Detector, target: str, *, held: bool) ->
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = prepare_model(load_model(detector.path), work / "prepared.onnx", detector.dims)
-        learn, scored = _as_samples(detector.calibration, model), _as_samples(detector.scored, model)
+        learn, scored = as_samples(detector.calibration, model), as_samples(detector.scored, model)
         calibration = calibrate_model(model, learn, work=work / "calibration")
         reference = _score(detector, model.path, scored)
         print(f"{name}: mean AP {100 * reference:.2f} over {scored.count} images", flush=True)

@@ -30,6 +30,7 @@ BENCHES = (
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "collapse/run_unseen.py", "families that no rule was made from: drop and estimate in plain mode"),
     Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
+    Bench("accuracy", "interval_coverage.py --state build/interval-coverage", "and no more often than 98 times of 100"),
     Bench("accuracy", "detector_drop.py", "the AP that detectors are expected to lose against what labels show"),
     Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),
     Bench("speed", "graph_speed.py", "the one view of a graph: seconds and memory; beside onnx-ir with --ir"),

@@ -16,7 +16,7 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.heads import Head, find_head, find_image, may_be_head
-from edgekit.quantize.accuracy.loss import MEASURES, Loss
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.sqnr import ratio_db
 
@@ -32,6 +32,8 @@ _GUESSED_FROM = 4
 _DECODED_FROM = 16
 # What the float model gave is kept up to so much, and computed anew beyond: a choice.
 _MOST_KEPT_BYTES = 64 << 20
+LABELS = "labels"
+"""The source of a drop that was measured."""
 AP = "mean AP of detections"
 """What a detector loses whose raw head can be decoded."""
 
@@ -69,19 +71,25 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     found: Tensors
 
 
-def wanted_samples(prediction: Prediction) -> int | None:
+def wanted_samples(prediction: Prediction) -> float | None:
     """Returns how many samples would tell a share of right answers to half a point, None where these do.
 
     An interval shrinks with the root of the number of samples, or where not one answer changed with the number itself.
+    What labels alone tell stays, and no more than MOST_SAMPLES count without labels: infinity where these are too few.
     """
-    is_share = prediction.top1_agreement is not None and prediction.drop_interval is not None
-    if not is_share or prediction.drop_interval is None or prediction.drop_estimate is None:
+    ends, estimate, agreement = prediction.drop_interval, prediction.drop_estimate, prediction.top1_agreement
+    if ends is None or estimate is None or agreement is None:
         return None
-    half = (prediction.drop_interval[1] - prediction.drop_interval[0]) / 2
-    if half <= TOLD_TO or prediction.drop_estimate - half > TOLD_TO:
+    half = (ends[1] - ends[0]) / 2
+    if half <= TOLD_TO or estimate - half > TOLD_TO:
         return None
-    power = 1 if prediction.top1_agreement == 1 else 2
-    return math.ceil(round(prediction.samples * (half / TOLD_TO) ** power / 10, 6)) * 10
+    has_labels = prediction.source == LABELS
+    lasting = 0.0 if has_labels else lasting_reach(prediction.measure, estimate, 1 - agreement)
+    if lasting >= TOLD_TO:
+        return math.inf
+    left = math.sqrt(max(half**2 - lasting**2, 0.0) / (TOLD_TO**2 - lasting**2))
+    wanted = math.ceil(round(prediction.samples * left ** (1 if agreement == 1 else 2) / 10, 6)) * 10
+    return wanted if has_labels or wanted <= MOST_SAMPLES else math.inf
 
 
 def predict_drop(

@@ -10,7 +10,7 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
-from edgekit.quantize.accuracy.predict import FloatReference, Likeness, Prediction
+from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Likeness, Prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import compare_records, read_record
@@ -69,7 +69,7 @@ def _with_drop(prediction: Prediction, report: TaskReport) -> Prediction:
         measure=report.name,
         drop_estimate=round(sign * (report.reference - got) / scale, 6),
         drop_interval=None if ends is None else (min(ends), max(ends)),
-        source="labels",
+        source=LABELS,
         reference=round(report.reference, 6),
         got=round(got, 6),
     )
@@ -77,5 +77,5 @@ def _with_drop(prediction: Prediction, report: TaskReport) -> Prediction:
 
 def _with_all_lost(prediction: Prediction, limit: TaskLimit) -> Prediction:
     return msgspec.structs.replace(
-        prediction, measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source="labels"
+        prediction, measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
     )

@@ -16,7 +16,7 @@ from collapse_train import Values, channel_highs, train_net
 from edgekit.model.tensors import Array
 
 TRAIN, CALIBRATE, EVALUATE = 0, 1, 2
-_COUNTS = (4000, 96, 400)
+_COUNTS = (4000, 96, 400, 4000)
 _STRIDES = (8, 16)
 
 
@@ -78,7 +78,7 @@ def class_loss(values: Values, rows: Values) -> Any:
 
 def scene_boxes(part: int) -> tuple[Array, tuple[Any, ...]]:
     """Returns images of several shapes and where they are."""
-    scenes = draw_scenes((4000, 96, 240)[part], 64, 3, 20 + part)
+    scenes = draw_scenes((4000, 96, 240, 1000)[part], 64, 3, 20 + part)
     return scenes.images, scenes.boxes
 
 

@@ -13,7 +13,7 @@ from collapse_train import Values, train_net
 from edgekit.model.tensors import Array
 
 _BINS, _STRIDES, _SIDE = 8, (8, 16), 64
-_COUNTS = (3000, 96, 240)
+_COUNTS = (3000, 96, 240, 1000)
 
 
 def scenes(part: int) -> tuple[Array, tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from collapse_train import Values, train_net
 from edgekit.model.tensors import Array
 
 _BINS, _STRIDES, _SIDE = 8, (8, 16), 64
-_COUNTS = (4000, 96, 240)
+_COUNTS = (4000, 96, 240, 1000)
 
 
 def make_yolo() -> Net:
@@ -115,7 +115,7 @@ def _box_loss(values: Values, rows: Values) -> Any:
 
 def later_tones(part: int) -> tuple[Array, Array]:
     """Returns waves [N,1,L] and their classes."""
-    waves, classes = make_tones((4000, 96, 400)[part], 10, 230 + part)
+    waves, classes = make_tones((4000, 96, 400, 2000)[part], 10, 230 + part)
     return waves[:, None], classes
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 from run_collapse import as_samples, read_target
 from unseen_nets import UNSEEN, Unseen
-from unseen_score import DECIBELS, SCORES
+from unseen_score import DECIBELS, SCORES, as_decibels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from row_state import add_state_option, resume_rows
@@ -66,9 +66,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def estimate(self) -> tuple[float, float, float]:
         """The drop that was expected and the ends of its interval, in the unit of the score."""
-        scale = self.reference if self.score in DECIBELS else 100.0
-        ends = self.expected.drop_interval or (0.0, 0.0)
-        return tuple(scale * each for each in (self.expected.drop_estimate or 0.0, *ends))  # type: ignore[return-value]
+        shares = (self.expected.drop_estimate or 0.0, *(self.expected.drop_interval or (0.0, 0.0)))
+        if self.score in DECIBELS:
+            return tuple(as_decibels(share, self.reference) for share in shares)  # type: ignore[return-value]
+        return tuple(100.0 * share for share in shares)  # type: ignore[return-value]
 
     @property
     def is_good(self) -> bool:

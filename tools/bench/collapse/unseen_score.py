@@ -135,3 +135,9 @@ SCORES: dict[str, Callable[[list[Tensors], Any], float]] = {
 }
 DECIBELS = frozenset({"SI-SNR"})
 """Scores that are dB; the others are points."""
+
+
+def as_decibels(lost: float, reference: float) -> float:
+    """Returns what a ratio of `reference` dB falls by where R2 falls by `lost`: what is missed grows by so much."""
+    missed = 10 ** (-reference / 10)
+    return float(10 * np.log10(max(1 + lost / missed, 1e-9)))
