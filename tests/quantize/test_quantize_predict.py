@@ -452,6 +452,7 @@ def test_the_interval_of_losses_holds_half_a_change_more_than_was_seen() -> None
     doubt = 0.2 - 0.1 * rate**0.5
     reach = 1.959964 * (0.5**2 * 3.5 * 97.5 / (101**2 * 102) + rate**2 * doubt**2) ** 0.5
     assert (found.estimate, found.agreement) == pytest.approx((0.015, 0.97))
+    assert {type(end) for end in found.interval} == {float}  # as a report is written
     assert found.interval == pytest.approx((0.5 * rate - reach, 0.5 * rate + reach), abs=1e-6)
 
 

@@ -324,9 +324,9 @@ def _interval_of_losses(costs: Array, total: int) -> tuple[float, float]:
     these costs tell of their mean, and what confidences may be wrong by.
     """
     count = len(costs) + _PRIOR_CHANGES
-    rate, cost = count / (total + 2 * _PRIOR_CHANGES), (costs.sum() + _PRIOR_CHANGES * _PRIOR_LOSS) / count
+    rate, cost = count / (total + 2 * _PRIOR_CHANGES), (float(costs.sum()) + _PRIOR_CHANGES * _PRIOR_LOSS) / count
     rate_variance = rate * (1 - rate) / (total + 2 * _PRIOR_CHANGES + 1)
-    cost_variance = ((costs - cost) ** 2).sum() / count**2 + _doubt_cost(rate) ** 2
+    cost_variance = float(((costs - cost) ** 2).sum()) / count**2 + _doubt_cost(rate) ** 2
     reach = Z95 * math.sqrt(rate_variance * cost**2 + rate**2 * cost_variance)
     estimate = float(costs.sum()) / total
     return max(min(estimate, rate * cost - reach), -1.0), min(max(estimate, rate * cost + reach), 1.0)
