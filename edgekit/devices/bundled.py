@@ -20,6 +20,9 @@ from edgekit.target import Form, Verification
 # Operators whose results have a shape that follows from the values: it need not be that of the float model.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 
+# What the least number of samples may take, and what any run may.
+_TIMEOUT_S, _MOST_S = 300.0, 3600.0
+
 _NEEDING_ONNX = frozenset({"emulated"})
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
@@ -52,6 +55,8 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
     """
     check = read_check(bundle)
     free = any(node.op in _SHAPED_BY_DATA for node in check.node_list)
+    # What a step costs is known of whole sequences alone, and these may take as much longer as they have more samples.
+    least = max(LEAST_SAMPLES, bundle.manifest.steps)
     return Job(
         model=bundle.find_model(plan.form),
         target=read_target(bundle),
@@ -59,8 +64,8 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
         outputs=tuple(_free_dims(spec) if free else spec for spec in bundle.golden.outputs),
         check=check,
         samples=samples,
-        # What a step costs is known of whole sequences alone.
-        least_samples=max(LEAST_SAMPLES, bundle.manifest.steps),
+        least_samples=least,
+        timeout_s=min(_MOST_S, _TIMEOUT_S * least / LEAST_SAMPLES),
         digests_hold=True,
     )
 
