@@ -206,7 +206,7 @@ NETS: Mapping[str, Net] = {
     "centernet": Net(family="detector", make=_unseen, design=True, centred=True),
     "ssd_like": Net(family="detector", make=_trained),
     "bins_like": Net(family="detector", make=_trained),
-    "fastestdet": Net(family="detector", make=_photographs),
+    "fastestdet": Net(family="detector", make=_photographs, design=True),
     "embedding_se": Net(family="embedding", make=_unseen, design=True),
     "pose_heatmaps": Net(family="values", make=_unseen, design=True),
     "depth_unet": Net(family="values", make=_unseen),
