@@ -81,7 +81,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def entries(self, name: str) -> tuple[int, ...] | None:
         """Returns an attribute that is a list of whole numbers; None if it is absent or no list."""
         value = self.attributes.get(name)
-        return cast("tuple[int, ...]", value) if isinstance(value, tuple) else None
+        if not isinstance(value, tuple):
+            return None
+        # A file may say anything of operators that onnx has no schema of.
+        entries = cast("tuple[object, ...]", value)
+        numbers = tuple(each for each in entries if isinstance(each, int))
+        return numbers if len(numbers) == len(entries) else None
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):

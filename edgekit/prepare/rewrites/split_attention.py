@@ -38,7 +38,7 @@ def _expand_packed(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
     if shape is None or weight is None or count < 1 or is_open or node.integer("do_rotary", 0) or any(node.output[1:]):
         return None
     widths = node.entries("qkv_hidden_sizes") or (weight[1] // 3,) * 3
-    if len(widths) != 3 or not all(isinstance(width, int) for width in widths):
+    if len(widths) != 3:
         return None
     heads = Heads(
         batch=shape[0], tokens=shape[1], rows=shape[1], heads=count, keys=count, size=widths[0] // count,
