@@ -72,10 +72,10 @@ def test_the_same_path_on_another_provider_gives_its_outputs(job: Job, work: Pat
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is here")
-def test_without_core_ml_the_run_says_that_the_cpu_took_every_node(job: Job, work: Path) -> None:
+def test_without_core_ml_the_cpu_does_not_run_in_its_place(job: Job, work: Path) -> None:
     run = run_python(RUNNER, job, coreml_job(job), work)
-    assert run.failure is None
-    assert {node.provider for node in run.placement} == {CPU_PROVIDER}
+    assert run.failure == f"refused: asked for {PROVIDER}, and the session has {CPU_PROVIDER} alone"
+    assert run.outputs.count == 0
 
 
 @pytest.mark.skipif(sys.platform != "darwin", reason="needs a Mac")

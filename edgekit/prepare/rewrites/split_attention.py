@@ -10,6 +10,7 @@ from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 from edgekit.prepare.rewrites.heads import MASKED, OPSET_SINCE, Heads, Parts, input_of, real, static_float
 
 FIX_ID = "split-attention"
+_WIDTHS = "qkv_hidden_sizes"
 _PACKED_MASK, _PACKED_PAST, _PACKED_BIAS = 3, 4, 5
 _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
 
@@ -37,8 +38,9 @@ def _expand_packed(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
     count, is_open = node.integer("num_heads", 0), any(node.has_input(at) for at in (_PACKED_PAST, 6))
     if shape is None or weight is None or count < 1 or is_open or node.integer("do_rotary", 0) or any(node.output[1:]):
         return None
-    widths = node.entries("qkv_hidden_sizes") or (weight[1] // 3,) * 3
-    if len(widths) != 3:
+    widths = node.entries(_WIDTHS) or (weight[1] // 3,) * 3
+    # Words where numbers belong are no list, and no default either.
+    if len(widths) != 3 or (_WIDTHS in node.attributes and node.entries(_WIDTHS) is None):
         return None
     heads = Heads(
         batch=shape[0], tokens=shape[1], rows=shape[1], heads=count, keys=count, size=widths[0] // count,
