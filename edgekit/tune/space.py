@@ -139,12 +139,27 @@ PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
         Change(name="no NNAPI CPU", provider_options={"NNAPI_FLAG_CPU_DISABLED": "1"}),
         Change(name="relaxed to fp16", provider_options={"NNAPI_FLAG_USE_FP16": "1"}),
     ),
-    "OpenVINOExecutionProvider": (
-        Change(name="2 streams", provider_options={"num_streams": "2"}),
-        Change(name="1 OpenVINO thread", provider_options={"num_of_threads": "1"}),
-        Change(name="precision FP16", provider_options={"precision": "FP16"}),
+    "OpenVINOExecutionProvider": tuple(
+        Change(name=name, provider_options={"load_config": f'{{"CPU":{{"INFERENCE_PRECISION_HINT":{words}}}}}'})
+        for name, words in (
+            ("1 OpenVINO thread", '"f32","INFERENCE_NUM_THREADS":"1"'),
+            ("2 streams", '"f32","NUM_STREAMS":"2"'),
+            ("OpenVINO for throughput", '"f32","PERFORMANCE_HINT":"THROUGHPUT"'),
+            ("bf16", '"bf16"'),
+        )
     ),
-    "WebGpuExecutionProvider": (Change(name="NHWC", provider_options={"preferredLayout": "NHWC"}),),
+    "WebGpuExecutionProvider": (
+        *(Change(name=layout, provider_options={"preferredLayout": layout}) for layout in ("NHWC", "NCHW")),
+        Change(name="no validation", provider_options={"validationMode": "disabled"}),
+    ),
+    "CUDAExecutionProvider": (
+        Change(name="cuDNN by heuristics", provider_options={"cudnn_conv_algo_search": "HEURISTIC"}),
+        Change(name="NHWC", provider_options={"prefer_nhwc": "1"}),
+    ),
+    "TensorrtExecutionProvider": (
+        Change(name="TensorRT level 5", provider_options={"trt_builder_optimization_level": "5"}),
+    ),
+    "DmlExecutionProvider": (Change(name="no metacommands", provider_options={"disable_metacommands": "true"}),),
 }
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from far_root.keeper import far_side
 
 from edgekit._ort import Level
 from edgekit.bench.subject import Opening
+from edgekit.bundle.manifest import trust
 from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting
 from edgekit.devices.bundled import count_device_cores, read_class, set_job
 from edgekit.devices.device import Device
@@ -103,6 +105,12 @@ def test_a_phone_that_goes_away_ends_the_search_in_one_line(
         far.child.wait()
         with pytest.raises(DeviceError, match=r"is gone: (it is offline|adb knows no device)"):
             measure(course, Entrant(name="defaults"))
+
+
+def test_what_is_raced_of_a_provider_is_what_a_bundle_may_say() -> None:
+    for provider, changes in PROVIDER_CHANGES.items():
+        words = ((key, value) for change in changes for key, value in change.provider_options.items())
+        assert [key for key, value in words if not re.fullmatch(trust.PROVIDER_OPTIONS[provider][key], value)] == []
 
 
 def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
