@@ -175,4 +175,5 @@ def _complain(message: str) -> int:
 def _usage_message(error: click.ClickException) -> str:
     message = error.format_message()
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{message} (see '{context.command_path} --help')" if context else message
+    # click's parser knows no command where an option lacks its value.
+    return f"{message} (see '{context.command_path if context else 'edgekit'} --help')"

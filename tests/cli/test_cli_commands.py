@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,7 @@ def test_quantize_says_what_to_do_for_a_target_without_integers(
     assert "target 'coreml' takes no quantized model: the Core ML provider has no builder for Q or DQ nodes" in said
     assert "edgekit convert MODEL --weights fp16" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_without_its_value_names_the_next_step(refused: Callable[..., str]) -> None:
+    assert "Option '--out' requires an argument. (see 'edgekit --help')" in refused("join", "a", "--out")

@@ -1,6 +1,7 @@
 """The WebGPU plug-in on this machine: what it takes is what the rules say, and it computes what the CPU does."""
 
 import importlib.util
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,12 @@ def test_without_a_driver_nothing_is_set(tmp_path: Path, monkeypatch: pytest.Mon
         assert found in ({}, {**found, "VK_ICD_FILENAMES": str(tmp_path / "vk_swiftshader_icd.json")})
     finally:
         find_swiftshader.cache_clear()
+
+
+def test_looking_for_swiftshader_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    found = find_swiftshader.__wrapped__()
+    assert set(found) <= {"VK_ICD_FILENAMES", "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER", "LD_LIBRARY_PATH"}

@@ -147,3 +147,14 @@ def test_a_float_layer_whose_constant_is_stored_as_bytes_is_granted_their_roundi
     regions = find_regions(graphs[0], graphs[1], match_tensors(graphs[0], graphs[1]))
     assert regions["y"].arithmetic == "int8"
     assert find_regions(graphs[0], graphs[0], match_tensors(graphs[0], graphs[0]))["y"].arithmetic == "float"
+
+
+def test_the_largest_float_has_no_next_one_and_that_is_no_warning(models: tuple[Model, Model], tmp_path: Path) -> None:
+    proto = onnx.load(str(models[0].path))
+    weight = next(tensor for tensor in proto.graph.initializer if len(tensor.dims) == 4)
+    values = numpy_helper.to_array(weight).copy()
+    values.reshape(-1)[0] = np.finfo(np.float32).max
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    onnx.save(proto, str(tmp_path / "huge.onnx"))
+    huge = load_model(tmp_path / "huge.onnx")
+    assert max(measure(huge, huge).values()) == 0.0

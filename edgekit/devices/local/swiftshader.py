@@ -1,6 +1,5 @@
 """SwiftShader, a Vulkan driver that computes on the CPU: it stands in for the GPU that a machine has not."""
 
-import ctypes.util
 import functools
 import sys
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 _FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
 _DRIVER = "vk_swiftshader_icd.json"
 _LOADER = "libvulkan.so.1"
+_SYSTEMS = tuple(f"{place}/{_LOADER}" for place in ("lib", "lib/*-linux-gnu", "lib64", "local/lib"))
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def find_swiftshader() -> Mapping[str, str]:
     if folder is None:
         return {}
     found = {"VK_ICD_FILENAMES": str(folder / _DRIVER), "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"}
-    # Dawn opens the loader by its name alone.
-    if ctypes.util.find_library("vulkan") is None and (folder / _LOADER).is_file():
+    # Dawn opens the loader by its name alone. Not ctypes.util.find_library: it starts ldconfig, and then a compiler.
+    if not any(any(Path("/usr").glob(place)) for place in _SYSTEMS) and (folder / _LOADER).is_file():
         found["LD_LIBRARY_PATH"] = str(folder)
     return found

@@ -163,7 +163,8 @@ def _measure_places(values: Array, wanted: Array) -> float | None:
         return 0.0
     exact = np.clip(wanted.astype(np.float64), -HALF_MAX, HALF_MAX) if values.dtype == np.float16 else wanted
     off = np.abs(values.astype(np.float64) - exact.astype(np.float64))
-    places = off / np.maximum(np.spacing(np.abs(exact.astype(values.dtype))).astype(np.float64), 1e-38)
+    with np.errstate(over="ignore", invalid="ignore"):
+        places = off / np.maximum(np.spacing(np.abs(exact.astype(values.dtype))).astype(np.float64), 1e-38)
     places = np.where(np.isfinite(places), places, np.inf)
     far = places > _FAR_PLACES
     return float(min(places.max(), _MOST_STEPS)) * FAR_STEPS / _FAR_PLACES if 0 < far.sum() <= _ISOLATED else 0.0
