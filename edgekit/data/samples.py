@@ -276,15 +276,16 @@ def _from_folder(
 
 
 def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Tensors]) -> Samples:
-    _refuse_pipes(files)
+    _refuse_endless(files)
     return Samples(source=str(path), count=len(files), read=lambda: (read_one(file) for file in files))
 
 
-def _refuse_pipes(files: Iterable[Path]) -> None:
-    """Refuses a pipe that lies in a folder: nobody writes into it, and who reads it waits for ever."""
-    pipe = next((file for file in files if file.is_fifo()), None)
-    if pipe is not None:
-        raise DataError(f"'{pipe}' is a pipe, not a file", hint="remove it from the folder")
+def _refuse_endless(files: Iterable[Path]) -> None:
+    """Refuses a pipe or a device that lies in a folder: who reads it waits for ever, or reads without end."""
+    odd = next((file for file in files if file.is_fifo() or file.is_char_device()), None)
+    if odd is not None:
+        kind = "pipe" if odd.is_fifo() else "device"
+        raise DataError(f"'{odd}' is a {kind}, not a file", hint="remove it from the folder")
 
 
 def _from_function(source: str) -> Samples:
@@ -305,7 +306,7 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
     tensors: dict[str, Array] = {}
     for index, spec in enumerate(inputs):
         file = folder / f"input_{index}.pb"
-        _refuse_pipes([file])
+        _refuse_endless([file])
         try:
             tensors[spec.name] = onnx.numpy_helper.to_array(onnx.load_tensor(str(file)))
         except _NO_TENSOR as error:

@@ -193,6 +193,14 @@ def test_a_pipe_among_the_samples_is_not_waited_for(refused: Callable[..., str],
     assert "is a pipe" in refused("compare", model, model, "--data", "data", "--preprocess", "p.toml")
 
 
+def test_a_link_to_a_device_without_end_is_no_sample(refused: Callable[..., str], tmp_path: Path) -> None:
+    folder = tmp_path / "sets" / "test_data_set_0"
+    folder.mkdir(parents=True)
+    (folder / "input_0.pb").symlink_to("/dev/zero")
+    model = str(save_classifier(tmp_path / "m.onnx"))
+    assert "is a device, not a file" in refused("compare", model, model, "--data", "sets")
+
+
 def test_an_input_that_nothing_can_hold_is_not_drawn(refused: Callable[..., str], tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 17]>
     g (float[1,3,1000000000,1] x) => (float[1,3,1000000000,1] y) { y = Relu(x) }"""
