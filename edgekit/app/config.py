@@ -264,21 +264,13 @@ def describe_schema() -> dict[str, Any]:
 
 
 def _make_group(app: App, name: str, group: GroupTable, target: str) -> Cell:
-    folder, table = app.path.parent, app.table.targets[target]
-    named = _name_target(app, target, table)
+    folder = app.path.parent
     return Cell(
         model=name,
         target=target,
         path=folder / group.path,
         data=_make_data(folder, group.data),
-        recipe=Recipe(
-            targets=(named,),
-            settings={key: str(value) for key, value in table.settings.items()},
-            precision=table.precision,
-            samples=group.data.samples,
-            thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
-            fix=table.fix,
-        ),
+        recipe=_make_recipe(app, target, samples=group.data.samples),
         is_group=True,
     )
 
@@ -295,24 +287,30 @@ def _make_data(folder: Path, data: DataTable) -> Data:
 
 
 def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
-    folder, gates, table = app.path.parent, app.table.gates, app.table.targets[target]
-    named = _name_target(app, target, table)
+    folder, gates = app.path.parent, app.table.gates
+    own = {key: getattr(model, key) for key in _OF_MODEL}
     return Cell(
         model=name,
         target=target,
         path=folder / model.path,
         data=_make_data(folder, model.data),
-        recipe=Recipe(
-            **{key: getattr(model, key) for key in _OF_MODEL},
-            targets=(named,),
-            settings={key: str(value) for key, value in table.settings.items()},
-            precision=table.precision,
-            samples=model.data.samples,
-            max_drop=gates.max_drop,
-            thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
-            metric=gates.metric,
-            fix=table.fix,
+        recipe=_make_recipe(
+            app, target, **own, samples=model.data.samples, max_drop=gates.max_drop, metric=gates.metric
         ),
+    )
+
+
+def _make_recipe(app: App, target: str, **of_subject: Any) -> Recipe:
+    """Returns what is built with for a target: what its table says, and what the model or group itself does."""
+    table = app.table.targets[target]
+    named = _name_target(app, target, table)
+    return Recipe(
+        **of_subject,
+        targets=(named,),
+        settings={key: str(value) for key, value in table.settings.items()},
+        precision=table.precision,
+        thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
+        fix=table.fix,
     )
 
 

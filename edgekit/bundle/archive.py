@@ -1,16 +1,17 @@
 """Archives that are the same to the byte for the same content, and opening those of others without harm."""
 
+import contextlib
 import stat
 import tarfile
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from edgekit._files import copy_into, replacing_file, safe_join, staged_folder, write_new
+from edgekit._files import copy_into, replacing_file, safe_join, staged_folder, work_folder, write_new
 from edgekit.bundle.manifest.names import find_clash, find_fault
 from edgekit.bundle.members import READERS, Member, translating
 from edgekit.errors import BundleError, OutputError
@@ -72,6 +73,21 @@ def list_files(folder: Path) -> dict[str, Path]:
         if path.is_file():
             found[name] = path
     return found
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Generator[Path]:
+    """Yields a folder as it is, and of an archive the folder that it is unpacked into, which is gone after the block.
+
+    Raises:
+        BundleError: as `unpack_archive`.
+    """
+    if path.is_dir():
+        yield path
+        return
+    with work_folder() as work:
+        unpack_archive(path, work / "unpacked")
+        yield work / "unpacked"
 
 
 def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.recorded import Recorded
 from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
@@ -35,13 +35,9 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
         BundleError: it is no bundle, was altered, is not safe to open, or is not signed with the key.
         UsageError: the key cannot be read.
     """
-    if path.is_dir():
-        yield open_any(path, key=key)
-        return
-    with work_folder() as work:
-        unpack_archive(path, work / "unpacked")
+    with opened_folder(path) as folder:
         # The signature is asked for after unpacking too: an archive is no way around it.
-        yield open_any(_find_root(work / "unpacked"), key=key)
+        yield open_any(folder if folder == path else _find_root(folder), key=key)
 
 
 @contextlib.contextmanager

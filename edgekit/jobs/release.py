@@ -161,10 +161,11 @@ def _place(bundle: Bundle) -> _Released:
 
 def _sign_group(folder: Path, key: Path, allowed: Allowed) -> tuple[SignedBundle, tuple[Doubt, ...]]:
     group = open_group(folder)
-    doubts = _refuse([doubt for doubt in (_find_doubt_of(group),) if doubt is not None], allowed)
-    members = _list_members(group)
+    report = _read_group_report(group)
+    members = _list_members(group, report)
+    doubts = _refuse_group(group, report, members, allowed)
     weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
-    result = _attest(members, weak, _describe_whole(group, doubts))
+    result = _attest(members, weak, _describe_whole(group, report, doubts))
     keyid = sign_group(folder, key, result)
     return SignedBundle(bundle=folder, sha256=group.sha256, key=keyid, attested=result), doubts
 
@@ -186,12 +187,12 @@ def _package_group(
         words = "a group is packed whole and under its own name"
         raise UsageError(words, hint="leave --name, --group, --package-version and --with out")
     group = open_group(paths[0], key=key)
-    doubts = _refuse([doubt for doubt in (_find_doubt_of(group),) if doubt is not None], allowed)
+    report = _read_group_report(group)
+    doubts = _refuse_group(group, report, _list_members(group, report), allowed)
     return package_group(group, kind, out), doubts
 
 
-def _list_members(group: Group) -> list[_Released]:
-    report = _read_group_report(group)
+def _list_members(group: Group, report: GroupReport | None) -> list[_Released]:
     return [
         _Released(
             folder=group.folder / "members" / name,
@@ -214,9 +215,15 @@ def _read_group_report(group: Group) -> GroupReport | None:
     return report if report.sha256 == group.sha256 else None
 
 
-def _find_doubt_of(group: Group) -> Doubt | None:
+def _refuse_group(
+    group: Group, report: GroupReport | None, members: Sequence[_Released], allowed: Allowed
+) -> tuple[Doubt, ...]:
+    doubt = _find_doubt_of(group, report, members)
+    return _refuse([] if doubt is None else [doubt], allowed)
+
+
+def _find_doubt_of(group: Group, report: GroupReport | None, members: Sequence[_Released]) -> Doubt | None:
     """Returns why a group may not go as it is: a member may not, or the whole did not pass."""
-    report, members = _read_group_report(group), _list_members(group)
     if report is None:
         return Doubt(bundle=str(group.folder), reason="was not verified as it is now")
     for member in members:
@@ -231,9 +238,9 @@ def _find_doubt_of(group: Group) -> Doubt | None:
     return Doubt(bundle=str(group.folder), reason=f"{words}: {said}", verdict=report.verdict)
 
 
-def _describe_whole(group: Group, doubts: Sequence[Doubt]) -> _Whole:
+def _describe_whole(group: Group, report: GroupReport | None, doubts: Sequence[Doubt]) -> _Whole:
     """Returns what is attested of a group beside its members: each device that ran it from end to end."""
-    report, name = _read_group_report(group), f"{group.manifest.name}-{group.manifest.target}"
+    name = f"{group.manifest.name}-{group.manifest.target}"
     provider = next(iter(group.manifests.values())).provider
     runs = [
         AttestedRun(

@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Generator
 from pathlib import Path
 
-from edgekit._files import work_folder
-from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.group.group import GROUP, Group, open_group
 from edgekit.bundle.sign import sign_files
 from edgekit.bundle.statement import TestResult
@@ -27,12 +26,8 @@ def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
         BundleError: it is no group, was altered, is not safe to open, or is not signed with the key.
         UsageError: the key cannot be read.
     """
-    if path.is_dir():
-        yield open_group(path, key=key)
-        return
-    with work_folder() as work:
-        unpack_archive(path, work / "unpacked")
-        yield open_group(work / "unpacked", key=key)
+    with opened_folder(path) as folder:
+        yield open_group(folder, key=key)
 
 
 def sign_group(folder: Path, key: Path, result: TestResult) -> str:
