@@ -205,6 +205,7 @@ _REWRITTEN: Mapping[str, str] = {
     "idle-relu": "remove {count} of Relu before a QuantizeLinear that cuts off the same",
     "clip-to-relu": "write {count} of Clip from zero to nothing as Relu, which is the same",
     "flatten-to-reshape": "write {count} of Flatten as Reshape, which is the same",
+    "plain-reshape": "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
     "index-to-int32": "give {count} of Gather 32-bit indices, which is the same",
     "pad-reflect": "write {count} of Pad with mode reflect as slices and Concat, which is the same",
     "plain-gemm": "put alpha, beta and transA of {count} of Gemm into nodes of their own",

@@ -28,6 +28,7 @@ from edgekit.prepare.rewrites import (
     matmul_to_2d,
     pad_reflect,
     plain_gemm,
+    plain_reshape,
     resize_inputs,
     split_attention,
     split_bias_gelu,
@@ -55,6 +56,7 @@ FIXES: Mapping[str, Rewrite] = {
     idle_relu.FIX_ID: idle_relu.drop_idle_relus,
     clip_to_relu.FIX_ID: clip_to_relu.write_relus,
     flatten_to_reshape.FIX_ID: flatten_to_reshape.write_flattens,
+    plain_reshape.FIX_ID: plain_reshape.write_plain_reshapes,
     join_rms_norm.FIX_ID: join_rms_norm.join_rms_norms,
     join_gelu.FIX_ID: join_gelu.join_gelus,
 }

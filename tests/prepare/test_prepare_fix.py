@@ -22,6 +22,11 @@ FLATTEN = (
     "g (float[2,3,4] x) => (float[2,12] y, float[1,24] a, float[6,4] b)"
     "{ y = Flatten(x)  a = Flatten<axis = 0>(x)  b = Flatten<axis = 2>(x) }"
 )
+RESHAPE = (
+    "g (float[2,3] x) => (float[3,2] y, float[2,3] z) <int64[2] turned = {3, -1}, int64[2] same = {2, 0}>"
+    "{ y = Reshape<allowzero = 1>(x, turned)  z = Reshape(x, same) }"
+)
+ZERO = "g (float[0,3] x) => (float[0,4] y) <int64[2] none = {0, 4}> { y = Reshape<allowzero = 1>(x, none) }"
 RELU = (
     "g (float[4] x) => (float[4] y, float[4] w) <float s = {0.1}, uint8 low = {0}, uint8 mid = {128}>"
     "{ a = Relu(x)  b = QuantizeLinear(a, s, low)  y = DequantizeLinear(b, s, low)"
@@ -40,8 +45,9 @@ RELU = (
             ["QuantizeLinear", "DequantizeLinear", "Relu", "QuantizeLinear", "DequantizeLinear"],
         ),
         (FLATTEN, "flatten-to-reshape", ["Reshape", "Reshape", "Flatten"]),
+        (RESHAPE, "plain-reshape", ["Reshape", "Reshape"]),
     ],
-    ids=["sum", "resize", "relu", "flatten"],
+    ids=["sum", "resize", "relu", "flatten", "reshape"],
 )
 def test_a_rewrite_changes_its_nodes_and_no_result(tmp_path: Path, text: str, fix: str, ops: list[str]) -> None:
     model = make_model(text, tmp_path / "m.onnx")
@@ -68,6 +74,14 @@ def test_a_resize_leaves_its_empty_inputs_out(tmp_path: Path) -> None:
 def test_a_relu_that_others_read_stays(tmp_path: Path) -> None:
     text = RELU.replace("float[4] w)", "float[4] w, float[4] a)")
     fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert fixed.fixes == ()
+
+
+def test_a_reshape_to_nothing_keeps_its_attribute(tmp_path: Path) -> None:
+    """There a 0 is a dimension, and would else stand for that of the input."""
+    fixed = fix_model(make_model(RESHAPE, tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    assert not any(node.attribute for node in onnx.load(str(fixed.model.path)).graph.node)
+    fixed = fix_model(make_model(ZERO, tmp_path / "z.onnx"), tmp_path / "zero.onnx")
     assert fixed.fixes == ()
 
 

@@ -287,5 +287,6 @@ def test_every_rewrite_is_tested() -> None:
         "resize-empty-inputs",
         "idle-relu",
         "flatten-to-reshape",
+        "plain-reshape",
     }
     assert set(REWRITES) == set(FIXES) | set(SPELLINGS) | set(ASKED) == set(WITH) | elsewhere
