@@ -1,6 +1,6 @@
 """The seam to whatever runs a model: a device gets a job and samples, and gives back tensors, times and placement."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -10,7 +10,7 @@ from edgekit._ort import Level
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
 from edgekit.evidence import Evidence
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.target import Precision, Target
 
 LEAST_SAMPLES = 4
@@ -45,7 +45,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     optimises the graph, as an app's would unless said. `chosen` are keys of provider options that were chosen for this
     very device: it takes them as they are, also where it knows better than the target. With `trace` ONNX Runtime's
     profiler watches every run. With a `queue` the runs of a sample are requests that come at random; the runner in
-    Python alone can do that.
+    Python alone can do that. `answered` is told what each sample gave as soon as it is there, since later samples may
+    be made of it: then all run in one session, there may be fewer than `samples` counts, and none is read before it is
+    sent.
     """
 
     model: Path
@@ -71,6 +73,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     digests_hold: bool = False
     trace: bool = False
     queue: Queue | None = None
+    answered: Callable[[Tensors], None] | None = None
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):

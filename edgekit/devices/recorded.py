@@ -1,13 +1,14 @@
 """A run as a file: recorded where the device is, judged where the bundle is.
 
 The first line says who vouches for the rest; the second is a `Claim`; then follow the outputs, a `.tensors` message a
-sample (`edgekit.devices.process.exchange`). What is in it is hostile until it has been checked against the bundle.
+sample (`edgekit.devices.process.exchange`), and behind them those of the turns of a model with state. What is in it is
+hostile until it has been checked against the bundle.
 """
 
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
@@ -16,7 +17,7 @@ import msgspec
 from edgekit._files import digest_file, open_regular, read_chunks, replacing_file, work_folder, write_new
 from edgekit.bundle.sign import Seal, check_seal, seal_digest
 from edgekit.data.data_check import digest_samples
-from edgekit.data.samples import Samples
+from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
@@ -29,6 +30,7 @@ from edgekit.devices.process.exchange import (
 )
 from edgekit.errors import DataError, DeviceError
 from edgekit.evidence import Evidence
+from edgekit.model.tensors import Tensors
 
 _FORMAT: Literal["edgekit-run-1"] = "edgekit-run-1"
 _MAX_SEAL_BYTES = 1 << 12
@@ -42,7 +44,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What a file says of a run. The digests are of the bundle, the model file, the inputs and the outputs.
 
     `samples` is how many outputs follow, `waited_ms` how long the device was waited for; the others are those of
-    `DeviceRun`.
+    `DeviceRun`. Behind the outputs follow so many `turns`, what a session gave that was asked step by step.
     """
 
     bundle_sha256: _Sha256
@@ -63,6 +65,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     failure: _Line | None
     notes: tuple[_Line, ...]
     stopped_early: bool
+    turns: Count = 0
+    turns_sha256: _Sha256 | None = None
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,13 +75,16 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Recording(msgspec.Struct, kw_only=True):
-    """A device whose first run is written into the file `path`, signed with `key` where there is one."""
+    """A device whose first run is written into the file `path`, signed with `key` where there is one.
+
+    The first that is asked step by step is added to it.
+    """
 
     device: Device
     path: Path
     bundle_sha256: str
     key: Path | None = None
-    written: bool = False
+    written: tuple[Claim, Samples] | None = None
 
     @property
     def name(self) -> str:
@@ -94,7 +101,7 @@ class Recording(msgspec.Struct, kw_only=True):
         return self.device.find_missing()
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs a job on the device, and records the first.
+        """Runs a job on the device, and records the first, and the first whose samples are turns.
 
         Raises:
             DeviceError: the device is not there.
@@ -103,10 +110,17 @@ class Recording(msgspec.Struct, kw_only=True):
         """
         begun = time.monotonic()
         run = self.device.run_job(job, work)
-        if not self.written:
+        if self.written is None:
             waited_ms = 1000.0 * (time.monotonic() - begun)
-            _write_run(self.path, _claim(run, job, self.bundle_sha256, waited_ms), run.outputs, self.key)
-            self.written = True
+            claim = _claim(run, job, self.bundle_sha256, waited_ms)
+            self.written = claim, run.outputs
+            _write_run(self.path, claim, run.outputs, self.key)
+        elif job.answered is not None and not self.written[0].turns:
+            claim, outputs = self.written
+            digest = digest_samples(run.outputs)
+            claim = msgspec.structs.replace(claim, turns=run.outputs.count, turns_sha256=digest)
+            self.written = claim, outputs
+            _write_run(self.path, claim, itertools.chain(outputs, run.outputs), self.key)
         return run
 
 
@@ -143,9 +157,17 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         """
         for reason in self._find_other(job):
             raise self._explain(reason)
-        outputs = self._read_outputs(job, work / "out")
+        count = self.claim.samples
+        every = self._read_outputs(job, work / "out")
+        outputs = select_samples(every, range(count))
         if digest_samples(outputs) != self.claim.outputs_sha256:
             raise self._explain("holds other outputs than it says")
+        if job.answered is not None:
+            outputs = select_samples(every, range(count, every.count))
+            if digest_samples(outputs) != self.claim.turns_sha256:
+                raise self._explain("holds other turns than it says")
+            for _, answer in zip(job.samples, outputs, strict=False):
+                job.answered(answer)
         fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"device", "notes"}
         return DeviceRun(
             device=f"{self.claim.device} (recorded)",
@@ -161,16 +183,23 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             yield "is of another bundle, or of another build of it"
         if claim.model_sha256 != digest_file(job.model):
             yield "is of another model file than is judged here"
+        if job.answered is not None:
+            # What goes in follows from what came out, and from samples that were compared for the first run.
+            if claim.turns != job.samples.count:
+                yield f"holds {claim.turns} of {job.samples.count} steps with the state that the device had itself"
+            return
         if claim.inputs_sha256 != digest_samples(job.samples):
             yield "is of other samples than are judged here"
         is_whole = claim.samples == job.samples.count or claim.stopped_early or claim.failure is not None
         if not is_whole or claim.samples > job.samples.count:
             yield f"holds {claim.samples} outputs of {job.samples.count} samples"
+        if claim.turns > claim.samples:
+            yield f"holds {claim.turns} turns, and {claim.samples} samples"
 
     def _read_outputs(self, job: Job, folder: Path) -> Samples:
         with _open(self.path) as file:
             _take_lines(file)
-            for index in range(self.claim.samples):
+            for index in range(self.claim.samples + self.claim.turns):
                 receive_tensors(file, folder / tensors_name(index), job.outputs)
             if file.read(1):
                 raise self._explain("goes on after its last output")
@@ -227,7 +256,7 @@ def _claim(run: DeviceRun, job: Job, bundle_sha256: str, waited_ms: float) -> Cl
     )
 
 
-def _write_run(path: Path, claim: Claim, outputs: Samples, key: Path | None) -> None:
+def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path | None) -> None:
     with work_folder() as work:
         body = work / "body"
         line = msgspec.json.encode(claim) + b"\n"

@@ -17,7 +17,8 @@ from edgekit.devices.local import offered
 from edgekit.devices.local.offered import PROVIDERS, Found, ask_provider, find_missing_provider, list_offered
 from edgekit.devices.local.provider import check_options
 from edgekit.devices.plain import plain_target
-from edgekit.devices.process.child import FAR, Runner, describe_job, run_python
+from edgekit.devices.process.child import FAR, Runner, describe_job
+from edgekit.devices.process.python import run_python
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence

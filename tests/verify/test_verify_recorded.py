@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from stepped_models import make
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.golden import read_outputs
@@ -181,3 +182,32 @@ def test_options_that_would_go_unheard_are_refused(
 def test_the_command_judges_a_file(bundle: Bundle, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["verify", str(bundle.folder), "--import", str(exported)]) == 0
     assert "as claimed: nobody signed it" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_recorded_run_of_a_model_with_state_holds_its_steps(
+    make_once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
+    stepped = open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
+    path = tmp_path / "host.run"
+    here = verify_on(stepped, DeviceChoice(names=("host",)), files=RunFiles(export=path))
+    (run,) = judge(stepped, path).runs
+    assert run.passed, run.failures
+    assert run.state is not None
+    assert run.state == here.runs[0].state
+
+    def drop(claim: Claimed) -> None:
+        claim.update(turns=claim["turns"] - 1)
+
+    def judge_state(path: Path) -> str:
+        (run,) = judge(stepped, path).runs
+        return " ".join(run.failures)
+
+    assert "15 of 16 steps" in judge_state(alter(path, tmp_path / "fewer.run", drop, cut_last(path)))
+    spoiled = alter(path, tmp_path / "other.run", lambda claim: claim.update(turns_sha256="0" * 64))
+    assert "holds other turns than it says" in judge_state(spoiled)
+
+
+def cut_last(path: Path) -> bytes:
+    """Returns the outputs of a run without the last."""
+    rest = path.read_bytes().split(b"\n", 2)[2]
+    return rest[: rest.rindex(b"[{")]

@@ -19,13 +19,12 @@ from edgekit.devices.process.child import (
     ORT_QUEUE,
     ORT_RUNNER,
     Runner,
-    collect_run,
     describe_job,
     refuse_run,
     require_device,
 )
-from edgekit.devices.process.exchange import write_job
-from edgekit.devices.process.link import list_model_files
+from edgekit.devices.process.link import LocalLink, list_model_files
+from edgekit.devices.process.pipe import run_over
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto
@@ -89,16 +88,11 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
             far = msgspec.structs.replace(
                 describe_job(job), model=f"{inside}/model/{name}", threads=job.threads or thread_count()
             )
-            write_job(folder, far, job.samples)
             for program in (ORT_RUNNER, ORT_QUEUE):
                 shutil.copyfile(program, folder / program.name)
-            argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", inside])
-            finished = run_process(argv, timeout_s=job.timeout_s)
-            # Only what the far program promises is taken back: whatever else it left goes with the folder.
-            for left in ("run.json", "out"):
-                if os.path.lexists(folder / left):
-                    shutil.move(folder / left, work / left)
-        return collect_run(runner, job, finished, work)
+            link = LocalLink(name=self.name, folder=folder, inside=inside)
+            argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", "--pipe"])
+            return run_over(link, argv, job, far, work, runner=runner)
 
 
 def install_arm64(progress: Progress) -> None:

@@ -13,8 +13,9 @@ from edgekit._ort import VERSION
 from edgekit.bundle.manifest.trust import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device, run_python
+from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.python import run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.model.skim import skim_model

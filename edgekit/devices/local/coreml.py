@@ -11,9 +11,10 @@ from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.process.child import Runner, describe_job, require_device, run_python
+from edgekit.devices.process.child import Runner, describe_job, require_device
 from edgekit.devices.process.exchange import FarJob
 from edgekit.devices.process.link import digest_files, list_model_files
+from edgekit.devices.process.python import run_python
 from edgekit.errors import TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 

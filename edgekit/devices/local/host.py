@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import Runner, describe_job, require_device, run_python
+from edgekit.devices.process.child import Runner, describe_job, require_device
+from edgekit.devices.process.python import run_python
 from edgekit.evidence import Evidence
 
 _QEMU = "qemu-x86_64-static"

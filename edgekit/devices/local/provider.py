@@ -15,7 +15,8 @@ from edgekit.devices.local.offered import (
     find_missing_provider,
     find_provider_versions,
 )
-from edgekit.devices.process.child import Runner, describe_job, require_device, run_python
+from edgekit.devices.process.child import Runner, describe_job, require_device
+from edgekit.devices.process.python import run_python
 from edgekit.errors import TargetError, suggest_name
 from edgekit.evidence import Evidence
 

@@ -1,16 +1,14 @@
 """Runs a far-side program in a child process of its own, and judges what came back."""
 
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit._proc import Finished, run_process
+from edgekit._proc import Finished
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.process.exchange import TRACE, FarJob, FarRun, open_outputs, read_run, write_job
+from edgekit.devices.process.exchange import TRACE, FarJob, FarRun, open_outputs, read_run
 from edgekit.errors import DeviceError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.model.skim import skim_model
@@ -111,30 +109,6 @@ def refuse_run(runner: Runner, reason: str) -> DeviceRun:
         versions={},
         failure=reason,
     )
-
-
-def run_python(
-    runner: Runner,
-    job: Job,
-    far: FarJob,
-    work: Path,
-    emulator: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-) -> DeviceRun:
-    """Runs a job with the onnxruntime of this Python, in a child, which `emulator` executes if it is given.
-
-    `env` is added to the child's environment.
-    """
-    write_job(work, far, job.samples)
-    finished = run_process(
-        # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same
-        # names.
-        [*emulator, sys.executable, "-P", str(ORT_RUNNER), str(work)],
-        timeout_s=job.timeout_s,
-        cwd=work,
-        env=env,
-    )
-    return collect_run(runner, job, finished, work)
 
 
 def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> DeviceRun:

@@ -5,7 +5,7 @@ what is wrong with it ends the run: the first line that is wrong is the failure,
 """
 
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -31,6 +31,7 @@ from edgekit.devices.process.exchange import (
     decode_run,
     encode_tensors,
     open_outputs,
+    read_tensors,
     receive_tensors,
     receive_trace,
     tensors_name,
@@ -42,21 +43,33 @@ from edgekit.errors import DeviceError
 class _Answer(msgspec.Struct, kw_only=True):
     """What has come back so far; `run` stays None until the last line is there.
 
-    `cut` says that what is wrong came last: it may be no more than the end of a program that died.
+    `cut` says that what is wrong came last: it may be no more than the end of a program that died. `sent` counts the
+    samples that went there.
     """
 
+    sent: int = 0
     count: int = 0
     run: FarRun | None = None
     wrong: str = ""
     cut: bool = False
 
 
-def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Path, *, runner: Runner) -> DeviceRun:
+def run_over(
+    link: Link,
+    program: Sequence[str],
+    job: Job,
+    far: FarJob,
+    work: Path,
+    *,
+    runner: Runner,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> DeviceRun:
     """Runs a job with the command `program` of the machine that a link leads to.
 
     `far` is the job with paths of that machine. Samples are streamed: neither side holds more than a few in memory.
-    Outputs are kept in the folder `work`. The run ends when `job.timeout_s` is over, and so does the program there,
-    because its stdin and stdout are closed.
+    Outputs are kept in the folder `work`. `cwd` and `env` are for the command of the link itself. The run ends when
+    `job.timeout_s` is over, and so does the program there, because its stdin and stdout are closed.
 
     Raises:
         DeviceError: the local program of the link cannot be started.
@@ -66,8 +79,10 @@ def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Pa
     finished = stream_process(
         link.wrap(program),
         timeout_s=job.timeout_s,
-        feed=_messages(far, job),
+        feed=_messages(answer, far, job),
         take=partial(_receive, answer, job, work / "out"),
+        cwd=cwd,
+        env=env,
     )
     outputs, _ = open_outputs(work / "out", job.outputs, runner.device)
     reason = _find_failure(answer, finished, job, far.repeat)
@@ -76,9 +91,10 @@ def run_over(link: Link, program: Sequence[str], job: Job, far: FarJob, work: Pa
     return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
 
 
-def _messages(far: FarJob, job: Job) -> Iterator[bytes]:
+def _messages(answer: _Answer, far: FarJob, job: Job) -> Iterator[bytes]:
     yield msgspec.json.encode(far) + b"\n"
     for sample in job.samples:
+        answer.sent += 1
         yield encode_tensors(sample)
 
 
@@ -97,8 +113,11 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
             if answer.count == job.samples.count:
                 answer.wrong = "it gave more outputs than it got samples"
                 return
-            receive_tensors(stream, folder / tensors_name(answer.count), job.outputs)
+            file = folder / tensors_name(answer.count)
+            receive_tensors(stream, file, job.outputs)
             answer.count += 1
+            if job.answered is not None:
+                job.answered(read_tensors(file, job.outputs))
     except DeviceError as error:
         answer.wrong = error.message
         answer.cut = _has_ended(stream)
@@ -133,7 +152,7 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) ->
         return f"the program {finished.ending}{last_words(finished.stderr)}"
     if far is None or far.status == "running":
         return f"the program ended before its work was done{last_words(finished.stderr)}"
-    return find_shortage(answer.count, far, job.samples.count, repeat)
+    return find_shortage(answer.count, far, answer.sent if job.answered else job.samples.count, repeat)
 
 
 def _describe_step(answer: _Answer, job: Job) -> str:

@@ -1,0 +1,154 @@
+"""A session of a device kept open for turns: what a run gets may depend on what the last one gave.
+
+The device runs one job, whose samples are handed over as they become known and whose outputs are told as they come.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Condition, Thread
+
+import msgspec
+
+from edgekit.data.samples import Samples
+from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.errors import DeviceError
+from edgekit.model.tensors import Tensors
+
+Turn = Callable[[Sequence[Tensors]], list[Tensors]]
+"""Runs some samples and returns what each gave."""
+
+
+class _Turns:
+    """What passes between who asks, in one thread, and the device, in another."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        # None stands where a sample was: what has its answer is let go.
+        self._given: list[Tensors | None] = []
+        self._answers: list[Tensors] = []
+        self._answered = 0
+        self._is_over = False
+
+    def read(self) -> Iterator[Tensors]:
+        """Yields the samples of one pass, and waits for those to come; there may be several passes before an answer."""
+        for index in itertools.count():
+            with self._changed:
+                self._changed.wait_for(partial(self._is_known, index))
+                if index >= len(self._given):
+                    return
+                sample = self._given[index]
+            if sample is None:
+                raise DeviceError("a turn that was answered cannot be run again", hint="run it anew")
+            yield sample
+
+    def _is_known(self, index: int) -> bool:
+        return index < len(self._given) or self._is_over
+
+    def answer(self, outputs: Tensors) -> None:
+        """Takes what the next sample gave."""
+        with self._changed:
+            if self._answered < len(self._given):
+                self._given[self._answered] = None
+            self._answered += 1
+            self._answers.append(outputs)
+            self._changed.notify_all()
+
+    def ask(self, samples: Sequence[Tensors], timeout_s: float) -> list[Tensors]:
+        """Returns what samples gave: fewer answers where no more will come, or the time is up."""
+        with self._changed:
+            self._given.extend(samples)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._answers) >= len(samples) or self._is_over, timeout_s)
+            answers, self._answers = self._answers, []
+            return answers
+
+    def end(self) -> None:
+        """Tells both sides that nothing more will come."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
+class _Session:
+    """A job that runs in a thread of its own, and waits for samples."""
+
+    def __init__(self, device: Device, job: Job, work: Path) -> None:
+        self._turns, self._timeout_s = _Turns(), job.timeout_s
+        self._runs: list[DeviceRun] = []
+        self._wrong: list[BaseException] = []
+        source = Samples(source=job.samples.source, count=job.samples.count, read=self._turns.read)
+        held = msgspec.structs.replace(job, samples=source, answered=self._turns.answer)
+        self._thread = Thread(target=self._work, args=(device, held, work), daemon=True)
+        self._thread.start()
+
+    def run(self, samples: Sequence[Tensors]) -> list[Tensors]:
+        """Returns what samples gave."""
+        answers = self._turns.ask(samples, self._timeout_s)
+        if len(answers) != len(samples):
+            self.finish()
+            raise _explain(len(answers), len(samples))
+        return answers
+
+    def finish(self) -> None:
+        """Ends the session, and raises what went wrong in it."""
+        self.end()
+        if self._wrong:
+            raise self._wrong[0]
+        failure = self._runs[0].failure if self._runs else "it does not come to its end"
+        if failure is not None:
+            raise DeviceError(failure, hint="see its log")
+
+    def end(self) -> None:
+        """Ends the session, so that nothing is written into its folder any more."""
+        self._turns.end()
+        self._thread.join(self._timeout_s)
+
+    def _work(self, device: Device, job: Job, work: Path) -> None:
+        try:
+            self._runs.append(device.run_job(job, work))
+        except BaseException as error:  # noqa: BLE001 - it is raised again by the thread that asked
+            self._wrong.append(error)
+        finally:
+            self._turns.end()
+
+
+@contextlib.contextmanager
+def hold_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
+    """Yields what runs samples in one session of a device; of those of `job` itself only the count is used: the most.
+
+    Files go into the empty folder `work`. On Windows, where nobody can wait for a pipe, each turn is a run of its own.
+
+    Raises:
+        DeviceError: the device failed, or gave other than one answer for each sample.
+    """
+    # No turn may stop early: what follows needs what every sample gave.
+    job = msgspec.structs.replace(job, budget_s=job.timeout_s)
+    if os.name == "nt":
+        folders = (work / f"turn-{turn}" for turn in itertools.count())
+        yield lambda samples: _run_alone(device, job, samples, next(folders))
+        return
+    session = _Session(device, job, work)
+    try:
+        yield session.run
+        session.finish()
+    finally:
+        session.end()
+
+
+def _run_alone(device: Device, job: Job, samples: Sequence[Tensors], work: Path) -> list[Tensors]:
+    work.mkdir(parents=True)
+    turn = Samples(source=job.samples.source, count=len(samples), read=lambda: iter(samples))
+    run = device.run_job(msgspec.structs.replace(job, samples=turn), work)
+    if run.failure is not None:
+        raise DeviceError(run.failure, hint="see its log")
+    if run.outputs.count != len(samples):
+        raise _explain(run.outputs.count, len(samples))
+    return list(run.outputs)
+
+
+def _explain(got: int, wanted: int) -> DeviceError:
+    return DeviceError(f"{got} of {wanted} samples came back", hint="see its log")

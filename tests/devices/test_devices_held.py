@@ -1,0 +1,150 @@
+"""A session of a device kept open: a model with state runs all its steps in it, whatever lies between."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from devices_models import float_conv, make_job, noise_samples
+from far_root.board import ssh_board
+from far_root.client import Adb
+from far_root.keeper import far_side
+from stepped_models import STEPS, make
+
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.local.host import Host
+from edgekit.devices.local.runner import NativeRunner
+from edgekit.devices.process.child import Runner, refuse_run
+from edgekit.devices.process.held import hold_session
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
+from edgekit.errors import DeviceError
+from edgekit.evidence import Evidence
+from edgekit.model.tensors import Tensors
+from edgekit.verify.run import verify_bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Bundle:
+    return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """A real device, and the jobs that it was given."""
+
+    inner: Device
+    jobs: list[Job] = msgspec.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.inner.evidence
+
+    def find_missing(self) -> Missing | None:
+        return self.inner.find_missing()
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        self.jobs.append(job)
+        return self.inner.run_job(job, work)
+
+
+def keeps_its_state(bundle: Bundle, device: Device) -> None:
+    """Holds a device to what an honest one does: all steps in one session, and the state costs it nothing."""
+    watched = Watched(inner=device)
+    (run,) = verify_bundle(bundle, [watched]).runs
+    assert run.passed, run.failures
+    assert run.state is not None
+    assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
+    assert (run.state.steps, run.state.sequences) == (STEPS, len(run.find_places(bundle.golden.samples)) // STEPS)
+    assert len(watched.jobs) == 2, "the golden samples, and all steps of all sequences"
+
+
+def test_the_host_keeps_a_session(bundle: Bundle) -> None:
+    keeps_its_state(bundle, Host())
+
+
+@pytest.mark.slow
+def test_a_phone_keeps_a_session(adb: Adb, bundle: Bundle, host_runner: NativeRunner) -> None:
+    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+        device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
+        keeps_its_state(bundle, device)
+        assert far.left_running() == []
+
+
+@pytest.mark.slow
+def test_a_board_keeps_a_session_of_its_python(bundle: Bundle) -> None:
+    with ssh_board(arm=False) as board, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", board.programs, prepend=os.pathsep)
+        keeps_its_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
+        assert board.far.left_running() == []
+
+
+class Doing(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that answers as `turns` say, and ends as `failure` says."""
+
+    turns: Callable[[Job], Iterator[Tensors]]
+    failure: str | None = None
+    name: str = "it"
+    evidence: Evidence = Evidence.DEVICE
+
+    def find_missing(self) -> Missing | None:
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
+        for outputs in self.turns(job):
+            if job.answered is not None:
+                job.answered(outputs)
+        run = refuse_run(Runner(device=self.name, evidence=self.evidence), "")
+        return msgspec.structs.replace(run, failure=self.failure)
+
+
+def look_twice(job: Job) -> Iterator[Tensors]:
+    """Looks at the first sample before it begins, as the NPU's simulator does, and may begin again."""
+    next(iter(job.samples))
+    yield from job.samples
+
+
+def begin_again(job: Job) -> Iterator[Tensors]:
+    yield from islice(job.samples, 1)
+    yield from job.samples
+
+
+def ask(turns: Callable[[Job], Iterator[Tensors]], tmp_path: Path, *, failure: str | None = None) -> list[float]:
+    """Runs two turns of one and of two samples on such a device, and returns what they gave."""
+    job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(3), timeout_s=0.5)
+    rows = [{"x": np.full(1, value, np.float32)} for value in (1, 2, 3)]
+    with hold_session(Doing(turns=turns, failure=failure), job, tmp_path) as run:
+        return [float(row["x"][0]) for turn in (rows[:1], rows[1:]) for row in run(turn)]
+
+
+@pytest.mark.parametrize("turns", [lambda job: iter(job.samples), look_twice])
+def test_turns_are_answered_in_their_order(turns: Callable[[Job], Iterator[Tensors]], tmp_path: Path) -> None:
+    assert ask(turns, tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("turns", "failure", "said"),
+    [
+        (lambda job: islice(job.samples, 2), None, "1 of 2 samples came back"),
+        (lambda job: islice(job.samples, 2), "it is asleep", "it is asleep"),
+        (lambda job: iter(job.samples), "it broke afterwards", "it broke afterwards"),
+        (lambda job: (sample for sample in job.samples for _ in "ab"), None, "2 of 1 samples came back"),
+        # It waits for samples that nobody knows before it answers.
+        (lambda job: iter(list(job.samples)), None, "0 of 1 samples came back"),
+        (begin_again, None, "answered cannot be run again"),
+    ],
+)
+def test_a_device_that_does_otherwise_fails(
+    turns: Callable[[Job], Iterator[Tensors]], failure: str | None, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DeviceError, match=said):
+        ask(turns, tmp_path, failure=failure)
