@@ -63,17 +63,21 @@ def run_process(
     timeout_s: float,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
+    one_core: bool = False,
 ) -> Finished:
     """Runs a child process to its end and returns how it ended.
 
     The child gets no standard input and a session of its own, so that it and its children end together when the time
-    is up or the caller is interrupted. `env` is added to the caller's environment.
+    is up or the caller is interrupted. `env` is added to the caller's environment. With `one_core` the system runs all
+    its threads on one core, where the system can do that (Linux).
 
     Raises:
         DeviceError: the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = _start(argv, (subprocess.DEVNULL, out, err), cwd, env)
+        if one_core:
+            _keep_to_one_core(child.pid)
         status, timed_out, peak = _wait(child, timeout_s)
         return Finished(
             argv=tuple(argv),
@@ -215,6 +219,16 @@ def _start(
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child
+
+
+def _keep_to_one_core(pid: int) -> None:
+    """Binds a process that has just started to one of the cores: the threads that it will start are bound with it."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):  # it has ended already
+        # Several at once are spread over the cores.
+        os.sched_setaffinity(pid, {cores[pid % len(cores)]})
 
 
 def end_children() -> None:

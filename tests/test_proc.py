@@ -1,5 +1,6 @@
 """Child processes: how they end is a finding."""
 
+import os
 import sys
 import time
 
@@ -33,6 +34,14 @@ def test_long_output_keeps_its_tail_and_memory_is_measured() -> None:
     assert len(finished.stdout) == 1 << 20
     assert finished.stdout.endswith("end\n")
     assert finished.peak_rss_bytes > 1_000_000
+
+
+def test_a_child_may_be_kept_to_one_core() -> None:
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("needs Linux")
+    argv = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
+    cores = [run_process(argv, timeout_s=30, one_core=one_core).stdout.strip() for one_core in (True, False)]
+    assert cores == ["1", str(len(os.sched_getaffinity(0)))]
 
 
 def test_a_program_that_is_not_there_is_an_error() -> None:

@@ -150,19 +150,27 @@ def _build_all(
 ) -> tuple[list[BuiltBundle | EdgekitError], dict[str, VerifyReport]]:
     """Returns what was built for each target, and what verifying the bundles found: each while the next is built.
 
-    Targets for which nothing is planned come first, so that emulators, which mostly keep one core busy, start early.
+    Targets for which nothing is planned come first, so that emulators, which mostly keep one core busy, start early;
+    then those whose vendor's library is simulated, which takes longest.
     """
     built: dict[str, BuiltBundle | EdgekitError] = {}
     verified: dict[str, Future[VerifyReport]] = {}
-    order = sorted(job.targets, key=lambda target: job.plans_for(target, inputs.floats))
+    order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), not _is_simulated(target)))
     with running_behind(partial(_verify, job=job), _VERIFIED_AT_ONCE) as begin:
         for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
             result = built[target.name] = _build_target(inputs, target, job.share_time(waiting))
+            # What has been freed would stay with this process while emulators need it.
+            release_memory()
             if verify and isinstance(result, BuiltBundle):
                 verified[target.name] = begin(result)
         if verify:
             job.watch.begin("verify")
     return [built[target.name] for target in job.targets], {name: each.result() for name, each in verified.items()}
+
+
+def _is_simulated(target: Target) -> bool:
+    """Returns True if a context is verified: what a vendor's library loads, and here only with its simulator."""
+    return any(planned.form == "context" for planned in target.verification)
 
 
 def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:

@@ -19,10 +19,12 @@ def run_python(
     work: Path,
     emulator: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    *,
+    one_core: bool = False,
 ) -> DeviceRun:
     """Runs a job in a child, which `emulator` executes if it is given.
 
-    `env` is added to the child's environment.
+    `env` is added to the child's environment. With `one_core` all threads of a child that reads a folder share a core.
     """
     # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same names.
     argv = [*emulator, sys.executable, "-P", str(ORT_RUNNER)]
@@ -32,5 +34,5 @@ def run_python(
         return run_over(link, [*argv, "--pipe"], job, far, work, runner=runner, cwd=work, env=env)
     write_job(work, far, job.samples)
     # No pipes: this process would compete for the cores while runs are timed.
-    finished = run_process([*argv, str(work)], timeout_s=job.timeout_s, cwd=work, env=env)
+    finished = run_process([*argv, str(work)], timeout_s=job.timeout_s, cwd=work, env=env, one_core=one_core)
     return collect_run(runner, job, finished, work)

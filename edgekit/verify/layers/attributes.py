@@ -234,7 +234,8 @@ def _changes(difference: _Difference, proto: onnx.ModelProto, known: Tensors) ->
     graph = helper.make_graph([node], "difference", inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     try:
-        session = CpuSession(model.SerializeToString(), SessionSettings(level=Level.DISABLED), subject=node.name)
+        settings = SessionSettings(level=Level.DISABLED, threads=1)
+        session = CpuSession(model.SerializeToString(), settings, subject=node.name)
         found = session.run({name: known[name] for name in dynamic})
     except RuntimeRefusal:
         return False
@@ -248,7 +249,7 @@ def _changes(difference: _Difference, proto: onnx.ModelProto, known: Tensors) ->
 def _is_same(wanted: Array, found: Array) -> bool:
     if wanted.shape != found.shape or wanted.dtype.kind != "f" or found.dtype.kind != "f":
         return bool(np.array_equal(wanted, found))
-    errors = metrics.measure_errors(*settle_infinities(wanted, found))
+    errors = metrics.sum_errors(*settle_infinities(wanted, found))
     return not wanted.size or (not errors.non_finite and metrics.sqnr_db([errors]) >= _SAME_DB)
 
 

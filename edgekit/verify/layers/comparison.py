@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
@@ -13,7 +14,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.layers.attributes import find_altered
 from edgekit.verify.layers.biases import find_mismatched_scales
 from edgekit.verify.layers.isolate import IsolatedLayers, isolate_layers
-from edgekit.verify.layers.overflows import HALF_MAX, measure_largest, measure_rms, settle_infinities
+from edgekit.verify.layers.overflows import HALF_MAX, Size, measure_size, settle_infinities
 from edgekit.verify.layers.subgraphs import InnerNode, find_inner_differences
 from edgekit.verify.layers.weights import Initializers, WeightFacts, measure_weights
 from edgekit.verify.matching.grids import Grid, StepErrors, add_steps, find_grids, follow_moves, measure_steps
@@ -124,7 +125,9 @@ def _run_samples(
     traced_a = open_traced(a, [tensor.in_a for tensor in every])
     traced_b = open_traced(b, [tensor.in_b for tensor in every])
     isolated: IsolatedLayers | None = None
-    for sample in samples:
+
+    def add(sample: Tensors) -> None:
+        nonlocal isolated
         wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
         scaled = {item.in_a: scaling[item.raw_b] for item in seen.matched if item.raw_b in scaling}
         wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
@@ -141,6 +144,10 @@ def _run_samples(
             )
         reference, own = isolated.run(sample, wanted, found)
         _add_results(seen.sums, seen.matched, seen.regions, grids, (wanted, found, reference, own))
+
+    # A call each: the tensors of a sample are gone before those of the next are computed.
+    for sample in samples:
+        add(sample)
     return seen
 
 
@@ -161,26 +168,34 @@ def _add_results(
 ) -> None:
     """Adds what one sample says of every layer: the values of A, those of B, and what each makes of A's."""
     wanted, found, reference, own = values
-    reaches = {item.tensor: measure_largest(wanted[item.in_a]) for item in matched}
-    sizes = {item.tensor: measure_rms(wanted[item.in_a]) for item in matched}
+    sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in matched}
     for item in matched:
-        known = sums.setdefault(item.tensor, _Sums())
-        known.reach = max(known.reach, *(reaches[name] for name in (item.tensor, *regions[item.tensor].reads)))
-        known.size = max(known.size, *(sizes[name] for name in regions[item.tensor].reads), 0.0)
-        copies = [own[name] for name in sorted(item.copies_in_b)]
-        accumulated = metrics.sum_errors(*settle_infinities(wanted[item.in_a], found[item.in_b]))
+        known, size = sums.setdefault(item.tensor, _Sums()), sizes[item.tensor]
+        reads = [sizes[name] for name in regions[item.tensor].reads]
+        known.reach = max(known.reach, *(each.largest for each in (size, *reads)))
+        known.size = max(known.size, *(each.rms for each in reads), 0.0)
+        copies = [_widen(own[name]) for name in sorted(item.copies_in_b)]
+        # Widened once: each of the sums is taken in float64.
+        exact, same = _widen(wanted[item.in_a]), reference[item.in_a] is wanted[item.in_a]
+        accumulated = metrics.sum_errors(*settle_infinities(exact, _widen(found[item.in_b]), size))
         known.found = accumulated if known.found is None else metrics.add_sums(known.found, accumulated)
-        _add_own(known, reference[item.in_a], copies, grids.get(item.raw_b))
+        given = (exact, size) if same else (_widen(reference[item.in_a]), None)
+        _add_own(known, given, copies, grids.get(item.raw_b))
 
 
-def _add_own(known: _Sums, wanted: Array, own: Sequence[Array], grid: Grid | None) -> None:
+def _add_own(known: _Sums, given: tuple[Array, Size | None], own: Sequence[Array], grid: Grid | None) -> None:
     """Adds a layer's own results of one sample; where several nodes round it, the worst counts."""
-    pairs = [settle_infinities(wanted, value) for value in own]
+    wanted, size = given
+    pairs = [settle_infinities(wanted, value, size) for value in own]
     measured = [metrics.sum_errors(*pair) for pair in pairs]
     worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
     known.own = measured[worst] if known.own is None else metrics.add_sums(known.own, measured[worst])
     if not measured[worst].non_finite:
         known.steps = add_steps(known.steps, measure_steps(grid, *pairs[worst]))
+
+
+def _widen(value: Array) -> Array:
+    return value.astype(np.float64, copy=False)
 
 
 def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:

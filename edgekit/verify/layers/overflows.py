@@ -1,5 +1,6 @@
 """Values that half precision cannot hold inside a model: which there are, and which are meant so, as masks are."""
 
+import msgspec
 import numpy as np
 
 from edgekit.data.samples import Samples
@@ -34,7 +35,7 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
         given = adapt_sample(sample, model)
         for name, value in {**given, **traced.run(given)}.items():
             if value.dtype.kind == "f":
-                reach[name] = max(reach.get(name, 0.0), measure_largest(value))
+                reach[name] = max(reach.get(name, 0.0), _find_largest(value)[1])
     largest = {
         node.name: max((reach.get(name, 0.0) for name in (*node.input, *node.output)), default=0.0)
         for node in graph.nodes
@@ -45,16 +46,28 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
 def _measure_constant(graph: Graph, name: str) -> float:
     """Returns the largest value of a small constant that half precision would clamp, else 0: a sample moves none."""
     constant = graph.array(name) if graph.is_float_constant(name) else None
-    largest = 0.0 if constant is None else measure_largest(constant)
+    largest = 0.0 if constant is None else _find_largest(constant)[1]
     return largest if largest > HALF_MAX else 0.0
 
 
-def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest absolute value of a tensor and the root of its mean square: of what is finite and no mask.
+
+    `is_plain` tells that all of it is.
+    """
+
+    largest: float
+    rms: float
+    is_plain: bool
+
+
+def settle_infinities(wanted: Array, got: Array, size: Size | None = None) -> tuple[Array, Array]:
     """Returns both with zeros where neither is a number and they agree, and where both are a mask.
 
-    What is left is not finite by mistake.
+    What is left is not finite by mistake. `size` is that of `wanted`, where it is known.
     """
-    if _is_plain(wanted, _MASK) and _is_plain(got, -HALF_MAX):
+    is_plain = _is_plain(wanted, _MASK) if size is None else size.is_plain
+    if is_plain and _is_plain(got, -HALF_MAX):
         return wanted, got
     masked = (_widen(wanted) < _MASK) & (got <= -HALF_MAX)
     both = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
@@ -62,22 +75,31 @@ def settle_infinities(wanted: Array, got: Array) -> tuple[Array, Array]:
     return np.where(meant, wanted.dtype.type(0), wanted), np.where(meant, got.dtype.type(0), got)
 
 
-def measure_largest(value: Array) -> float:
-    """Returns the largest absolute value that is finite and no mask."""
-    if _is_plain(value, _MASK):
-        return abs(max(-float(value.min()), float(value.max()), 0.0))
-    return float(np.abs(_keep_measurable(value)).max(initial=0.0))
+def measure_size(value: Array) -> Size:
+    """Returns the size of a tensor of floats."""
+    is_plain, largest = _find_largest(value)
+    kept = value.astype(np.float64, copy=False).reshape(-1) if is_plain else _keep_measurable(value)
+    rms = float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
+    return Size(largest=largest, rms=rms, is_plain=is_plain)
 
 
-def measure_rms(value: Array) -> float:
-    """Returns the root of the mean square of what is finite and no mask."""
-    kept = value.astype(np.float64).reshape(-1) if _is_plain(value, _MASK) else _keep_measurable(value)
-    return float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
+def _find_largest(value: Array) -> tuple[bool, float]:
+    """Returns whether all of a tensor is finite and no mask, and the largest absolute value of what is."""
+    low, high = _find_ends(value)
+    if low > _MASK and high < np.inf:
+        return True, abs(max(-low, high, 0.0))
+    return False, float(np.abs(_keep_measurable(value)).max(initial=0.0))
 
 
 def _is_plain(value: Array, above: float) -> bool:
-    """Returns True if all values are finite and none is as low as a mask: two passes, and NaN is neither."""
-    return value.size > 0 and float(value.min()) > above and float(value.max()) < np.inf
+    """Returns True if all values are finite and none is as low as a mask."""
+    low, high = _find_ends(value)
+    return low > above and high < np.inf
+
+
+def _find_ends(value: Array) -> tuple[float, float]:
+    """Returns the least and the largest value, NaN where one is NaN or there is none: it is beyond no limit."""
+    return (float(value.min()), float(value.max())) if value.size else (np.nan, np.nan)
 
 
 def _keep_measurable(value: Array) -> Array:

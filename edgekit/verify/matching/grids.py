@@ -38,9 +38,16 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     def round_values(self, values: Array) -> _Floats:
         """Returns what QuantizeLinear and DequantizeLinear make of the values."""
-        # rint rounds halves to even, as QuantizeLinear does (ONNX operator specification).
-        steps = np.clip(np.rint(values.astype(np.float64) / self.scale) + self.zero, self.low, self.high)
-        return np.asarray((steps - self.zero) * self.scale, dtype=np.float64)
+        # In place: new memory for each step costs as much as the steps. rint rounds halves to even, as QuantizeLinear
+        # does (ONNX operator specification).
+        steps: _Floats = np.atleast_1d(values.astype(np.float64))
+        steps /= self.scale
+        np.rint(steps, out=steps)
+        steps += self.zero
+        np.clip(steps, self.low, self.high, out=steps)
+        steps -= self.zero
+        steps *= self.scale
+        return steps.reshape(values.shape)
 
     def read_values(self, integers: Array) -> Array:
         """Returns what DequantizeLinear makes of integers."""
