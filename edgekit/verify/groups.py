@@ -4,6 +4,7 @@ Each member is verified by itself too: where the whole does badly, that names th
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device
 from edgekit.devices.parallel import run_each
+from edgekit.devices.process.held import Turn, hold_session
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DeviceError, EdgekitError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
@@ -137,7 +139,7 @@ def _run_devices(
 
 
 class _Runner:
-    """A device that runs the members of a group: each call is a job of its own, with as many samples as there are."""
+    """A device that runs the members of a group: a stage has one session, also where it runs for each token."""
 
     def __init__(self, group: Group, bundles: Mapping[str, Bundle], device: Device, work: Path) -> None:
         self._group, self._device, self._work = group, device, work
@@ -149,6 +151,8 @@ class _Runner:
             for name, bundle in bundles.items()
         }
         self._runs = dict.fromkeys(bundles, 0)
+        self._sessions = ExitStack()
+        self._open: tuple[str, Turn] | None = None
 
     def run(self) -> GroupRun:
         """Returns what the device makes of the group's golden samples: as many as its target plans for each member."""
@@ -168,25 +172,34 @@ class _Runner:
         )
         try:
             samples = list(select_samples(read_inputs(golden), rows))
-            results = run_pipeline(manifest.wiring, self._group.interfaces, samples, self._run_member)
+            with self._sessions:
+                results = run_pipeline(manifest.wiring, self._group.interfaces, samples, self._run_member)
             got = _keep(results, self._device.name)
             task = measure_task(manifest.metric, reference, got, [labels[row] for row in rows])
         except EdgekitError as error:
             return msgspec.structs.replace(found, failure=str(error), runs=self._runs)
         return msgspec.structs.replace(found, task=msgspec.structs.replace(task, labelled=len(labels)), runs=self._runs)
 
-    def _run_member(self, name: str, samples: Sequence[Tensors]) -> list[Tensors]:
+    def _run_member(self, name: str, samples: Sequence[Tensors]) -> Sequence[Tensors]:
+        self._runs[name] += 1
+        try:
+            if self._open is None or self._open[0] != name:
+                # One at a time: a device may have no room for two.
+                self._sessions.close()
+                self._open = name, self._sessions.enter_context(self._hold(name, len(samples)))
+            return self._open[1](samples)
+        except DeviceError as error:
+            raise DeviceError(f"member '{name}': {error.message}", hint="see how it does by itself") from error
+
+    def _hold(self, name: str, count: int) -> AbstractContextManager[Turn]:
+        tokens = self._group.manifest.wiring.tokens
+        turns = tokens.most if tokens is not None else 1
         place = self._work / "runs" / f"{name}-{self._runs[name]}"
         place.mkdir(parents=True)
-        self._runs[name] += 1
-        given = Samples(source=name, count=len(samples), read=lambda: iter(samples))
+        given = Samples(source=name, count=count * turns, read=lambda: iter(()))
         job = make_job(self._bundles[name], self._plans[name], given)
-        # None may stop early: the next stage needs what every sample gave.
-        run = self._device.run_job(msgspec.structs.replace(job, budget_s=job.timeout_s), place)
-        if run.failure is not None or run.outputs.count != len(samples):
-            said = run.failure or f"{run.outputs.count} of {len(samples)} samples came back"
-            raise DeviceError(f"member '{name}': {said}", hint="see how it does by itself")
-        return list(run.outputs)
+        # Each token may take what a run by itself may.
+        return hold_session(self._device, msgspec.structs.replace(job, timeout_s=job.timeout_s * turns), place)
 
 
 def _keep(results: Sequence[Tensors], source: str) -> Samples:

@@ -216,3 +216,12 @@ def test_large_samples_judge_too_and_that_few_do_is_told(
     again = HeldOut(48, {"y"})
     assert again.restore(held.arrays)
     assert again.positions() == held.positions()
+
+
+@pytest.mark.parametrize(("count", "dtype", "why"), [(7, np.int8, "8 are needed"), (48, object, "no plain numbers")])
+def test_that_no_sample_judges_is_told(count: int, dtype: type, why: str) -> None:
+    held = HeldOut(count, {"y"})
+    for index in range(count):
+        held.offer(index, {"x": np.zeros(1, dtype)}, {})
+    assert not held.positions()
+    assert why in "".join(held.describe_loss())

@@ -110,7 +110,7 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
                 if _peek(stream):
                     answer.wrong = "it wrote more after its last line"
                 return
-            if answer.count == job.samples.count:
+            if answer.count == (answer.sent if job.answered else job.samples.count):
                 answer.wrong = "it gave more outputs than it got samples"
                 return
             file = folder / tensors_name(answer.count)

@@ -119,7 +119,7 @@ def calibrate_model(
         is_exact=found.is_exact,
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
-        notes=(*found.cache.notes, *found.held_out.describe_loss()),
+        notes=(*found.cache.notes, *(found.held_out.describe_loss() if fitting else ())),
         ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods, outputs or {}),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),

@@ -32,9 +32,12 @@ class HeldOut:
         self.arrays: dict[str, Array] = {}
 
     def describe_loss(self) -> tuple[str, ...]:
-        """Returns how many samples judge, where memory has room for fewer than were wanted."""
+        """Returns how many samples judge, where there are fewer than were wanted, and why."""
         wanted, kept = len(self._indices), len(self.positions())
-        if not 0 < kept < wanted:
+        if not kept:
+            why = f"{FEWEST_SAMPLES} are needed" if not wanted else "inputs are no plain numbers"
+            return (f"no sample is held out to judge the plans: {why}; they are plain minmax",)
+        if kept == wanted:
             return ()
         each = self._size_bytes / kept / 1e6
         return (f"{kept} of {wanted} held-out samples judge the plans: each has {each:.0f} MB",)
