@@ -11,6 +11,8 @@ import msgspec
 import onnxruntime as _ort
 
 from edgekit.errors import RuntimeRefusal
+from edgekit.model.outside import keeps_inside
+from edgekit.model.skim import point_into
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -59,7 +61,9 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `threads` work on one run, 0 for as many as there are cores. Runs that do not wait for each other take fewer CPU
     seconds with one thread each, side by side (`machine.map_in_order`). Without an `arena` memory is given back as soon
-    as a tensor is gone: for sessions with many large outputs, which are copied.
+    as a tensor is gone: for sessions with many large outputs, which are copied. With `in_order` a node that is ready
+    runs before those behind it in the file; else ONNX Runtime goes back from each output in turn, and holds what the
+    others need until it comes to them.
     """
 
     level: Level = Level.ALL
@@ -67,6 +71,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     disabled_optimizers: tuple[str, ...] = ()
     threads: int = 0
     arena: bool = True
+    in_order: bool = False
     save_to: Path | None = None
     libraries: tuple[Path, ...] = ()
 
@@ -76,9 +81,14 @@ class CpuSession:
 
     def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str | None = None) -> None:
         name = subject or (str(model) if isinstance(model, Path) else "the model")
+        source = str(model) if isinstance(model, Path) else model
+        # ONNX Runtime holds the protobuf beside what it makes of it: weights that stay in the file are mapped.
+        if isinstance(model, Path) and settings.save_to is None and keeps_inside(model):
+            source = point_into(model).SerializeToString()
+            settings = msgspec.structs.replace(settings, config={**settings.config, **external_config(model.parent)})
         with translated(name):
             self._session: Any = _ort.InferenceSession(
-                str(model) if isinstance(model, Path) else model,
+                source,
                 _session_options(settings),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
@@ -126,6 +136,11 @@ def translated(subject: str) -> Generator[None]:
         raise RuntimeRefusal(f"ONNX Runtime refuses '{subject}': {first[:400]}", hint=_hint(first)) from error
 
 
+def external_config(folder: Path) -> dict[str, str]:
+    """Returns the session entry by which a model that comes as bytes finds external weights in a folder."""
+    return {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
+
+
 def _hint(message: str) -> str:
     if "Opset" in message or "opset" in message:
         return "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"
@@ -145,6 +160,8 @@ def _session_options(settings: SessionSettings) -> Any:
     # Threads that wait for work in a loop cost as many CPU seconds as the work itself, most of all beside others.
     for key, value in {"session.intra_op.allow_spinning": "0", **settings.config}.items():
         options.add_session_config_entry(key, value)
+    if settings.in_order:
+        options.execution_order = cast("Any", _ort).ExecutionOrder.PRIORITY_BASED
     for library in settings.libraries:
         options.register_custom_ops_library(str(library))
     if settings.save_to is not None:

@@ -151,5 +151,5 @@ def test_a_large_file_is_read_weight_by_weight_and_is_the_same(tmp_path: Path, m
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    monkeypatch.setattr("edgekit.model.model._LARGE_BYTES", 0)
+    monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)
     assert read_proto(load_model(path)) == onnx.load(str(path))

@@ -9,14 +9,15 @@ import numpy as np
 import onnx
 
 from edgekit._files import work_folder
-from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.convert.ort_form import OrtOptions, load_settings, session_settings
 from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts
 from edgekit.data.random_samples import draw_samples
 from edgekit.data.samples import Samples, limit_samples, select_samples
 from edgekit.errors import RuntimeRefusal, UsageError
-from edgekit.model.model import Model, iterate_graphs, read_proto
+from edgekit.model.model import Model, iterate_graphs
+from edgekit.model.outside import read_outside
 from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array, TensorSpec
 from edgekit.prepare.shapes.unset import find_unset, size_inputs
@@ -195,11 +196,11 @@ def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samp
     """Returns the name of the first node of the source whose result the file computes otherwise."""
     with work_folder() as work:
         shared = _expose(path, work / "exposed.ort", [name for node in graph.node for name in node.output if name])
-        proto = read_proto(source, weights=False)
+        proto = read_outside(source)
         known = {value.name for value in proto.graph.output}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
-        config = {"session.model_external_initializers_file_folder_path": str(source.path.parent.absolute())}
         plain = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
+        config = external_config(source.path.parent)
         traced = CpuSession(proto.SerializeToString(), msgspec.structs.replace(plain, config=config))
         exposed = CpuSession(work / "exposed.ort", plain)
         makers = {name: node.name or node.op_type for node in graph.node for name in node.output}

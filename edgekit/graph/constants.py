@@ -1,7 +1,8 @@
 """The constants of a graph, however they are written: initializers, sparse ones, and all forms of Constant nodes."""
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def is_small(tensor: onnx.TensorProto) -> bool:
 
 
 def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
-    """Returns the value of a constant; one in an external file, beside a model in `folder`, is mapped and not copied.
+    """Returns the value of a constant; one in a file of `folder` is mapped, and not copied unless it lies askew.
 
     Raises:
         BundleError: the external file lies outside the folder.
@@ -91,11 +92,27 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
     if dtype.kind in "biufc" and count:
         file = safe_join(folder, place.file)
         mapped: Array = np.memmap(file, dtype=dtype, mode="r", offset=place.offset, shape=(count,))
-        return mapped.reshape(tuple(tensor.dims))
+        # Inside a protobuf data begin anywhere; numpy would cut sums of them into other parts than it does elsewhere.
+        return np.require(np.asarray(mapped), requirements="A").reshape(tuple(tensor.dims))
     copy = onnx.TensorProto()
     copy.CopyFrom(tensor)
     external_data_helper.load_external_data_for_tensor(copy, str(folder))
     return numpy_helper.to_array(copy)
+
+
+def bring_in(
+    graph: onnx.GraphProto, folder: Path, names: Collection[str] | None = None, most: int = sys.maxsize
+) -> None:
+    """Takes external data of initializers, which lie in `folder`, into the graph, in place.
+
+    Of those named, else of all, but not what has more than `most` bytes.
+    """
+    for tensor in graph.initializer:
+        place = read_place(tensor)
+        if place is not None and place.length <= most and (names is None or tensor.name in names):
+            external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
 
 
 def _write_out(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:

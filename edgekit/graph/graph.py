@@ -152,6 +152,15 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tensor = self.constants.get(name)
         return None if tensor is None else read_array(tensor, self.folder)
 
+    def weight(self, name: str) -> Array:
+        """Returns the value of what is known to be a constant, of any size.
+
+        Raises:
+            KeyError: it is none.
+            ValueError: the graph was read without the data of large constants.
+        """
+        return read_array(self.constants[name], self.folder)
+
     def is_external(self, name: str) -> bool:
         """Returns True if a tensor is a constant that lies in another file."""
         return name in self.constants and self.constants[name].data_location == onnx.TensorProto.EXTERNAL
@@ -199,10 +208,10 @@ def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
     return _View(proto, folder).graph(proto.graph, None)
 
 
-def view_part(graph: onnx.GraphProto, opset: int = 1) -> Graph:
+def view_part(graph: onnx.GraphProto, opset: int = 1, folder: Path = Path()) -> Graph:
     """Returns a graph alone, of a model of this opset if that counts, with the types and shapes that it holds."""
     model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])
-    return _View(model, Path()).graph(graph, None)
+    return _View(model, folder).graph(graph, None)
 
 
 def list_bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:

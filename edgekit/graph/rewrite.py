@@ -1,6 +1,7 @@
 """Putting nodes in the place of others."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,16 +18,18 @@ FLOATS = frozenset({"float32", "float16"})
 Expand = Callable[[Graph, Node], Sequence[onnx.NodeProto] | None]
 
 
-def replace_nodes(graph: onnx.GraphProto, opset: int, ops: Collection[str], expand: Expand) -> tuple[str, ...]:
+def replace_nodes(
+    graph: onnx.GraphProto, opset: int, ops: Collection[str], expand: Expand, folder: Path = Path()
+) -> tuple[str, ...]:
     """Puts what `expand` returns in the place of each node of these operators, in place; None keeps it.
 
     Shapes are those that the graph holds, which `fix_model` infers first. Nodes that ONNX does not allow are not shown
-    to `expand`. Returns the names of the nodes replaced.
+    to `expand`. Returns the names of the nodes replaced. External data lie in `folder`.
     """
     # The view costs a pass over the graph, and most rewrites find nothing.
     if not any(node.op_type in ops for node in graph.node):
         return ()
-    view = view_part(graph, opset)
+    view = view_part(graph, opset, folder)
     made: dict[str, Sequence[onnx.NodeProto]] = {}
     changed: list[str] = []
     for node in view.nodes:
@@ -46,6 +49,19 @@ def set_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     kept = list(nodes)
     del graph.node[:]
     graph.node.extend(kept)
+
+
+def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
+    """Copies the fields of a message but for some; a copy of the whole would hold these too for a while."""
+    for field, value in source.ListFields():
+        if field.name in skipped:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
 
 
 def _is_valid(node: Node, opset: int) -> bool:

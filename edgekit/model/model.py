@@ -26,7 +26,8 @@ QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
 MAX_PROTOBUF_BYTES = 2**31 - 1
 MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
 """Up to this size weights are written into the protobuf: the rest is for the graph."""
-_LARGE_BYTES = 64 << 20  # from this size on models are read weight by weight: a choice
+LARGE_BYTES = 64 << 20
+"""From this size on models are read weight by weight: a choice."""
 _MAIN_DOMAIN = "ai.onnx"
 _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
 
@@ -110,7 +111,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
         ModelError: onnx takes the external data for unsafe, such as a hard link, or weights are cut off.
     """
     try:
-        if model.external_files or model.size_bytes < _LARGE_BYTES:
+        if model.external_files or model.size_bytes < LARGE_BYTES:
             proto = onnx.load(str(model.path), load_external_data=weights)
         else:
             proto = _read_large(model.path)

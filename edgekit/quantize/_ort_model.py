@@ -5,7 +5,10 @@
 of the nodes. What comes out is the same to the byte.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,10 @@ from onnxruntime.quantization.quant_utils import (
     find_by_name,  # pyright: ignore[reportUnknownVariableType]
     tensor_proto_to_array,  # pyright: ignore[reportUnknownVariableType]
 )
+
+from edgekit.graph.constants import read_array
+
+_folder: ContextVar[Path] = ContextVar("folder")
 
 
 class _Initializers:
@@ -129,8 +136,20 @@ def _find(name: str, items: Any) -> Any:
     return items.find(name) if isinstance(items, _Initializers) else find_by_name(name, items)
 
 
+@contextlib.contextmanager
+def reading_from(folder: Path) -> Generator[None]:
+    """Lets the quantizer read external weights in a folder, which it has no argument for."""
+    token = _folder.set(folder)
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
 def _read(tensor: onnx.TensorProto) -> Any:
     """Returns what an initializer holds; of one without values, whose scales are given, only the shape counts."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return read_array(tensor, _folder.get())
     if tensor.data_type == onnx.TensorProto.FLOAT and tensor.dims and not (tensor.raw_data or tensor.float_data):
         return np.broadcast_to(np.float32(0), tuple(tensor.dims))
     return tensor_proto_to_array(tensor)

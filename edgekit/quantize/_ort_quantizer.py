@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -19,10 +20,11 @@ from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_met
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
-from edgekit.graph.rewrite import set_nodes
+from edgekit.graph.constants import read_array
+from edgekit.graph.rewrite import copy_fields, set_nodes
 from edgekit.model.model import find_reads
 from edgekit.model.tensors import Array
-from edgekit.quantize._ort_model import IndexedModel
+from edgekit.quantize._ort_model import IndexedModel, reading_from
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 """The operators that ORT's general rules can quantize."""
@@ -41,6 +43,7 @@ _TYPES: dict[str, Any] = {
 _FULL = 127
 # Initializers of so many values are weights, of which ORT's quantizer reads no values to find scales of activations.
 _LARGE = 1024
+_ROUNDED_AT_ONCE = 1 << 20
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
@@ -77,34 +80,39 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     float_bias: bool = False
 
 
-def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> onnx.ModelProto:
+def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path = Path()) -> onnx.ModelProto:
     """Returns the QDQ form of a float model; `proto` needs inferred types in value_info.
+
+    External weights lie in `folder`; those that stay float stay there.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
     # Scales of these weights are given, so that nothing asks for their values before they are rounded.
     weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
-    quantizer = _open_quantizer(proto, request, subject, left_out=weights.keys())
+    quantizer = _open_quantizer(proto, request, subject, left_out=weights.keys(), folder=folder)
     quantizer.model = IndexedModel(quantizer.model.model)
-    with _asking_ort(subject):
+    with _asking_ort(subject), reading_from(folder):
         quantized: onnx.ModelProto = quantizer.quantize_model()
-    _quantize_weights(quantized.graph, weights)
+    _quantize_weights(quantized.graph, weights, folder)
     del quantized.metadata_props[:]
     quantized.metadata_props.extend(proto.metadata_props)
     return quantized
 
 
-def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> dict[str, Array]:
+def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path = Path()) -> dict[str, Array]:
     """Returns the scales and zero points of activations, by the names that they have in what `place_qdq` returns.
 
-    Where nodes are placed does not depend on ranges: with these another placement needs no second one.
+    Where nodes are placed does not depend on ranges: with these another placement needs no second one. External weights
+    lie in `folder`.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
     large = {tensor.name for tensor in proto.graph.initializer if math.prod(tensor.dims) >= _LARGE}
-    quantizer = _open_quantizer(proto, msgspec.structs.replace(request, axes={}), subject, left_out=large)
+    quantizer = _open_quantizer(
+        proto, msgspec.structs.replace(request, axes={}), subject, left_out=large, folder=folder
+    )
     found: dict[str, Array] = {}
     for name, parameters in quantizer.quantization_params.items():
         for suffix, each in (("", parameters.original), ("_convert", parameters.converted)):
@@ -114,13 +122,15 @@ def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> dic
     return found
 
 
-def _open_quantizer(proto: onnx.ModelProto, request: QdqRequest, subject: str, *, left_out: Collection[str]) -> Any:
+def _open_quantizer(
+    proto: onnx.ModelProto, request: QdqRequest, subject: str, *, left_out: Collection[str], folder: Path
+) -> Any:
     """Returns ORT's quantizer of a copy of a model without the values of some initializers."""
-    options, op_types = _options(proto, request, subject)
+    options, op_types = _options(proto, request, subject, folder)
     options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
     ranges = _tensors_data(request)
     copy = _leave_weights_out(proto, left_out)
-    with _asking_ort(subject):
+    with _asking_ort(subject), reading_from(folder):
         add_infer_metadata(copy)
         return QDQQuantizer(
             copy,
@@ -139,8 +149,8 @@ def _open_quantizer(proto: onnx.ModelProto, request: QdqRequest, subject: str, *
 def _leave_weights_out(proto: onnx.ModelProto, left_out: Collection[str]) -> onnx.ModelProto:
     """Returns a copy, without metadata, where some initializers have type and shape but no values."""
     copy = onnx.ModelProto()
-    _copy_fields(proto, copy, {"graph", "metadata_props"})
-    _copy_fields(proto.graph, copy.graph, {"initializer"})
+    copy_fields(proto, copy, {"graph", "metadata_props"})
+    copy_fields(proto.graph, copy.graph, {"initializer"})
     for tensor in proto.graph.initializer:
         if tensor.name not in left_out:
             copy.graph.initializer.append(tensor)
@@ -149,20 +159,7 @@ def _leave_weights_out(proto: onnx.ModelProto, left_out: Collection[str]) -> onn
     return copy
 
 
-def _copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
-    """Copies the fields of a message but for some; a copy of the whole would hold these too for a while."""
-    for field, value in source.ListFields():
-        if field.name in skipped:
-            continue
-        if hasattr(value, "extend"):
-            getattr(target, field.name).extend(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, field.name).CopyFrom(value)
-        else:
-            setattr(target, field.name, value)
-
-
-def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto], folder: Path) -> None:
     """Rounds the float weights that Q nodes read and takes these out: ORT itself would loop over channels in Python.
 
     `weights` are those that have no values in the graph.
@@ -178,7 +175,7 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
         quantized = f"{made.input[0]}_quantized"
         if quantized not in stored:
             axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
-            weight, scale, zero = (numpy_helper.to_array(stored[each]) for each in made.input)
+            weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
             stored[quantized] = numpy_helper.from_array(_round_weight(weight, scale, zero, axis), quantized)
         node.input[0] = quantized
     kept = [node for node in graph.node if node.output[0] not in rounding]
@@ -190,10 +187,20 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
 
 def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:
     """Returns integers as QuantizeLinear makes them (quant_utils.py, quantize_nparray)."""
-    limits = np.iinfo(zero.dtype)
+    if not weight.ndim:
+        return _round_weight(weight.reshape(1), scale, zero, axis).reshape(())
+    limits, rounded = np.iinfo(zero.dtype), np.empty(weight.shape, zero.dtype)
     shape = [-1 if index == axis else 1 for index in range(weight.ndim)] if scale.ndim else ()
-    counts = np.rint(weight / scale.reshape(shape)) + zero.reshape(shape).astype(np.float32)
-    return np.asarray(np.clip(counts, limits.min, limits.max).astype(zero.dtype))
+    scales, zeros = scale.reshape(shape), zero.reshape(shape).astype(np.float32)
+    # Part by part: a table of words takes as much again for every step that has all of it.
+    rows = max(1, _ROUNDED_AT_ONCE * len(weight) // weight.size) if weight.size else 1
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        own, shift = (each[part] if scale.ndim and axis == 0 else each for each in (scales, zeros))
+        counts = np.rint(weight[part] / own) + shift
+        np.clip(counts, limits.min, limits.max, out=counts)
+        rounded[part] = counts
+    return rounded
 
 
 def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: str) -> onnx.ModelProto:
@@ -223,10 +230,12 @@ def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: s
         return quantized
 
 
-def _options(proto: onnx.ModelProto, request: QdqRequest, subject: str) -> tuple[dict[str, Any], list[str]]:
+def _options(
+    proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path
+) -> tuple[dict[str, Any], list[str]]:
     weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
     overrides: dict[str, list[dict[str, Any]]] = {
-        name: _channel_overrides(numpy_helper.to_array(weights[name]), axis, request.weight_limit)
+        name: _channel_overrides(read_array(weights[name], folder), axis, request.weight_limit)
         for name, axis in request.axes.items()
     }
     for name, grid in request.grids.items():

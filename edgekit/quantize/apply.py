@@ -7,6 +7,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import DataError, ModelError
+from edgekit.graph.constants import bring_in
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.rewrites.unsigned_weights import store_unsigned
@@ -48,8 +49,9 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         raise DataError(f"the plan is not of '{model.path.name}'", hint="plan the quantization of this model")
     if plan.samples_sha256 != calibration.samples_sha256:
         raise DataError("the plan was made with other samples than the calibration", hint="plan again with these")
-    graph = plan_graph(model, plan)
+    graph = plan_graph(model, plan, calibration)
     quantized = build_qdq(graph, plan, Path(calibration.statistics), model.path.name)
+    bring_in(quantized.graph, graph.folder)
     units = _Units(quantized.graph)
     _refuse_float_weights(quantized.graph)
     if not units.quantized:

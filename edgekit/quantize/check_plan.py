@@ -69,7 +69,7 @@ def require_plan(plan: QuantPlan, model: Model, calibration: Calibration, target
             target does not take.
         ModelError: no node of the model can be quantized.
     """
-    graph = plan_graph(model, plan)
+    graph = plan_graph(model, plan, calibration)
     # What the target itself would plan says which names exist and what only the target decides.
     own = draft_plan(model, graph, plan_calibration(model, plan, calibration), target, plan.precision)
     complaint = next(_complaints(plan, own, graph, target), None)

@@ -180,7 +180,7 @@ def bench_net(name: str, targets: Sequence[str], certainty: float, unseen: Path)
             )  # fmt: skip
             plan, _ = plan_sparingly(search)
             planned = time.process_time()
-            graph = plan_graph(subject.model, plan)
+            graph = plan_graph(subject.model, plan, calibration)
             seen = adapt_ranges(graph, plan_calibration(subject.model, plan, calibration))
             draft = Draft(graph=graph, calibration=seen, plan=plan)
             mixed = mix_ranges(subject, calibration, draft, certainty, work)

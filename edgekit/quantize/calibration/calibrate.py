@@ -21,7 +21,7 @@ from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import CalibrationTask, Measurements, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.float_graph import float_activations, read_float_graph, set_weights_aside
+from edgekit.quantize.graph.float_graph import float_activations, read_aside, read_float_graph, set_weights_aside
 from edgekit.quantize.ranges.histogram import HistogramCollector
 from edgekit.quantize.ranges.methods import (
     AUTO_METHODS,
@@ -102,7 +102,7 @@ def calibrate_model(
     """
     methods = _check_methods(methods)
     work.mkdir(parents=True, exist_ok=True)
-    graph = set_weights_aside(read_float_graph(model), work / "float.onnx")
+    graph = set_weights_aside(read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)
@@ -124,6 +124,16 @@ def calibrate_model(
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
     )
+
+
+def open_float_graph(model: Model, calibration: Calibration) -> Graph:
+    """Returns the float graph of a model, as a calibration of it set it aside; where that is gone it is read anew.
+
+    Raises:
+        ModelError: the model is quantized already, or older than opset 13, or names clash.
+    """
+    is_its = calibration.statistics and calibration.model_sha256 == model.sha256
+    return (read_aside(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
 
 
 def _save_statistics(work: Path, samples: Samples, found: Measurements) -> None:

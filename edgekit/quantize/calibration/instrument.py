@@ -9,6 +9,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
 from edgekit.quantize.graph.attention_masks import MASK_VALUE, AttentionScores, find_attention_scores
@@ -100,6 +101,8 @@ def instrument_graph(
     picks = {name: count for name, count in picks.items() if count}
     builder.concat(PICKS, [builder.pick(name, count) for name, count in picks.items()])
     read = [layer for layer in layers if graph.is_float(layer.source) and layer.source not in unsized]
+    patches = tuple(builder.patches(read, patch_samples)) if patch_samples else ()
+    builder.measure_early()
     return InstrumentedGraph(
         extremes=tuple(extremes),
         channel_axes={layer.node: layer.channel_axis(graph) for layer in layers},
@@ -108,7 +111,7 @@ def instrument_graph(
         sums=sums,
         scores=tuple(each.tensor for each in scores),
         picks=tuple(picks.items()),
-        patches=tuple(builder.patches(read, patch_samples)) if patch_samples else (),
+        patches=patches,
         bounds=bounds,
         aliases=aliases,
         proto=builder.proto,
@@ -239,6 +242,15 @@ class _Builder:
         if parts:
             self.proto.graph.node.append(helper.make_node("Concat", parts, [name], axis=0))
             self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
+
+    def measure_early(self) -> None:
+        """Puts each measuring node right behind what it measures, whose memory is free again the sooner."""
+        own, places, order = len(self._graph.proto.node), dict[str, int](), list[tuple[int, int]]()
+        for index, node in enumerate(self.proto.graph.node):
+            place = index if index < own else max((places.get(name, -1) for name in node.input), default=-1)
+            places.update(dict.fromkeys(node.output, place))
+            order.append((place, index))
+        set_nodes(self.proto.graph, [self.proto.graph.node[index] for _, index in sorted(order)])
 
     def _reduce_planes(self, op: str, name: str) -> str:
         # A pool works in ONNX Runtime's blocked layout and leaves little; a reduction would first have all of the

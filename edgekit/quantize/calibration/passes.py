@@ -202,7 +202,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    session = CpuSession(task.work / "instrumented.onnx", SessionSettings(threads=1), subject=task.model.path.name)
+    settings = SessionSettings(threads=1, in_order=True)
+    session = CpuSession(task.work / "instrumented.onnx", settings, subject=task.model.path.name)
 
     def run_one(sample: Tensors) -> tuple[bytes, Tensors | RuntimeRefusal]:
         digest = digest_sample(sample)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
@@ -112,8 +111,8 @@ def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mappi
     moments = stored(layer.node)
     if moments is None:
         return lowest
-    matrix = layer.to_matrix(numpy_helper.to_array(graph.constants[layer.weight]).astype(np.float64))
-    bias = numpy_helper.to_array(graph.constants[layer.bias]).astype(np.float64) if layer.bias else 0.0
+    matrix = layer.to_matrix(graph.weight(layer.weight).astype(np.float64))
+    bias = graph.weight(layer.bias).astype(np.float64) if layer.bias else 0.0
     mean = (matrix * moments.mean[:, None]).sum(axis=2).reshape(-1)
     # For y = W x the variance of y is W E[xx'] W' - (W E[x])^2, a sum over the blocks of x that are kept.
     size = moments.blocks.shape[-1]

@@ -141,7 +141,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
     proto = constants.write(renamed)
     restore_sigmoid_inputs(proto, sigmoids)
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
-    return view_model(proto)
+    return view_model(proto, graph.folder)
 
 
 def equalize_calibration(
@@ -308,6 +308,5 @@ class _Constants:
 
     def _get(self, node: str, index: int) -> Array:
         if (node, index) not in self._values:
-            tensor = self._graph.constants[self._nodes[node].input[index]]
-            self._values[node, index] = numpy_helper.to_array(tensor).astype(np.float32)
+            self._values[node, index] = self._graph.weight(self._nodes[node].input[index]).astype(np.float32)
         return self._values[node, index]

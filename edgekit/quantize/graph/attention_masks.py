@@ -1,6 +1,7 @@
 """Attention masks: large negative numbers before a Softmax, which must not stretch the range of the scores."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -33,12 +34,13 @@ class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
     margin: float
 
 
-def clamp_masks(graph: onnx.GraphProto) -> None:
+def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
     """Raises constants below MASK_VALUE that become masks before a Softmax, minus infinity among them, to MASK_VALUE.
 
-    Masks are added to scores, chosen instead of them, or are a product of 0 or 1 and such a constant.
+    Masks are added to scores, chosen instead of them, or are a product of 0 or 1 and such a constant. External data lie
+    in `folder`.
     """
-    view, made = view_part(graph), set[str]()
+    view, made = view_part(graph, folder=folder), set[str]()
     for node in _masking_nodes(view):
         for index, name in enumerate(node.input):
             value = view.constant(name) if view.is_float_constant(name) else None

@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from edgekit._files import read_chunks
 from edgekit.errors import ModelError
-from edgekit.graph.constants import lift_constants
+from edgekit.graph.constants import bring_in, lift_constants, read_array
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops, read_proto
+from edgekit.model.external import PAGE_BYTES, DataPlace, point_to, read_place
+from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops
+from edgekit.model.outside import read_outside
+from edgekit.model.skim import MAX_DATA_BYTES
 from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import drop_initializer_inputs
 from edgekit.quantize.graph.attention_masks import clamp_masks
@@ -22,8 +27,8 @@ from edgekit.quantize.graph.names import avoid_name_collisions
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
 
-# Weights of this size and more leave the graph that is run; what is smaller may decide shapes. Chosen by hand.
-_ASIDE_BYTES = 1 << 14
+# The graph whose weights are set aside; these lie beside it.
+_ASIDE_NAME = "float.onnx"
 # Operators whose output has the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
@@ -31,25 +36,26 @@ _MOVEMENT = frozenset(
 
 
 def read_float_graph(model: Model) -> Graph:
-    """Reads the graph of a float model.
+    """Reads the graph of a float model; large weights stay where they lie.
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
-    proto = read_proto(model)
+    proto, folder = read_outside(model), model.path.parent
+    bring_in(proto.graph, folder, most=MAX_DATA_BYTES)
     _check_float(model, proto)
     lift_constants(proto.graph)
-    _fold_dequantized_weights(proto.graph)
-    split_gemms(proto.graph)
+    _fold_dequantized_weights(proto.graph, folder)
+    split_gemms(proto.graph, folder)
     avoid_name_collisions(proto, model.path.name)
-    clamp_masks(proto.graph)
+    clamp_masks(proto.graph, folder)
     _spell_defaults(proto.graph)
     known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     inferred = [value for value in infer_model(proto).graph.value_info if value.name not in known]
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(inferred)
     drop_initializer_inputs(proto.graph)
-    return view_model(proto, model.path.parent)
+    return view_model(proto, folder)
 
 
 def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
@@ -63,15 +69,42 @@ def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
         raise ModelError(f"'{name}' has {size}; {does} up to {most}, for it takes several times as much", hint=hint)
 
 
-def set_weights_aside(graph: Graph, path: Path) -> Graph:
-    """Returns the graph without its weights, which are in a file beside `path`: a graph to run, in little memory.
+def set_weights_aside(graph: Graph, folder: Path) -> Graph:
+    """Returns the graph without its large weights, which are in a file of `folder`: a graph to run, in little memory.
 
-    What is written to the folder of `path` may refer to them. `graph` must not be used any more.
+    What is written to the folder may refer to them. `graph` must not be used any more.
     """
-    onnx.save(
-        graph.model, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=_ASIDE_BYTES
-    )
-    return view_model(onnx.load(str(path), load_external_data=False), path.parent)
+    path = folder / _ASIDE_NAME
+    with path.with_name(f"{_ASIDE_NAME}.data").open("wb") as out:
+        for tensor in graph.proto.initializer:
+            move_weight(tensor, graph.folder, out)
+    # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
+    path.write_bytes(graph.model.SerializeToString())
+    return view_model(onnx.load(str(path), load_external_data=False), folder)
+
+
+def read_aside(folder: Path) -> Graph | None:
+    """Returns the graph that `set_weights_aside` left in a folder, None where there is none."""
+    path = folder / _ASIDE_NAME
+    return view_model(onnx.load(str(path), load_external_data=False), folder) if path.is_file() else None
+
+
+def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
+    """Moves the data of a large initializer, which may lie in `folder`, behind what is in an open file, in place."""
+    place = read_place(tensor)
+    length = place.length if place is not None else len(tensor.raw_data)
+    if length <= MAX_DATA_BYTES:
+        return
+    out.write(bytes(-out.tell() % PAGE_BYTES))
+    start = out.tell()
+    if place is None:
+        out.write(tensor.raw_data)
+    else:
+        with (folder / place.file).open("rb") as file:
+            file.seek(place.offset)
+            for chunk in read_chunks(file, length):
+                out.write(chunk)
+    point_to(tensor, DataPlace(Path(out.name).name, start, length))
 
 
 def float_activations(graph: Graph) -> Iterator[str]:
@@ -103,9 +136,9 @@ def folded_activations(graph: Graph) -> dict[str, str]:
     return folded
 
 
-def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]) -> Array:
-    """Returns what a DequantizeLinear makes of an initializer."""
-    values, scale, *rest = (numpy_helper.to_array(initializers[name]) for name in node.input if name)
+def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto], folder: Path) -> Array:
+    """Returns what a DequantizeLinear makes of an initializer; external data lie in `folder`."""
+    values, scale, *rest = (read_array(initializers[name], folder) for name in node.input if name)
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
     shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
     shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
@@ -146,13 +179,14 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
         )
 
 
-def _fold_dequantized_weights(graph: onnx.GraphProto) -> None:
+def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
     """Makes float weights of those that a model keeps as integers behind a DequantizeLinear."""
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
         if node.op_type == "DequantizeLinear" and all(name in initializers for name in node.input):
-            graph.initializer.append(numpy_helper.from_array(dequantize_constant(node, initializers), node.output[0]))
+            values = dequantize_constant(node, initializers, folder)
+            graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
         else:
             kept.append(node)
     set_nodes(graph, kept)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from onnx import numpy_helper
 
+from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph, Node
 
 # Where the front end of a network ends, and its layers begin.
@@ -49,8 +49,7 @@ def find_infinite_tensors(graph: Graph) -> frozenset[str]:
 def _puts_infinity(graph: Graph, node: Node) -> bool:
     tensors = [graph.constants[name] for name in node.input if graph.is_float_constant(name)]
     tensors += [attribute.t for attribute in node.proto.attribute if attribute.name == "value"]
-    # Weights that were set aside are too large to be such a constant.
-    values = [numpy_helper.to_array(tensor) for tensor in tensors if not tensor.external_data]
+    values = [read_array(tensor, graph.folder) for tensor in tensors]
     return any(value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values)
 
 

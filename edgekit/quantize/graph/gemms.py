@@ -1,6 +1,7 @@
 """Gemm with a computed bias, which no integer kernel takes, as the MatMul and the Add that are quantized each."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,14 +13,14 @@ from edgekit.model.model import drop_unread
 _OPSET = 13  # the lowest that is quantized
 
 
-def split_gemms(graph: onnx.GraphProto) -> tuple[str, ...]:
+def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...]:
     """Makes a MatMul and an Add of each Gemm whose bias is computed, in place, and returns the names of the nodes.
 
     ONNX Runtime writes such a Gemm where the products of a recurrent cell are added (MatMulAddFusion). Its integer
     Gemm adds a constant of 32 bits alone, so between Q and DQ nodes it would stay float
     (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector).
     """
-    split = replace_nodes(graph, _OPSET, {"Gemm"}, _expand)
+    split = replace_nodes(graph, _OPSET, {"Gemm"}, _expand, folder)
     if split:
         drop_unread(graph)
     return split
@@ -52,7 +53,7 @@ def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
 
 def _transpose(graph: Graph, writer: Writer, name: str) -> str:
     """Returns the transposed matrix: a weight has to stay a constant."""
-    if name not in graph.constants:
+    value = graph.constant(name)
+    if value is None:
         return writer.add("Transpose", [name], "right", perm=[1, 0])
-    value = onnx.numpy_helper.to_array(graph.constants[name])
     return writer.constant("weight", np.ascontiguousarray(value.T), value.dtype.name)

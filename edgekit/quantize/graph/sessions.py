@@ -3,26 +3,24 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import onnx
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
-from edgekit.model.model import MAX_PROTOBUF_BYTES, count_weight_bytes, save_proto
 from edgekit.prepare.weights.float_weights import OPTIMIZER
 
 # Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
 
 
-def open_graph(proto: onnx.ModelProto, path: Path, *, keep_float_weights: bool) -> CpuSession:
-    """Returns a session for a graph in memory; `path` is used where that is too big for one protobuf."""
-    fits = count_weight_bytes(proto) < MAX_PROTOBUF_BYTES // 2
-    if not fits:
-        save_proto(proto, path)
-    source = proto.SerializeToString() if fits else path
+def open_graph(proto: onnx.ModelProto, folder: Path, *, keep_float_weights: bool) -> CpuSession:
+    """Returns a session for a graph in memory, whose external weights lie in `folder`."""
+    source, config = proto.SerializeToString(), external_config(folder)
     disabled = (OPTIMIZER,) if keep_float_weights else ()
+    settings = SessionSettings(threads=1, config={**_PRECISE, **config}, disabled_optimizers=disabled)
     try:
-        return CpuSession(source, SessionSettings(threads=1, config=dict(_PRECISE), disabled_optimizers=disabled))
+        return CpuSession(source, settings)
     except RuntimeRefusal:
         # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
-        return CpuSession(source, SessionSettings(threads=1, disabled_optimizers=disabled))
+        return CpuSession(source, msgspec.structs.replace(settings, config=config))

@@ -9,7 +9,7 @@ import msgspec
 
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.equalization.equalize import (
     MeasuredPairs,
     choose_factors,
@@ -19,7 +19,6 @@ from edgekit.quantize.equalization.equalize import (
     scales_silu,
 )
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import (
     FAITHFUL_DB,
     NOTABLE_DB,
@@ -123,7 +122,7 @@ def plan_quantization(
         DataError: the calibration is of another model.
         ModelError: no node of the model can be quantized.
     """
-    graph = read_float_graph(model)
+    graph = open_float_graph(model, calibration)
     plan = draft_plan(model, graph, calibration, target, precision)
     if method not in {"auto", "best"}:
         return choose_ranges(plan, calibration, method, "nearest")

@@ -14,9 +14,8 @@ from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import makes_images
-from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step
@@ -130,7 +129,7 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     if not (search.memo.budget.allows(_MORE) and first.judged and is_relievable(first)):
         return first, None
     is_good = first.judged[0].sqnr_db >= GOOD_DB
-    if is_good and not makes_images(read_float_graph(search.model), search.calibration.outputs):
+    if is_good and not makes_images(open_float_graph(search.model, search.calibration), search.calibration.outputs):
         return first, None
     goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
     trials = _run_trials(search, goal, first=first)

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
+from edgekit.graph.constants import bring_in
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.prepare.weights.narrow_constants import narrow_constants
@@ -41,7 +41,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    graph = plan_graph(model, plan)
+    graph = plan_graph(model, plan, calibration)
     sizes = dict(sorted(find_float_constants(graph, plan), key=lambda item: -item[1]))
     compared, statistics = find_compared_tensors(graph, calibration.outputs), Path(calibration.statistics)
     if not (sizes and compared and calibration.statistics and has_held_out(statistics)):
@@ -52,6 +52,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     def judge(bits: Mapping[str, int]) -> float:
         proto = onnx.ModelProto()
         proto.CopyFrom(graph.model)
+        bring_in(proto.graph, graph.folder, bits.keys())
         narrow_constants(proto.graph, bits)
         return judge_candidate(proto, compared, statistics, keep_float_weights=True)
 
@@ -84,5 +85,5 @@ def find_float_constants(graph: Graph, plan: QuantPlan) -> Iterator[tuple[str, i
         if size < LEAST_BYTES or not graph.is_float_constant(name) or name in graph.captured | graph.outputs:
             continue
         is_apart = bool(readers) and all(node.name in floats for node in readers)
-        if is_apart and np.isfinite(numpy_helper.to_array(tensor)).all():
+        if is_apart and np.isfinite(graph.weight(name)).all():
             yield name, size

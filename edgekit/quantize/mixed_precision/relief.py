@@ -104,7 +104,7 @@ def relieve_step(
     Raises:
         UsageError: the statistics are gone.
     """
-    graph = plan_graph(model, plan)
+    graph = plan_graph(model, plan, calibration)
     calibration = adapt_ranges(graph, plan_calibration(model, plan, calibration))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     order = _rank_tensors(draft, memo, count)

@@ -48,8 +48,9 @@ def judge_candidate(
 ) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
 
-    Of several tensors it is that of their mean noise. It runs on the CPU provider, without saturation. With
-    `keep_float_weights` ONNX Runtime may not quantize float weights between Q and DQ nodes, as it does by default.
+    Of several tensors it is that of their mean noise. It runs on the CPU provider, without saturation; weights that
+    were set aside are read from the folder `statistics`. With `keep_float_weights` ONNX Runtime may not quantize float
+    weights between Q and DQ nodes, as it does by default.
 
     Raises:
         UsageError: the statistics are gone.
@@ -153,7 +154,7 @@ def _open_compared(
     del qdq.graph.output[:]
     qdq.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
     try:
-        return open_graph(qdq, statistics / "candidate.onnx", keep_float_weights=keep_float_weights), names
+        return open_graph(qdq, statistics, keep_float_weights=keep_float_weights), names
     finally:
         del qdq.graph.output[:]
         qdq.graph.output.extend(given)

@@ -52,7 +52,7 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, statistics = plan_graph(model, plan), Path(calibration.statistics)
+    graph, statistics = plan_graph(model, plan, calibration), Path(calibration.statistics)
     compared = find_compared_tensors(graph, calibration.outputs)
     if not has_held_out(statistics) or not compared:
         return ()
@@ -107,7 +107,7 @@ def rank_activations(
         UsageError: the statistics are gone.
     """
     held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
-    switched = _Switched(graph, qdq, compared, statistics, budget)
+    switched = _Switched(graph, qdq, compared, budget)
     names = switched.names
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
     # Few activations are judged by all samples in no more runs.
@@ -131,7 +131,6 @@ class _Switched:
         graph: Graph,
         qdq: onnx.ModelProto,
         compared: Sequence[ComparedTensor],
-        statistics: Path,
         budget: Budget,
     ) -> None:
         proto, self.names = switch_activations(qdq, graph)
@@ -139,7 +138,7 @@ class _Switched:
         self._shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(self._shown.values()))
-        self._session = open_graph(proto, statistics / "switched.onnx", keep_float_weights=False)
+        self._session = open_graph(proto, graph.folder, keep_float_weights=False)
         self._budget = budget
 
     def judge(self, spans: Sequence[range], pairs: Sequence[_Pair]) -> Iterator[float]:

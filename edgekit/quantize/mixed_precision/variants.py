@@ -7,7 +7,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.rewrite import set_nodes
+from edgekit.graph.rewrite import copy_fields, set_nodes
+from edgekit.model.model import find_reads
 from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import import_contrib
 
@@ -20,7 +21,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
 
     Load it with ONNX Runtime's optimizer WeightBiasQuantization switched off, which would quantize them again.
     """
-    proto = _copy(qdq)
+    proto = _copy_bare(qdq)
     floats = {node.name: node for node in graph.nodes}
     wanted: set[str] = set()
     for node in proto.graph.node:
@@ -29,10 +30,15 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
             if graph.is_float_constant(name):
                 node.input[index] = name
                 wanted.add(name)
-    present = {tensor.name for tensor in proto.graph.initializer}
+    present = {tensor.name for tensor in qdq.graph.initializer}
     made = {node.output[0] for node in proto.graph.node if node.output}
     clashing = wanted & made
     set_nodes(proto.graph, [node for node in proto.graph.node if not clashing.intersection(node.output[:1])])
+    # ONNX Runtime folds no DequantizeLinear: what nobody reads would be computed in every run.
+    read = find_reads(proto.graph)
+    set_nodes(proto.graph, [node for node in proto.graph.node if not read.isdisjoint(node.output)])
+    read = find_reads(proto.graph)
+    proto.graph.initializer.extend(tensor for tensor in qdq.graph.initializer if tensor.name in read)
     proto.graph.initializer.extend(graph.constants[name] for name in sorted(wanted - present))
     return proto
 
@@ -140,6 +146,14 @@ def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
         helper.make_node("Gather", [SWITCHES, f"{name}.edgekit.index"], [switch]),
         helper.make_node("Where", [switch, rounded, name], [f"{name}.edgekit.switched"]),
     ]
+
+
+def _copy_bare(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy without initializers: with them it would hold every weight for a while."""
+    copy = onnx.ModelProto()
+    copy_fields(proto, copy, {"graph"})
+    copy_fields(proto.graph, copy.graph, {"initializer"})
+    return copy
 
 
 def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:

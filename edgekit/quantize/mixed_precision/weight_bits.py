@@ -135,7 +135,7 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     del proto.graph.output[:]
     shown = dict.fromkeys(each.tensor for each in draft.compared)
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown)
-    session = open_graph(proto, draft.statistics / "switched.onnx", keep_float_weights=True)
+    session = open_graph(proto, graph.folder, keep_float_weights=True)
     held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(draft.statistics), strict=False)]
 
     def run(index: int) -> Iterator[Mapping[str, Array]]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
@@ -55,7 +54,7 @@ def store_blocks(
         return
     with open_moments(statistics / "moments.npz") as stored:
         for node, layer in found:
-            weight = numpy_helper.to_array(graph.constants[layer.weight], str(graph.folder))
+            weight = graph.weight(layer.weight)
             blocks = None if plan.rounding in _PLAIN else _learn(layer, weight, form, stored, statistics, factors)
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))

@@ -9,9 +9,8 @@ from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, order_nodes
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
-from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq.blocks import store_blocks
 from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
@@ -23,14 +22,14 @@ from edgekit.quantize.rounding.weights import round_qdq_weights
 _REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
 
 
-def plan_graph(model: Model, plan: QuantPlan) -> Graph:
-    """Returns the float graph of a model with the channels of tensors scaled as planned.
+def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph:
+    """Returns the float graph of a model, which was calibrated, with the channels of tensors scaled as planned.
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13.
         UsageError: the plan is not of this model.
     """
-    return equalize_graph(read_float_graph(model), plan.factors)
+    return equalize_graph(open_float_graph(model, calibration), plan.factors)
 
 
 def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
@@ -39,7 +38,8 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    return equalize_calibration(read_float_graph(model), calibration, plan.factors) if plan.factors else calibration
+    graph = open_float_graph(model, calibration)
+    return equalize_calibration(graph, calibration, plan.factors) if plan.factors else calibration
 
 
 def build_qdq(graph: Graph, plan: QuantPlan, statistics: Path, subject: str) -> onnx.ModelProto:
@@ -58,7 +58,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    placed = place_qdq(graph.model, _request(plan, graph), subject)
+    placed = place_qdq(graph.model, _request(plan, graph), subject, graph.folder)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
     nodes = order_nodes(placed.graph)
     set_nodes(placed.graph, nodes)
@@ -71,7 +71,7 @@ def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Ar
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    return find_grids(graph.model, _request(plan, graph), subject)
+    return find_grids(graph.model, _request(plan, graph), subject, graph.folder)
 
 
 def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
@@ -62,14 +61,14 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     samples = list(read_fitted(statistics))
     sizes = block_sizes([layer for layer, _ in places.values()])
     layers = [layer for layer, _ in places.values()]
-    true = _gather(graph.model, {layer.source: layer.source for layer in layers}, graph, layers, samples, statistics)
+    true = _gather(graph.model, {layer.source: layer.source for layer in layers}, graph, layers, samples)
     kept: dict[str, Array] = {}
     seen: dict[str, Array] = {}
     for index, (layer, place) in enumerate(places.values()):
         # Layers that read one tensor side by side see it alike: the model runs once for all of them.
         if layer.node not in seen:
             beside = [each for each, other in places.values() if other.source == place.source]
-            seen = _gather(qdq, {layer.source: place.source}, graph, beside, samples, statistics)
+            seen = _gather(qdq, {layer.source: place.source}, graph, beside, samples)
         inputs = _Inputs(true=true[layer.node], rounded=seen[layer.node]) if layer.node in true else None
         own = _round_layer(graph, layer, place, inputs, sizes[layer.node])
         write_layer(initializers, place, **own)
@@ -90,7 +89,6 @@ def _gather(
     graph: Graph,
     layers: Sequence[Layer],
     samples: Sequence[Tensors],
-    work: Path,
 ) -> dict[str, Array]:
     """Returns patches [P, groups, inputs] of what each layer reads, by its node; `names` holds their sources there.
 
@@ -106,7 +104,7 @@ def _gather(
     seen.graph.output.extend(
         onnx.ValueInfoProto(name=name) for name in dict.fromkeys(name for name, _ in where.values())
     )
-    session = open_graph(seen, work / "prefix.onnx", keep_float_weights=True)
+    session = open_graph(seen, graph.folder, keep_float_weights=True)
 
     def cut(sample: Tensors) -> dict[str, Array]:
         values = session.run(sample)
@@ -120,7 +118,7 @@ def _gather(
 
 def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | None, size: int) -> dict[str, Array]:
     """Returns integers, scale [channels] and bias [channels] of a layer."""
-    weight = numpy_helper.to_array(graph.constants[layer.weight])
+    weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
     matrix, floor = layer.to_matrix(weight).astype(np.float64), place.least_scale(layer, bias)

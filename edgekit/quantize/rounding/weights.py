@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
@@ -114,7 +113,7 @@ def _correct_layer(
     rounding: Rounding,
 ) -> dict[str, Array] | None:
     """Returns integers, scale [channels] and corrected bias of a layer, remembered; None where it has no moments."""
-    weight = numpy_helper.to_array(graph.constants[layer.weight])
+    weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
     matrix, floor = layer.to_matrix(weight), place.least_scale(layer, bias)
@@ -146,7 +145,7 @@ def _correct_layer(
 
 def _round_plainly(graph: Graph, layer: Layer, place: QdqLayer) -> dict[str, Array]:
     """Returns integers of 4 bits, scale [channels] and bias of a layer, each weight rounded by itself."""
-    weight = numpy_helper.to_array(graph.constants[layer.weight])
+    weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
     matrix = layer.to_matrix(weight)

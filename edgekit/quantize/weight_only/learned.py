@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from onnx import numpy_helper
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model
@@ -46,7 +45,7 @@ def learn_blocks(
             layer, moments = layers.get(node), stored(node)
             if layer is None or moments is None:
                 return None
-            matrix = layer.to_matrix(numpy_helper.to_array(graph.constants[layer.weight]))
+            matrix = layer.to_matrix(graph.weight(layer.weight))
             return round_blocks(matrix[0].T, moments, form)
 
         yield learn

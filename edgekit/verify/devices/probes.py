@@ -11,6 +11,7 @@ from edgekit._ort import CpuSession
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, iterate_reads, read_proto, save_proto
+from edgekit.model.outside import read_outside
 from edgekit.model.tensors import TensorSpec
 from edgekit.verify.matching.grids import Grid, read_grid
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE, list_computing
@@ -43,7 +44,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     (ONNX Runtime keeps a group whose integers are an output too). A value that only an activation reads is not looked
     at: runtimes compute both at once.
     """
-    graph = view_model(read_proto(model, weights=False))
+    graph = view_model(read_outside(model))
     computing = list_computing(graph)
     dynamic = {name for node in computing for name in node.output}.union(graph.fed)
     starts: dict[str, tuple[str, str]] = {}
@@ -65,7 +66,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
 def find_sources(model: Model, probes: Iterable[Probe], wanted: Iterable[Probe]) -> tuple[Probe, ...]:
     """Returns the probes that the layers of `wanted` compute from, directly, in the order of computation."""
     stops = {probe.tensor for probe in probes}
-    _, met = _walk_back(view_model(read_proto(model, weights=False)), [probe.tensor for probe in wanted], stops)
+    _, met = _walk_back(view_model(read_outside(model)), [probe.tensor for probe in wanted], stops)
     return tuple(probe for probe in probes if probe.tensor in met)
 
 
@@ -89,7 +90,7 @@ def open_layers(
 
     What `given` names is an input `ISOLATED_PREFIX` + name, of its dtype: every node reads it there.
     """
-    proto = read_proto(model, weights=False)
+    proto = read_outside(model)
     graph = proto.graph
     names = {probe.tensor for probe in given}
     lift_constants(graph)

@@ -6,23 +6,23 @@ from typing import Any
 import numpy as np
 import onnx
 
-from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.errors import UsageError
-from edgekit.model.model import Model, read_proto
+from edgekit.model.model import Model
+from edgekit.model.outside import read_outside
 from edgekit.model.tensors import DTYPES, Array, Tensors
 from edgekit.verify.matching.match import MatchedTensor
 from edgekit.verify.matching.order import QUANTIZE
 
 ISOLATED_PREFIX = "edgekit.isolated:"
 
-_EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 # Several sessions take turns: the threads of those that wait must not keep the cores busy.
 _QUIET = {"session.intra_op.allow_spinning": "0"}
 
 
 def open_traced(model: Model, names: Sequence[str]) -> CpuSession:
     """Returns a session, with every optimisation off, that gives the tensors `names` as outputs."""
-    proto = read_proto(model, weights=False)
+    proto = read_outside(model)
     _add_outputs(proto, names)
     return open_proto(proto, model)
 
@@ -34,7 +34,7 @@ def open_isolated(model: Model, matched: Sequence[MatchedTensor], dtypes: Mappin
     read; the Q and DQ nodes that round the tensor itself still belong to the layer that computes it. The outputs are
     the matched tensors as each layer computes them, with all their copies.
     """
-    proto = read_proto(model, weights=False)
+    proto = read_outside(model)
     given = {copy: tensor.tensor for tensor in matched for copy in tensor.copies_in_b if tensor.tensor in dtypes}
     rounding = {tensor.raw_b for tensor in matched if tensor.in_b != tensor.raw_b}
     for node in proto.graph.node:
@@ -69,7 +69,7 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
 
 def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
     """Returns a session, with every optimisation off, of a graph that was made from a model and shares its weights."""
-    config = {**_QUIET, **({_EXTERNAL_FOLDER: str(model.path.parent)} if model.external_files else {})}
+    config = {**_QUIET, **external_config(model.path.parent)}
     settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
 
