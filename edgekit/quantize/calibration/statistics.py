@@ -11,8 +11,9 @@ from edgekit.quantize.graph.attention_masks import is_masked
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import TensorRange
 
-# Picked values of so many samples are counted together: numpy's cost per call is then small. Chosen by hand.
-_FLUSH_SAMPLES = 32
+# Picked values of so many samples, or of so many bytes, are counted together: numpy's cost per call is then small.
+# Chosen by hand.
+_FLUSH_SAMPLES, _FLUSH_BYTES = 32, 24 << 20
 
 
 class ActivationStatistics:
@@ -39,8 +40,9 @@ class ActivationStatistics:
         self._highs.add(values.get(HIGHS))
         self._scores.add(values.get(SCORES))
         if PICKS in values:
-            self._pending.append(values[PICKS])
-        if len(self._pending) == _FLUSH_SAMPLES:
+            # What ONNX Runtime returns is a part of its arena, which would have to grow.
+            self._pending.append(values[PICKS].copy())
+        if len(self._pending) == _FLUSH_SAMPLES or sum(each.nbytes for each in self._pending) >= _FLUSH_BYTES:
             self._flush()
         for layer, moments in zip(self._layers, self._moments, strict=True):
             if learn and PATCHES + layer.node in values:
@@ -144,11 +146,11 @@ class ActivationStatistics:
     def _flush(self) -> None:
         if not self._pending:
             return
-        block = np.stack(self._pending)
-        self._pending = []
         ends = np.cumsum([count for _, count in self._instrumented.picks])
-        for collector, part in zip(self._collectors, np.split(block, ends[:-1], axis=1), strict=True):
-            collector.add(part)
+        each = (np.split(values, ends[:-1]) for values in self._pending)
+        for collector, *parts in zip(self._collectors, *each, strict=True):
+            collector.add(np.stack(parts))
+        self._pending = []
 
 
 class _Extremes:
