@@ -1,4 +1,4 @@
-"""The plain mode takes no more tensors out of 8 bits than the expected drop asks for."""
+"""The plain mode and a search for a goal take no more tensors out of 8 bits than the expected drop asks for."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +12,16 @@ from edgekit.model.model import Model, load_model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import MeasuredKind, Reading
-from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.accuracy.predict import LABELS, Prediction
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.goal_search import Search, has_collapsed, plan_sparingly, write_chosen
+from edgekit.quantize.mixed_precision.goal_search import (
+    Search,
+    has_collapsed,
+    plan_sparingly,
+    search_quantization,
+    write_chosen,
+)
+from edgekit.quantize.mixed_precision.search_state import open_state
 from edgekit.target import load_target
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
@@ -27,10 +34,10 @@ def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
 
-def told(drop: float | None, sqnr_db: float) -> Callable[[Model], Prediction]:
+def told(drop: float | None, sqnr_db: float, source: str = "test") -> Callable[[Model], Prediction]:
     def measure(_model: Model) -> Prediction:
         return Prediction(
-            samples=48, sqnr_db=sqnr_db, top1_agreement=None, drop_estimate=drop, drop_interval=None, source="test"
+            samples=48, sqnr_db=sqnr_db, top1_agreement=None, drop_estimate=drop, drop_interval=None, source=source
         )
 
     return measure
@@ -40,7 +47,7 @@ def told(drop: float | None, sqnr_db: float) -> Callable[[Model], Prediction]:
     ("drop", "sqnr_db", "spared"),
     [
         *((0.0027, 15.0, True), (0.0029, 15.0, False)),  # 5 dB below 20 dB, where noise is 1.78 times as high
-        *((0.0049, 19.9, True), (0.004, 21.0, True), (0.006, 21.0, False), (None, 35.0, False)),
+        *((0.0049, 19.9, True), (0.006, 21.0, False), (None, 35.0, False)),
     ],
 )
 def test_a_collapsed_model_stays_in_8_bits_where_little_is_lost_all_the_same(
@@ -79,6 +86,44 @@ def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
     assert searched is not None
     assert searched.chosen.step == step
     assert not drops
+
+
+@pytest.mark.parametrize(("drop", "source"), [(0.0027, "test"), (0.004, LABELS)])
+def test_a_search_of_a_collapsed_model_begins_with_all_in_8_bits(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float, source: str
+) -> None:
+    model, calibration = collapsing
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=told(drop, 15.0, source), work=tmp_path,
+    )  # fmt: skip
+    found = search_quantization(search, 0.005)
+    assert [trial.step for trial in found.trials] == ["all"]
+    assert found.met
+    assert has_collapsed(found.chosen.plan)
+    assert not found.chosen.plan.wide
+
+
+def test_a_search_takes_a_collapsed_model_as_far_as_its_ratio_asks_where_less_does_not_do(
+    collapsing: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model, calibration = collapsing
+    drops = [0.004] * 4 + [0.01, 0.02, 0.02, 0.02]  # at 15 dB an estimate of 0.004 is not sure to be below 0.005
+
+    def measure(quantized: Model) -> Prediction:
+        return told(drops.pop(0), 15.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=measure, work=tmp_path,
+    )  # fmt: skip
+    state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
+    found = search_quantization(search, 0.005, state)
+    assert [trial.step for trial in found.trials[:5]] == ["all", "relieve 1", "relieve 3", "relieve 8", "mixed"]
+    assert (found.chosen.step, found.met) == ("mixed", False)
+    assert found.chosen.plan.wide
+    state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
+    assert state.trials == found.trials
 
 
 def test_what_was_tried_is_not_quantized_again_and_another_plan_is(

@@ -12,7 +12,7 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.accuracy.predict import LABELS, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import makes_images
@@ -75,8 +75,8 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
     """A drop of at most `max_drop` (a share).
 
     `reliefs` are the counts of tensors that may leave 8 bits. No plan is used that leaves less than the share
-    `least_integer` of the first one's work in integers. Of a plan below `sure_db` as much less may be lost as its noise
-    is larger than there.
+    `least_integer` of the first one's work in integers. Of a plan below `sure_db` as much less is to be expected as its
+    noise is larger than there; what labels measured is what it is.
     """
 
     max_drop: float
@@ -86,6 +86,8 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_met(self, prediction: Prediction) -> bool:
         """Returns True if what is predicted is a small enough drop."""
+        if prediction.source == LABELS:
+            return prediction.meets(self.max_drop)
         # An estimate that is off by a share of the noise is off by twice as much where the noise is twice as high.
         louder = 10 ** (max(0.0, self.sure_db - prediction.sqnr_db) / 20)
         return prediction.meets(self.max_drop / louder)
@@ -97,13 +99,22 @@ def search_quantization(search: Search, max_drop: float, state: State | None = N
     First the plan that is best with all in 8 bits; then more and more of the tensors that hurt most leave 8 bits, for
     16 where the target takes them, else for float. The search ends with the first plan that drops at most `max_drop` (a
     share) and leaves the target no less work than the first plan did. If none does, `choose_trial` decides.
+    Of a model that has collapsed by its ratio 1, 3 and 8 tensors leave 8 bits; where that is not enough, as many as
+    bring its ratio back, and the search goes on from there.
 
     Each trial is written to the file of the `state`, from which an interrupted search goes on.
 
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    return choose_trial(_run_trials(search, _Goal(max_drop=max_drop), state=state), max_drop)
+    first = _find_known(state, "all") or _plan_first(search, relieve=False)
+    if not (has_collapsed(first) and is_relievable(first)):
+        return choose_trial(_run_trials(search, _Goal(max_drop=max_drop), first=first, state=state), max_drop)
+    spared = _spare(search, first, max_drop, state)
+    if spared.met or not search.memo.budget.allows(_MORE):
+        return spared
+    mixed = _run_trials(search, _Goal(max_drop=max_drop), state=state, earlier=spared.trials)
+    return msgspec.structs.replace(choose_trial(mixed, max_drop), trials=(*spared.trials, *mixed))
 
 
 def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
@@ -122,9 +133,10 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     search.progress(f"{search.target.name}: choose ranges and roundings")
     first = _plan_first(search, relieve=False)
     if has_collapsed(first) and is_relievable(first):
-        spared = _spare(search, first)
-        if spared is not None:
-            return spared.chosen.plan, spared
+        if search.memo.budget.allows(_MORE):
+            spared = _spare(search, first, PLAIN_DROP)
+            if spared.met:
+                return spared.chosen.plan, spared
         first = _plan_first(search)
     if not (search.memo.budget.allows(_MORE) and first.judged and is_relievable(first)):
         return first, None
@@ -162,22 +174,20 @@ def has_collapsed(plan: QuantPlan) -> bool:
     return bool(plan.judged) and plan.judged[0].sqnr_db < COLLAPSED_DB
 
 
-def _spare(search: Search, first: QuantPlan) -> Searched | None:
-    """Returns a plan of a collapsed model that loses little all the same, None if a few tensors do not bring it there.
+def _spare(search: Search, first: QuantPlan, max_drop: float, state: State | None = None) -> Searched:
+    """Returns what was tried to spare a collapsed model, `met` where a few tensors out of 8 bits lose little enough.
 
     A ratio says nothing of what outputs decide: classes far apart and neighbours of an embedding bear more noise than
     20 dB. Where it is worse than that, less may be lost, since the estimate errs too; but fewer tensors leave 8 bits
     where that costs 0.2 points at most. Whatever share of the work leaves integers here, a good ratio would take more.
     """
-    if not search.memo.budget.allows(_MORE):
-        return None
-    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
-    trials = _run_trials(search, goal, first=first)
+    goal = _Goal(max_drop=max_drop, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
+    trials = _run_trials(search, goal, first=first, state=state)
     told = [trial for trial in trials if trial.prediction.drop_estimate is not None]
     meeting = next((trial for trial in told if goal.is_met(trial.prediction)), None)
     if meeting is None:
-        return None
-    chosen = next(trial for trial in told if _drop(trial) <= min(PLAIN_DROP, _drop(meeting) + _WORTH))
+        return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, max_drop), met=False)
+    chosen = next(trial for trial in told if _drop(trial) <= min(max_drop, _drop(meeting) + _WORTH))
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
@@ -224,9 +234,17 @@ def _nearly_meets(trial: Trial, max_drop: float) -> bool:
 
 
 def _run_trials(
-    search: Search, goal: _Goal, *, first: QuantPlan | None = None, state: State | None = None
+    search: Search,
+    goal: _Goal,
+    *,
+    first: QuantPlan | None = None,
+    state: State | None = None,
+    earlier: Sequence[Trial] = (),
 ) -> list[Trial]:
-    """Returns the trials up to one that meets the goal, or leaves too little in integers; `first` is the first plan."""
+    """Returns the trials up to one that meets the goal, or leaves too little in integers.
+
+    `first` is the first plan. Where others were tried `earlier` it is the one that brings the ratio back.
+    """
     known = {trial.step: trial for trial in state.trials} if state is not None else {}
     # Each step takes more from the accelerator than the one before: the first that is good enough is the cheapest.
     counts = (0, *(goal.reliefs if search.relievable else ()))
@@ -235,7 +253,7 @@ def _run_trials(
     for index, count in enumerate(counts):
         if count and not search.memo.budget.allows(_MORE):
             break
-        step = f"relieve {count}" if count else "all"
+        step = _name_step(count, is_mixed=bool(earlier))
         left = f", at most {sum(spent) / len(spent) * (len(counts) - index):.0f} s left" if spent else ""
         left = ", known from the state" if step in known else left
         search.progress(f"{search.target.name}: try {index + 1} of {len(counts)} ({step}){left}")
@@ -250,10 +268,21 @@ def _run_trials(
         trials.append(trial)
         # What was cut short is no step that a later search may go on from.
         if state is not None and not search.memo.budget.left_out:
-            state.write(trials)
+            state.write([*earlier, *trials])
         if goal.is_met(trial.prediction) and trial.taken_macs >= trials[0].taken_macs - _SAME_SHARE:
             break
     return trials
+
+
+def _name_step(count: int, *, is_mixed: bool) -> str:
+    if is_mixed:
+        return f"mixed + {count}" if count else "mixed"
+    return f"relieve {count}" if count else "all"
+
+
+def _find_known(state: State | None, step: str) -> QuantPlan | None:
+    trials = () if state is None else state.trials
+    return next((trial.plan for trial in trials if trial.step == step), None)
 
 
 def _plan_first(search: Search, *, relieve: bool = True) -> QuantPlan:
