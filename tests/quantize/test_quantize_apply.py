@@ -131,8 +131,9 @@ def test_metadata_is_kept(net: Model, tmp_path: Path) -> None:
 
 def test_quantized_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     quantized = quantize(net, calibration, "qnn", tmp_path).model
-    with pytest.raises(ModelError, match="quantized already"):
+    with pytest.raises(ModelError, match="quantized already") as caught:
         calibrate_model(quantized, random_samples(quantized), work=tmp_path / "work")
+    assert "edgekit build MODEL takes one that was trained so" in (caught.value.hint or "")
 
 
 def test_plan_of_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:
