@@ -29,6 +29,7 @@ BENCHES = (
     Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "collapse/run_unseen.py", "families that no rule was made from: drop and estimate in plain mode"),
+    Bench("accuracy", "qat_drop.py", "a net that learned to be quantized loses at most 0.4 points in plain mode"),
     Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
     Bench("accuracy", "interval_coverage.py --state build/interval-coverage", "and no more often than 98 times of 100"),
     Bench("accuracy", "detector_drop.py", "the AP that detectors are expected to lose against what labels show"),

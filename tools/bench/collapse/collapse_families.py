@@ -37,7 +37,7 @@ def scene_classes(part: int) -> tuple[Array, Array]:
     return scenes.images, kinds
 
 
-def make_depthwise(name: str, opset: int, *, bounded: bool, decades: float) -> Net:
+def make_depthwise(name: str, opset: int, *, bounded: bool, decades: float, steps: int = 2000) -> Net:
     """Returns a MobileNet of depthwise separable convolutions, with ReLU6 (`bounded`) or ReLU."""
     net = Net(name, opset, seed=1)
     net.inputs["image"] = (3, 32, 32)
@@ -65,7 +65,7 @@ def make_depthwise(name: str, opset: int, *, bounded: bool, decades: float) -> N
     bias = net.constant(np.zeros(KINDS), "classifier.bias", trained=True)
     net.outputs[net.add("Gemm", [x, weight, bias], "logits", transB=1)] = (KINDS,)
     images, labels = scene_classes(TRAIN)
-    train_net(net, {"image": images, "label": labels}, class_loss, steps=2000, batch=48)
+    train_net(net, {"image": images, "label": labels}, class_loss, steps=steps, batch=48)
     spread_channels(net, decades, 5, channel_highs(net, {"image": images[:128]}))
     return net
 

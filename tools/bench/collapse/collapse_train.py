@@ -18,8 +18,13 @@ Loss = Callable[[Values, Values], Any]
 """Gives the loss of the tensors of a net and the targets of a batch."""
 
 
-def run_net(net: Net, weights: Values, inputs: Values, *, training: bool) -> Values:
-    """Returns every tensor of a net, besides "NODE.mean" and "NODE.var" of what batch normalisation saw."""
+def run_net(
+    net: Net, weights: Values, inputs: Values, *, training: bool, change: Callable[[str, Any], Any] | None = None
+) -> Values:
+    """Returns every tensor of a net, besides "NODE.mean" and "NODE.var" of what batch normalisation saw.
+
+    `change` may give another value for what a node made, by the name of its output.
+    """
     values: Values = {**{name: net.arrays[name] for name in net.arrays}, **weights, **inputs}
     for node in net.nodes:
         attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
@@ -28,6 +33,8 @@ def run_net(net: Net, weights: Values, inputs: Values, *, training: bool) -> Val
             values |= _normalise(node, arguments, training=training)
         else:
             values[node.output[0]] = _OPERATORS[node.op_type](arguments, attributes)
+        if change is not None:
+            values[node.output[0]] = change(node.output[0], values[node.output[0]])
     return values
 
 
