@@ -244,8 +244,12 @@ def _options(
         low, high = request.ranges[name]
         own = {"rmin": np.float32(low), "rmax": np.float32(high)}
         overrides[name] = [{"quant_type": _TYPES[request.activation], **own}]
+    # ORT gives these their 16-bit grid itself, as QNN requires, and refuses a range beside it.
+    fixed = {node.output[0] for node in proto.graph.node if node.op_type in {"Sigmoid", "Tanh"}}
     for name, (low, high) in request.wide.items():
-        overrides[name] = [{"quant_type": QuantType.QUInt16, "rmin": np.float32(low), "rmax": np.float32(high)}]
+        own = {"rmin": np.float32(low), "rmax": np.float32(high)}
+        own = {} if request.scheme == "qnn" and name in fixed else own
+        overrides[name] = [{"quant_type": QuantType.QUInt16, **own}]
     if request.scheme == "qnn":
         configure: Any = get_qnn_qdq_config
         with _asking_ort(subject):

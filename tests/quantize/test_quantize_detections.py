@@ -8,7 +8,8 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy import box_codes
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
-from edgekit.quantize.accuracy.heads import Head, find_head, find_image, may_be_head
+from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
+from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.predict import AP, predict_drop
 
 SIDE, KINDS = 64, 3

@@ -109,7 +109,7 @@ def _centre_net(cache: Path) -> Detector:
     (calibrate, _), (evaluate, labels) = (unseen_nets.scene_boxes(part) for part in (1, 2))
 
     def score(rows: list[Tensors]) -> float:
-        return float(unseen_score.SCORES["AP"](rows, labels)) / 100
+        return float(unseen_score.FIRST_SCORES["AP"](rows, labels)) / 100
 
     return Detector(path=path, calibration={"image": calibrate}, scored={"image": evaluate}, score=score)
 

@@ -171,12 +171,12 @@ def _photographs(name: str) -> Subject:
 
 
 def _unseen(name: str) -> Subject:
-    run_unseen, nets, scores = (__import__(each) for each in ("run_unseen", "unseen_nets", "unseen_score"))
-    family = nets.UNSEEN[name]
+    run_unseen, scores = (__import__(each) for each in ("run_unseen", "unseen_score"))
+    family = run_unseen.FAMILIES[name]
     scale = 1 if family.score in scores.DECIBELS else 100
 
     def rate(rows: list[Tensors], labels: Any) -> float:
-        return float(scores.SCORES[family.score](rows, labels)) / scale
+        return float(run_unseen.SCORES[family.score](rows, labels)) / scale
 
     return _as_subject(run_unseen.find_net(_CACHE / "unseen", name), family.data, rate, {})
 

@@ -74,20 +74,12 @@ def load_subject(name: str, unseen: Path, work: Path) -> Subject:
         parts = (task.calibration, {key: rows[:_SCORED] for key, rows in task.scored.items()})
         rows, scored = (list(_split(part, model)) for part in parts)
     else:
-        from run_unseen import CALIBRATE, EVALUATE, find_net  # noqa: PLC0415 - needs jax
-        from unseen_nets import UNSEEN  # noqa: PLC0415
+        from run_unseen import CALIBRATE, EVALUATE, FAMILIES, as_tensors, find_net  # noqa: PLC0415 - needs jax
 
         model = ready_model(load_model(find_net(unseen, name)), work, {}).model
-        key = model.inputs[0].name
-        rows, scored = (list(as_rows(key, UNSEEN[name].data(seed)[0])) for seed in (CALIBRATE, EVALUATE))
+        rows, scored = (list(as_tensors(FAMILIES[name].data(seed)[0], model)) for seed in (CALIBRATE, EVALUATE))
     samples = Samples(source="bench", count=len(rows), read=lambda: iter(rows))
     return Subject(model=model, samples=samples, scored=scored[:_SCORED])
-
-
-def as_rows(key: str, rows: Array) -> Iterator[Tensors]:
-    """Yields samples of one input."""
-    for row in rows:
-        yield {key: row[None]}
 
 
 def _split(arrays: Mapping[str, Array], model: Model) -> Iterator[Tensors]:

@@ -15,7 +15,9 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
-from edgekit.quantize.accuracy.heads import Head, find_head, find_image, may_be_head
+from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
+from edgekit.quantize.accuracy.heads import Head
+from edgekit.quantize.accuracy.listed import DetectionList, find_list
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.sqnr import ratio_db
@@ -194,7 +196,7 @@ class FloatReference:
             # What ONNX Runtime returns keeps the memory of its whole session.
             self._known[index] = {name: value.copy() for name, value in answers.items()}
 
-    def _find_head(self, first: Tensors) -> Head | None:
+    def _find_head(self, first: Tensors) -> Head | DetectionList | None:
         """Returns how outputs of a detector are decoded, as far as they are not stated to be something else."""
         stated = self._outputs
 
@@ -202,9 +204,13 @@ class FloatReference:
             return {name: each for name, each in outputs.items() if name not in stated or stated[name].kind == "scores"}
 
         image = find_image(next(iter(self._samples)))
-        if image is None or not may_be_head(keep(first)):
+        if image is None:
             return None
-        return find_head([keep(outputs) for outputs in self._run_few(_DECODED_FROM)], image)
+        listed = find_list([keep(first)], image)
+        if listed is None and not may_be_head(keep(first)):
+            return None
+        rows = [keep(outputs) for outputs in self._run_few(_DECODED_FROM)]
+        return find_list(rows, image) if listed is not None else find_head(rows, image)
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,7 +288,7 @@ def _with_loss(prediction: Prediction, loss: Loss, part: Part) -> Prediction:
 
 
 def _choose_parts(
-    readings: Mapping[str, Reading], head: Head | None, shapes: Mapping[str, tuple[int, ...]]
+    readings: Mapping[str, Reading], head: Head | DetectionList | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Part, ...]:
     """Returns what counts: a detector's head, and of the other outputs the first that makes one decision, else all."""
     heads = () if head is None else (_as_part(head, shapes),)
@@ -292,9 +298,9 @@ def _choose_parts(
     return (*heads, *(_read_part(name, reading, shapes[name]) for name, reading in chosen.items()))
 
 
-def _as_part(head: Head, shapes: Mapping[str, tuple[int, ...]]) -> Part:
+def _as_part(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]]) -> Part:
     def judge(records: Sequence[Array]) -> Loss:
-        found = estimate_drop(records, centred=head.peaks is not None)
+        found = estimate_drop(records, centred=head.centred)
         return Loss(estimate=found.drop, interval=found.interval)
 
     return Part(

@@ -1,7 +1,7 @@
 """Which tensors stand for the outputs of a graph where two models are compared."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import msgspec
@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.outputs import StatedOutput
-from edgekit.quantize.graph.float_regions import find_infinite_tensors
+from edgekit.quantize.graph.float_regions import find_infinite_tensors, find_list_sources
 from edgekit.quantize.graph.raw_scores import find_raw_scores
 
 # What may lie between the tensor to compare and an output.
@@ -48,14 +48,23 @@ def find_compared_tensors(
     found: list[ComparedTensor] = []
     infinite, raw_scores = find_infinite_tensors(graph), find_raw_scores(graph, outputs or {})
     for value in graph.proto.output:
-        compared = msgspec.structs.replace(
-            _trace_back(graph, value.name),
-            is_raw_score=value.name in raw_scores,
-            is_stated=value.name in (outputs or {}),
-        )
-        if graph.is_float(compared.tensor) and compared.tensor not in infinite:
-            found += [*_split(graph, compared), *_find_features(graph, compared.tensor)]
+        for traced in _trace_output(graph, value.name):
+            compared = msgspec.structs.replace(
+                traced, is_raw_score=value.name in raw_scores, is_stated=value.name in (outputs or {})
+            )
+            if graph.is_float(compared.tensor) and compared.tensor not in infinite:
+                found += [*_split(graph, compared), *_find_features(graph, compared.tensor)]
     return tuple(dict.fromkeys(found))
+
+
+def _trace_output(graph: Graph, output: str) -> Iterator[ComparedTensor]:
+    """Yields what stands for an output: of one that lists what was ranked, all numbers that the list is made of.
+
+    Two rows that change places are no error, but every number of them differs.
+    """
+    found = _trace_back(graph, output)
+    made_of = find_list_sources(graph, output) if found.tensor == output else ()
+    yield from (_trace_back(graph, name) for name in made_of) if made_of else (found,)
 
 
 def _trace_back(graph: Graph, output: str) -> ComparedTensor:

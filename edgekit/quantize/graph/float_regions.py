@@ -13,6 +13,8 @@ _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
 # A normalisation spelled out by an exporter has about ten nodes; chosen by hand, so that a walk ends.
 _MOST_NODES = 24
+# What ranks places, so that numbers of the best are picked and put into a list.
+_RANKING = frozenset({"ArgMax", "ArgMin", "Equal", "NonMaxSuppression", "NonZero", "TopK"})
 _SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
 # What may lie between the inputs of a graph and the power of their spectrum: a network has other activations.
 _LINEAR = frozenset(
@@ -59,12 +61,15 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
     Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure. So a spectral front end
     stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies between the last layer
     with weights and the Log does. The root of a spectrum (its magnitude, or a power below one as in PCEN, Y. Wang et
-    al., arXiv:1607.05666) is like its Log. A constant that is not finite has no scale.
+    al., arXiv:1607.05666) is like its Log. A constant that is not finite has no scale. What is computed of the places
+    that a graph has ranked, up to its outputs, are indices, and lists that put boxes in pixels beside scores.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
         if any(_is_infinite(graph, name) for name in node.input):
             reasons.setdefault(node.name, "a constant of it is not finite")
+        for member in _listing(graph, node) if node.op_type in _RANKING else ():
+            reasons.setdefault(member.name, f"it lists what the {node.op_type} '{node.name}' picks")
         if node.output and graph.is_float(node.output[0]):
             for member, kind in _amplifying(graph, node):
                 reason = f"it leads to the {kind} '{node.name}', which magnifies rounding near 0"
@@ -88,6 +93,25 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
     elif is_spectrum:
         for member in (node, *before):
             yield member, "root of a spectrum"
+
+
+def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
+    """Returns the float tensors that an output lists numbers of, in graph order; () where it is no list."""
+    inside: dict[str, Node] = {}
+    for node in graph.nodes:
+        members = _listing(graph, node) if node.op_type in _RANKING else []
+        inside |= {member.name: member for member in ((node, *members) if members else ())}
+    if output not in graph.producers or graph.producers[output].name not in inside:
+        return ()
+    made = {name for node in inside.values() for name in node.output}
+    names = (name for node in sorted(inside.values(), key=lambda node: node.index) for name in node.input)
+    return tuple(dict.fromkeys(name for name in names if name in graph.producers and name not in made))
+
+
+def _listing(graph: Graph, ranking: Node) -> list[Node]:
+    """Returns the nodes behind one that ranks, [] where layers go on with what it picks."""
+    found = _descendants(graph, ranking)
+    return [] if _count_layers(found) else found
 
 
 def _is_root(graph: Graph, node: Node) -> bool:

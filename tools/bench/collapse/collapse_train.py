@@ -183,6 +183,36 @@ def _layer_norm(arguments: list[Any], attributes: dict[str, Any]) -> Any:
     return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + attributes["epsilon"]) * gain + shift
 
 
+def _instance_norm(arguments: list[Any], attributes: dict[str, Any]) -> Any:
+    x, gain, shift = arguments
+    axes = tuple(range(2, x.ndim))
+    shape = (1, -1) + (1,) * len(axes)
+    centred = x - x.mean(axes, keepdims=True)
+    spread = jnp.sqrt((centred**2).mean(axes, keepdims=True) + attributes["epsilon"])
+    return centred / spread * gain.reshape(shape) + shift.reshape(shape)
+
+
+def _gru(arguments: list[Any], attributes: dict[str, Any]) -> Any:
+    """Runs a GRU as PyTorch's over x [T,N,C] from zeros, both ways if asked, to [T,ways,N,H]; the reset comes last."""
+    x, weights, states, biases = arguments
+    size = attributes["hidden_size"]
+
+    def run(x: Any, weight: Any, state: Any, bias: Any) -> Any:
+        read = x @ weight.T + bias[: 3 * size]
+
+        def step(before: Any, now: Any) -> Any:
+            kept = before @ state.T + bias[3 * size :]
+            update, reset = (jax.nn.sigmoid(part) for part in jnp.split((now + kept)[:, : 2 * size], 2, axis=1))
+            found = jnp.tanh(now[:, 2 * size :] + reset * kept[:, 2 * size :])
+            after = (1 - update) * found + update * before
+            return after, after
+
+        return lax.scan(step, jnp.zeros((x.shape[1], size)), read)[1]
+
+    ways = [run(x if way == 0 else x[::-1], weights[way], states[way], biases[way]) for way in range(len(weights))]
+    return jnp.stack([ways[0], *(way[::-1] for way in ways[1:])], axis=1)
+
+
 _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Add": lambda x, _a: x[0] + x[1],
     "Clip": lambda x, _a: jnp.clip(x[0], x[1], x[2]),
@@ -194,10 +224,12 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Erf": lambda x, _a: jax.scipy.special.erf(x[0]),
     "Exp": lambda x, _a: jnp.exp(x[0]),
     "Gather": lambda x, a: jnp.take(x[0], x[1], axis=a["axis"]),
+    "GRU": _gru,
     "Gemm": lambda x, _a: x[0] @ x[1].T + x[2],
     "GlobalAveragePool": lambda x, _a: x[0].mean((2, 3), keepdims=True),
     "HardSigmoid": lambda x, a: jnp.clip(a["alpha"] * x[0] + a["beta"], 0, 1),
     "HardSwish": lambda x, _a: x[0] * jnp.clip(x[0] / 6 + 0.5, 0, 1),
+    "InstanceNormalization": _instance_norm,
     "LayerNormalization": _layer_norm,
     "LeakyRelu": lambda x, a: jnp.where(x[0] > 0, x[0], x[0] * a["alpha"]),
     "Log": lambda x, _a: jnp.log(x[0]),
@@ -217,6 +249,7 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Softmax": lambda x, _a: jax.nn.softmax(x[0], axis=-1),
     "Softplus": lambda x, _a: jax.nn.softplus(x[0]),
     "Sqrt": lambda x, _a: jnp.sqrt(x[0]),
+    "Squeeze": lambda x, _a: jnp.squeeze(x[0], tuple(int(axis) for axis in x[1])),
     "Sub": lambda x, _a: x[0] - x[1],
     "Tanh": lambda x, _a: jnp.tanh(x[0]),
     "Transpose": lambda x, a: jnp.transpose(x[0], a["perm"]),

@@ -21,12 +21,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
-from run_collapse import as_samples, read_target
+from run_collapse import read_target
 from unseen_nets import UNSEEN, Unseen
-from unseen_score import DECIBELS, SCORES, as_decibels
+from unseen_score import DECIBELS, FIRST_SCORES, as_decibels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unseen"))
 from row_state import add_state_option, resume_rows
+from second_data import SECOND_SCORES
+from second_nets import SECOND
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
@@ -43,6 +46,8 @@ TARGETS = ("cpu", "qnn", "nnapi", "nnapi:api_level=28", "xnnpack")
 CALIBRATE, EVALUATE = 1, 2
 ALLOWED = {True: 0.1, False: 0.5}
 """How much a net may lose: decibels, or points."""
+FAMILIES = UNSEEN | SECOND
+SCORES = FIRST_SCORES | SECOND_SCORES
 _FOLDS, _STUDENT = 10, 2.26
 """Parts of the samples, and Student's t of one less."""
 
@@ -83,23 +88,34 @@ def find_net(cache: Path, name: str) -> Path:
     if not path.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         began = time.process_time()
-        onnx.save(UNSEEN[name].make().to_onnx(), str(path))
+        onnx.save(FAMILIES[name].make().to_onnx(), str(path))
         print(f"{name}: trained in {time.process_time() - began:.0f} s of CPU", flush=True)
     return path
 
 
-def run_rows(path: Path, rows: Array) -> list[Tensors]:
+def run_rows(path: Path, samples: Samples) -> list[Tensors]:
     """Returns all outputs of a model for each sample."""
-    session, key = CpuSession(path, SessionSettings()), load_model(path).inputs[0].name
-    return [session.run({key: row[None]}) for row in rows]
+    session = CpuSession(path, SessionSettings())
+    return [session.run(sample) for sample in samples]
+
+
+def as_tensors(rows: Array | dict[str, Array], model: Model) -> Samples:
+    """Returns rows as samples: those of a model's only input, or of each by its name."""
+    named = {model.inputs[0].name: rows} if isinstance(rows, np.ndarray) else rows
+    count = len(next(iter(named.values())))
+    return Samples(
+        source="bench", count=count,
+        read=lambda: ({name: each[index][None] for name, each in named.items()} for index in range(count)),
+    )  # fmt: skip
 
 
 def bench_net(path: Path, family: Unseen, targets: list[str], work: Path) -> Iterator[Row]:
     """Yields a row for each target."""
     began = time.process_time()
     model = ready_model(load_model(path), work, {}).model
-    samples = as_samples(model.inputs[0].name, family.data(CALIBRATE)[0])
-    evaluate, labels = family.data(EVALUATE)
+    samples = as_tensors(family.data(CALIBRATE)[0], model)
+    rows, labels = family.data(EVALUATE)
+    evaluate = as_tensors(rows, model)
     calibration = calibrate_model(model, samples, work=work / "calibration")
     exact = run_rows(model.path, evaluate)
     reference = SCORES[family.score](exact, labels)
@@ -109,14 +125,14 @@ def bench_net(path: Path, family: Unseen, targets: list[str], work: Path) -> Ite
         plan, expected = _plan(model, calibration, target, samples, work)
         seconds = time.process_time() - began
         quantized = quantize_model(model, plan, calibration, work / "edgekit.onnx")
-        rows = run_rows(quantized.model.path, evaluate)
+        found = run_rows(quantized.model.path, evaluate)
         yield Row(
             net=path.stem,
             target=name,
             score=family.score,
             reference=round(reference, 3),
-            drop=round(reference - SCORES[family.score](rows, labels), 3),
-            doubt=round(_doubt(family.score, exact, rows, labels), 3),
+            drop=round(reference - SCORES[family.score](found, labels), 3),
+            doubt=round(_doubt(family.score, exact, found, labels), 3),
             expected=expected,
             method=f"{plan.method} {plan.rounding}{' even' if plan.factors else ''}",
             float_nodes=len(plan.float_nodes),
@@ -175,7 +191,7 @@ def describe(row: Row) -> str:
 def main() -> int:
     """Benches the nets named on the command line, all by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nets", nargs="*", default=list(UNSEEN))
+    parser.add_argument("nets", nargs="*", default=list(FAMILIES))
     parser.add_argument("--target", action="append")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/edgekit/unseen")
     parser.add_argument("--json", type=Path)
@@ -185,7 +201,7 @@ def main() -> int:
     targets = args.target or list(TARGETS)
     for name in args.nets:
         with tempfile.TemporaryDirectory() as folder:
-            make = partial(bench_net, find_net(args.cache, name), UNSEEN[name], targets, Path(folder))
+            make = partial(bench_net, find_net(args.cache, name), FAMILIES[name], targets, Path(folder))
             for row in resume_rows(args.state, f"run_unseen {name} {' '.join(targets)}", Row, make):
                 rows.append(row)
                 print(describe(row), flush=True)

@@ -37,7 +37,7 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     """One family: how its net is made, its samples and labels by part, and the name of its score."""
 
     make: Callable[[], Net]
-    data: Callable[[int], tuple[Array, Any]]
+    data: Callable[[int], tuple[Array | dict[str, Array], Any]]
     score: str
 
 
@@ -139,9 +139,9 @@ def _reading_loss(values: Values, rows: Values) -> Any:
     )
 
 
-def make_centres() -> Net:
+def make_centres(name: str = "centernet", seed: int = 83) -> Net:
     """Returns an anchor-free detector after CenterNet: a map of middles for each class, sizes, and shifts in a cell."""
-    net = Net("centernet", 13, seed=83)
+    net = Net(name, 13, seed=seed)
     net.inputs["image"] = (3, SIDE, SIDE)
 
     def block(x: str, sizes: tuple[int, int], stride: int = 1) -> str:
@@ -156,10 +156,10 @@ def make_centres() -> Net:
     coarse = residual(block(middle, (48, 64), 2), 64)
     x = net.add("Add", [block(_enlarge(net, coarse, 2), (64, 48)), middle])
     x = net.add("Add", [block(_enlarge(net, x, 2), (48, 32)), fine])
-    for name, count, gain in (("heat", KINDS, 0.1), ("size", 2, 0.5), ("shift", 2, 0.1)):
+    for part, count, gain in (("heat", KINDS, 0.1), ("size", 2, 0.5), ("shift", 2, 0.1)):
         y = net.conv(block(x, (32, 32)), (32, count), 1, gain=gain)
-        _ = net.add("Sigmoid", [y], name) if name == "heat" else _rename(net, y, name)
-        net.outputs[name] = (count, SIDE // 4, SIDE // 4)
+        _ = net.add("Sigmoid", [y], part) if part == "heat" else _rename(net, y, part)
+        net.outputs[part] = (count, SIDE // 4, SIDE // 4)
     images, boxes = scene_boxes(TRAIN)
     train_net(net, {"image": images, **encode_centres(boxes)}, _centre_loss, steps=1100, batch=16)
     return net

@@ -124,7 +124,7 @@ def _score_waves(rows: list[Tensors], waves: Any) -> float:
     return float(10 * np.log10((part**2).sum(1) / ((found - part) ** 2).sum(1)).mean())
 
 
-SCORES: dict[str, Callable[[list[Tensors], Any], float]] = {
+FIRST_SCORES: dict[str, Callable[[list[Tensors], Any], float]] = {
     "mIoU": _score_masks,
     "exact": _score_lines,
     "AP": _score_centres,

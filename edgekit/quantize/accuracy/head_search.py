@@ -1,0 +1,289 @@
+"""Which outputs of a detector hold boxes and scores, told by layout and by values.
+
+No model is known by name. Every way to read the outputs that their shapes allow is tried on a few samples, and one
+counts only if its boxes make sense: places that are sure of a class show the same objects as their neighbours do.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+import msgspec
+import numpy as np
+
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.accuracy.box_codes import BINS, CENTRED, decode_boxes, lay_grids
+from edgekit.quantize.accuracy.heads import Columns, Head, are_boxes, overlap_boxes, squash_scores
+
+# Fewer rows are no places where something may be; a small net for images of 64 pixels has 80.
+_LEAST_ROWS = 40
+# More outputs are no head, which has five levels of four at most. Of a language model's cache, two for each layer,
+# pairs and triples would be tried for minutes.
+_MOST_OUTPUTS = 20
+# More rows are pixels, and so are maps whose cells are smaller.
+_MOST_ROWS, _LEAST_CELL = 1 << 17, 4
+_BOX = 4
+# What is less sure than this tells nothing about where something is; detectors for COCO reach 0.3 and more.
+_LEAST_SCORE = 0.1
+# Of the rows at most so many may be sure: most of an image is background.
+_MOST_SURE = 0.3
+# How much more sure neighbours must overlap than with boxes mixed up, and in how many places that is seen. Readings
+# that are right come to 0.20 to 0.49, wrong ones to 0.19 at most, on the detectors of tools/bench/detector_drop.py.
+# Where mixed boxes overlap much there is less to gain: of what is left right ones take 0.32 or more, wrong ones 0.22.
+_LEAST_AGREEMENT, _LEAST_GAIN, _FAINT = 0.2, 0.3, 0.15
+_LEAST_SEEN = 8
+# Overlaps of some dozens of boxes mixed in one way are off by 0.03, so several are: a choice, for the time.
+_MIXES = 8
+# Around a middle boxes are not taught, so its neighbours show the same object less well; but shifts that are right stay
+# within their cell, but for so much. By the CenterNet of tools/bench/collapse/run_unseen.py (0.15) alone.
+_LEAST_CENTRED, _BEYOND_CELL = 0.1, 0.25
+# A softmax with a background has that on top in at least so many places.
+_BACKGROUND = 0.6
+# What is left, once multiplied by the surest class, of a column that says whether there is anything: 0.85 and more. Of
+# a class it is less than 0.5, even where a detector hardly tells its classes apart.
+_SURE_CLASS = 0.65
+_MOST_COMPARED = 60
+# Boxes that are right as they stand need no grid, and what are corners would do for middle and size as well.
+_PREFERRED = {"corners": 2, "middle and size": 1}
+# So many shifts must lie within their cell.
+_MOSTLY = 0.95
+
+
+_Pair = tuple[tuple[Columns, ...], tuple[Columns, ...]]
+"""Columns of boxes, side by side, and of the objectness, if there is one, and the scores."""
+
+
+class _Sure(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of a sample that are sure of a class, the surest first, and that class."""
+
+    rows: Array
+    classes: Array
+
+
+def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None:
+    """Returns how to read the raw head of a detector, None where nothing makes sense as one.
+
+    `outputs` are what a float model gave for a few samples, `image` height and width of what it saw.
+    """
+    best, reached = None, (0, 0.0)
+    for boxes, scores in _pair_columns(outputs[0]):
+        sides, rows = _sides(outputs[0], boxes[0]), sum(_count_rows(outputs[0], boxes[0]))
+        if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
+            continue
+        for head in _read_scores(outputs, boxes, scores):
+            sure = _find_sure(head, outputs)
+            columns = tuple(each.count for each in boxes)
+            for code, grid in lay_grids(columns, rows, sides, image) if sure else ():
+                peaks = sides[0][1:] if code in CENTRED else None
+                coded = msgspec.structs.replace(head, code=code, grid=grid, peaks=peaks)
+                near, mixed = _agreement(coded, outputs, sure, image)
+                rank = (_PREFERRED.get(code, 0), round(near, 2))
+                if near - mixed >= _least_agreement(coded, mixed) and rank > reached:
+                    best, reached = coded, rank
+    return best
+
+
+def may_be_head(outputs: Tensors) -> bool:
+    """Returns True where the shapes of outputs allow them to be the raw head of a detector."""
+    return next(_pair_columns(outputs), None) is not None
+
+
+def find_image(inputs: Tensors) -> tuple[int, int] | None:
+    """Returns height and width of the image among the inputs, None where there is none."""
+    for value in inputs.values():
+        if value.ndim == 4 and min(value.shape[1], value.shape[3]) in {1, 3, 4}:
+            sides = value.shape[2:] if value.shape[1] in {1, 3, 4} else value.shape[1:3]
+            return int(sides[0]), int(sides[1])
+    return None
+
+
+def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
+    """Yields where boxes may lie, and the scores with the objectness, if there is one, in front of them."""
+    if sum(value.dtype.kind == "f" and value.ndim > 1 for value in outputs.values()) > _MOST_OUTPUTS:
+        return
+    for table in _find_tables(outputs):
+        for boxes, scores in _split_table(table):
+            yield (boxes,), scores
+    yield from _pair_maps(outputs)
+    named = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim >= 2}
+    for name, shape in named.items():
+        for other, beside in named.items():
+            pair = name != other and len(shape) == len(beside) == 3 and shape[:2] == beside[:2]
+            if pair and shape[1] >= _LEAST_ROWS and shape[2] >= _BOX and (shape[2] == _BOX or beside[2] == 1):
+                boxes = Columns(outputs=(name,), axis=-1, start=0, stop=_BOX)
+                yield (boxes,), (Columns(outputs=(other,), axis=-1, start=0, stop=beside[2]),)
+
+
+def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
+    """Yields two maps of two channels each, shifts and sizes, beside one of scores with the same sides."""
+    shapes = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim == 4}
+    for axis in (-3, -1):
+        places = {
+            name: tuple(size for place, size in enumerate(shape) if place != 4 + axis) for name, shape in shapes.items()
+        }
+        whole = {name: Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis]) for name, shape in shapes.items()}
+        # Those of two channels first: of a language model's cache every output has four dimensions.
+        halves = [
+            name
+            for name, shape in shapes.items()
+            if shape[axis] == _BOX // 2 and math.prod(places[name]) >= _LEAST_ROWS
+        ]
+        for shifts, sizes in permutations(halves, 2):
+            for scores in shapes if places[shifts] == places[sizes] else ():
+                if scores not in {shifts, sizes} and places[scores] == places[shifts]:
+                    yield (whole[shifts], whole[sizes]), (whole[scores],)
+
+
+def _find_tables(outputs: Tensors) -> Iterator[Columns]:
+    """Yields what may be a table of boxes and scores: one output, or maps of several levels with as many channels."""
+    shapes = {
+        name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.shape[:1] == (1,)
+    }
+    for name, shape in shapes.items():
+        if len(shape) == 3:
+            for axis in (-1, -2):
+                if shape[axis] > _BOX and math.prod(shape) // shape[axis] >= _LEAST_ROWS:
+                    yield Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis])
+    for rank, axis in ((4, -3), (4, -1), (5, -1)):
+        levels = tuple(name for name, shape in shapes.items() if len(shape) == rank)
+        channels = {shapes[name][axis] for name in levels}
+        if len(channels) != 1:
+            continue
+        (count,) = channels
+        for anchors in (1, 3) if rank == 4 else (1,):
+            if count % anchors == 0 and count // anchors > _BOX:
+                ordered = tuple(sorted(levels, key=lambda name: -math.prod(shapes[name])))
+                yield Columns(outputs=ordered, axis=axis, start=0, stop=count // anchors, anchors=anchors)
+
+
+def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+    """Yields the usual orders of columns: boxes first or last, with or without a score of there being anything."""
+    count = table.count
+
+    def part(start: int, stop: int) -> Columns:
+        return msgspec.structs.replace(table, start=start, stop=stop)
+
+    for width in (_BOX, *(_BOX * bins for bins in BINS)):
+        if width + 1 > count:
+            continue
+        yield part(0, width), (part(width, count),)
+        yield part(count - width, count), (part(0, count - width),)
+        if width + 2 <= count:
+            yield part(0, width), (part(width, width + 1), part(width + 1, count))
+            yield part(1, width + 1), (part(0, 1), part(width + 1, count))
+
+
+def _count_rows(outputs: Tensors, columns: Columns) -> list[int]:
+    return [
+        math.prod(outputs[name].shape) // outputs[name].shape[columns.axis] * columns.anchors
+        for name in columns.outputs
+    ]
+
+
+def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
+    """Returns anchors, height and width of each level, nothing where rows are not laid out as maps."""
+    found: list[tuple[int, int, int]] = []
+    for name in columns.outputs:
+        shape = outputs[name].shape
+        if len(shape) < 4:
+            return ()
+        height, width = shape[2:4] if columns.axis == -3 or len(shape) == 5 else shape[1:3]
+        found.append((shape[1] if len(shape) == 5 else columns.anchors, height, width))
+    return tuple(found)
+
+
+def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: tuple[Columns, ...]) -> Iterator[Head]:
+    """Yields how scores may be read, as their values allow: probabilities, or logits with or without background."""
+    scores = [parts[-1].view(row) for row in outputs]
+    low, high = min(float(each.min()) for each in scores), max(float(each.max()) for each in scores)
+    # The least and the largest of what holds NaN are NaN.
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return
+    are_shares = _are_shares(low, high)
+    squash = "" if are_shares else "sigmoid"
+    if len(parts) == 2:
+        there = np.stack([parts[0].read(row) for row in outputs])
+        whether = "" if _are_shares(float(there.min()), float(there.max())) else "sigmoid"
+        there = squash_scores(there, whether)
+        # Both are monotonic: the largest score is that of the largest value.
+        both = there * squash_scores(
+            np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64), squash
+        )
+        # Where something is, some class is sure too: a class in that place would stand alone.
+        if both.max(axis=1).mean() >= _SURE_CLASS * max(float(there.max(axis=1).mean()), 1e-12):
+            yield Head(boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, there=whether, code="")
+        return
+    if parts[0].count > 1:
+        ends, tops = (0, parts[0].count - 1), np.stack([each.argmax(axis=-1) for each in scores])
+        shares = [float((tops == end).mean()) for end in ends]
+        sums_to_one = (
+            are_shares and max(np.abs(each.sum(axis=-1, dtype=np.float64) - 1).max() for each in scores) < 1e-2
+        )
+        if max(shares) >= _BACKGROUND and (sums_to_one or not are_shares):
+            over = "" if sums_to_one else "softmax"
+            yield Head(boxes=boxes, scores=parts[0], squash=over, background=ends[int(np.argmax(shares))], code="")
+    yield Head(boxes=boxes, scores=parts[0], squash=squash, code="")
+
+
+def _are_shares(low: float, high: float) -> bool:
+    return low >= -1e-3 and high <= 1 + 1e-3
+
+
+def _find_sure(head: Head, outputs: Sequence[Tensors]) -> tuple[_Sure, ...]:
+    """Returns the rows of each sample that are sure of a class, nothing where they are too many, or sure of nothing."""
+    best = np.stack([head.read_surest(row) for row in outputs])
+    least = float(best.max()) / 2
+    if 2 * least < _LEAST_SCORE or np.mean(best >= least) > _MOST_SURE or np.sum(best >= least) < _LEAST_SEEN:
+        return ()
+    found: list[_Sure] = []
+    for row, tops in zip(outputs, best, strict=True):
+        rows = np.argsort(-tops, kind="stable")[: min(_MOST_COMPARED, int((tops >= least).sum()))]
+        found.append(_Sure(rows=rows, classes=head.read_scores(row, rows).argmax(axis=1)))
+    return tuple(found)
+
+
+def _agreement(
+    head: Head, outputs: Sequence[Tensors], sure: Sequence[_Sure], image: tuple[int, int]
+) -> tuple[float, float]:
+    """Returns how much sure neighbours overlap, and how much they would with the box of another; 0 for what is no head.
+
+    Places alone make neighbours overlap, so for the comparison each gets the numbers of another one, several times
+    where the first time leaves a hope.
+    """
+    values = [head.read_boxes(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
+    every = np.concatenate(values)
+    boxes = [decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
+    beyond = np.abs(every[:, :2] - 0.5).max(axis=1) - 0.5
+    in_cells = head.peaks is None or float((beyond <= _BEYOND_CELL).mean()) >= _MOSTLY
+    if not in_cells or not are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
+        return 0.0, 0.0
+    near = [each for right, one in zip(boxes, sure, strict=True) for each in _overlap_neighbours(right, one.classes)]
+    if len(near) < _LEAST_SEEN:
+        return 0.0, 0.0
+    rng, others, own = np.random.default_rng(0), list[float](), float(np.mean(near))
+    while len(others) < _MIXES and (not others or own - others[0] >= _least_agreement(head, others[0]) / 2):
+        others.append(_overlap_mixed(head, rng.permutation(every), sure))
+    return own, float(np.mean(others))
+
+
+def _overlap_mixed(head: Head, values: Array, sure: Sequence[_Sure]) -> float:
+    """Returns how much sure neighbours overlap with the numbers of boxes `values`, those of all rows one by one."""
+    swapped = np.split(values, np.cumsum([len(one.rows) for one in sure])[:-1])
+    boxes = [decode_boxes(head.code, swap, head.grid, one.rows) for swap, one in zip(swapped, sure, strict=True)]
+    return float(
+        np.mean([each for box, one in zip(boxes, sure, strict=True) for each in _overlap_neighbours(box, one.classes)])
+    )
+
+
+def _least_agreement(head: Head, mixed: float) -> float:
+    """Returns how much more than with mixed boxes neighbours must overlap."""
+    if head.peaks is not None:
+        return _LEAST_CENTRED
+    return min(_LEAST_AGREEMENT, max(_FAINT, _LEAST_GAIN * (1 - mixed)))
+
+
+def _overlap_neighbours(boxes: Array, classes: Array) -> list[float]:
+    """Returns how much each box overlaps the one of its class that it overlaps most."""
+    overlaps = overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
+    np.fill_diagonal(overlaps, 0)
+    return [float(value) for value in overlaps.max(axis=1)] if len(boxes) > 1 else []
