@@ -90,6 +90,10 @@ def test_a_budget_that_is_over_stops_the_run(tmp_path: Path, work: Path) -> None
     assert run.failure is None
     assert run.stopped_early
     assert run.outputs.count == 4
+    # It said so of all that it was given, too: what is whole was not stopped.
+    few = make_job(float_conv(tmp_path / "f.onnx"), "nnapi", noise_samples(4))
+    whole = run_piped(few, work / "whole", budget_s=0.0)
+    assert (whole.outputs.count, whole.stopped_early, whole.notes) == (4, False, ())
 
 
 def test_a_refusal_is_told_in_its_words(tmp_path: Path, work: Path) -> None:

@@ -141,6 +141,8 @@ def judge_run(
 ) -> DeviceRun:
     """Returns the run of a device from what its far side says, None where that is nothing, and what came back."""
     far = far or _NOTHING
+    # Programs look at the clock before they see that there is no further sample.
+    stopped_early = far.status == "stopped" and outputs.count < job.samples.count
     return DeviceRun(
         device=runner.device,
         evidence=runner.evidence,
@@ -153,8 +155,8 @@ def judge_run(
         elapsed_ms=far.elapsed_ms[: outputs.count],
         peak_rss_bytes=far.peak_rss_bytes,
         versions={printable(key): printable(value) for key, value in list(far.versions.items())[:_MOST_VERSIONS]},
-        notes=describe_stop(outputs.count, job) if far.status == "stopped" else (),
-        stopped_early=far.status == "stopped",
+        notes=describe_stop(outputs.count, job) if stopped_early else (),
+        stopped_early=stopped_early,
         failure=failure,
         cpu_features=far.cpu_features,
         before=far.before,
