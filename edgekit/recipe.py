@@ -1,11 +1,12 @@
 """What to build and how: the options of a build, which a recipe file can hold as well."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError
 from edgekit.model.outputs import OutputKind, StatedOutput
@@ -145,6 +146,11 @@ def load_targets(recipe: Recipe) -> tuple[Target, ...]:
         if key not in {target.name for target in loaded}:
             raise UsageError(f"the recipe has thresholds for '{key}', which is not built", hint="name a built target")
     return tuple(_adjust(name, target, recipe) for name, target in zip(dict.fromkeys(names), loaded, strict=True))
+
+
+def takes_any_size(targets: Sequence[Target]) -> bool:
+    """Returns True if dimensions may stay open for all targets: ONNX Runtime's own provider takes any size."""
+    return all(target.provider == CPU_PROVIDER for target in targets)
 
 
 def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:

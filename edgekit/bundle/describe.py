@@ -24,6 +24,7 @@ from edgekit.bundle.manifest.manifest import (
     ProviderShare,
     Tested,
 )
+from edgekit.bundle.manifest.open_dims import measure_open
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.data.images import Preprocess
@@ -119,6 +120,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         fallback=target.fallback,
         state=contents.state if contents.state.feeds else msgspec.UNSET,
         buckets=contents.buckets or msgspec.UNSET,
+        open_dims=measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,
     )
 
 

@@ -104,4 +104,4 @@ def make_environment(folder: Path) -> SandboxedEnvironment:
 
 
 def _dims(spec: TensorSpec) -> str:
-    return ", ".join("depends on the data" if dim is None else str(dim) for dim in spec.shape or ())
+    return ", ".join("depends on the data" if dim is None else plain(str(dim)) for dim in spec.shape or ())

@@ -11,6 +11,7 @@ import msgspec
 from edgekit.bundle.golden.golden import OUTPUTS, Golden, make_golden
 from edgekit.bundle.golden.recorded import Recorded, adopt_reference, adopt_unpadded
 from edgekit.bundle.golden.sequences import plan_sequences
+from edgekit.bundle.manifest.open_dims import list_open, open_specs
 from edgekit.bundle.opening import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
@@ -34,7 +35,7 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.recipe import Data, Recipe, choose_precision
+from edgekit.recipe import Data, Recipe, choose_precision, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
 from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
@@ -141,8 +142,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
-    golden = make_golden(source, samples.evaluation, job.work / "golden", labels=samples.labels)
-    check_class_labels(golden)
+    golden = _make_golden(source, prepared, samples, job.work / "golden")
     recorded = _open_recorded(data, golden, source, job)
     buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, job)
     wanted = not is_quantized and job.wants_integers(floats)
@@ -170,8 +170,23 @@ def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | N
     job.progress("prepare the model")
     recipe = job.recipe
     dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
-    fixed = ready_model(source, job.work, dims)
+    is_free = not recipe.buckets and takes_any_size(job.targets)
+    fixed = ready_model(source, job.work, dims, may_stay_open=is_free)
     return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, job.work)
+
+
+def _make_golden(source: Model, prepared: Model, samples: SampleSets, out: Path) -> Golden:
+    """Returns the golden samples, with every dimension open that the model leaves open, whatever sizes they have."""
+    golden = make_golden(source, samples.evaluation, out, labels=samples.labels, ragged=True)
+    check_class_labels(golden)
+    if all(spec.is_static for spec in prepared.inputs):
+        return golden
+    names = {name for name, _, _ in list_open(prepared.inputs)}
+    inputs, outputs = (
+        tuple(open_specs(known, stated, names))
+        for known, stated in ((golden.inputs, prepared.inputs), (golden.outputs, prepared.outputs))
+    )
+    return msgspec.structs.replace(golden, inputs=inputs, outputs=outputs)
 
 
 def _filling(sequences: Sequences, sized: BucketModels | None) -> Sequences:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import staged_entries, work_folder
-from edgekit._ort import CPU_PROVIDER, Level
+from edgekit._ort import Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedFiles, ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality, compare_onnx
@@ -22,7 +22,7 @@ from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq.qoperator import write_qoperator
 from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
-from edgekit.recipe import Data, Recipe, load_targets
+from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.target import Form, Target
 
 # What weights of a form have at least of the size of float ones; what is written is judged when it is.
@@ -150,9 +150,8 @@ def _write_coreml(
 
 
 def _prepare(source: Model, out: Path, recipe: Recipe, targets: Sequence[Target]) -> Model:
-    # ONNX Runtime's own provider takes any size, and a file without a target is for it.
-    is_free = all(target.provider == CPU_PROVIDER for target in targets)
-    return prepare_model(source, out, recipe.dims, may_stay_open=is_free)
+    # A file without a target is for ONNX Runtime's own provider.
+    return prepare_model(source, out, recipe.dims, may_stay_open=takes_any_size(targets))
 
 
 def _fuse(

@@ -42,7 +42,7 @@ from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.qdq.build import plan_calibration
 from edgekit.quantize.ranges.methods import AUTO_METHODS, PLAIN_METHODS
-from edgekit.recipe import Data, Recipe, choose_precision, load_targets
+from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
 from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.target import INTEGERS, Precision, Target, TaskLimit
@@ -187,7 +187,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     plan = _open_plan(model, recipe, how)
     precision = _choose_integers(target, recipe, plan)
     source = load_model(model)
-    fixed = ready_model(source, work, recipe.dims)
+    fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if reason := explain_no_gain(read_graph(fixed.model), target, precision, partial(check_model, fixed.model, target)):
         budget.progress(reason)
     outputs = check_outputs(recipe.outputs, fixed.model)

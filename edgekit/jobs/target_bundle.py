@@ -1,6 +1,6 @@
 """One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -76,8 +76,10 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     models: dict[Step, Model] = {"prepare": inputs.prepared}
     if quantized is not None:
         models["quantize"] = quantized.model
+    bundle = write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}")
+    notes += _tell_open(bundle.manifest.open_dims or {})
     return BuiltBundle(
-        bundle=write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}"),
+        bundle=bundle,
         target=target,
         check=deployed.check,
         models=models,
@@ -85,6 +87,14 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
         quantized=quantized,
         notes=tuple(notes),
     )
+
+
+def _tell_open(sizes: Mapping[str, Sequence[int]]) -> Sequence[str]:
+    """Returns which dimensions stay open, and at which sizes the bundle can be verified."""
+    if not sizes:
+        return ()
+    known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
+    return (f"any size may be passed where a dimension stays open; golden samples have: {known}",)
 
 
 def _make_model(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> tuple[BuildInputs, _Made]:

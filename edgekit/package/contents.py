@@ -61,6 +61,9 @@ def cut_bundles(bundles: Sequence[Bundle], extras: Collection[Extra], work: Path
 
     Of the golden samples those of the self-test go along, those of all bundles together, and with `share` only once. A
     bundle without a self-test of its own keeps them all: nothing less can prove it.
+
+    Raises:
+        UsageError: all samples of a bundle with open dimensions are to go along.
     """
     rows: dict[str, set[int]] = {}
     for bundle in bundles:
@@ -81,6 +84,11 @@ def _cut(bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: P
     if chosen:
         files[f"{GOLDEN}/{EXPECTED}"] = bundle.folder / GOLDEN / EXPECTED
     if not chosen or {"all", "golden"} & set(extras):
+        if manifest.open_dims:
+            raise UsageError(
+                f"golden samples of '{bundle.folder}' have several sizes, and a loader's self-test reads rows of one",
+                hint="leave out --with: those of the self-test go along",
+            )
         whole = {INPUTS: bundle.folder / GOLDEN / INPUTS, OUTPUTS: bundle.folder / GOLDEN / OUTPUTS}
         golden = _place(files, whole, share=share and "all" not in extras)
         return Cut(files=files, golden=golden, samples=manifest.golden.samples, chosen=chosen, reference="outputs")

@@ -11,14 +11,19 @@ import numpy as np
 from edgekit._files import digest_bytes
 from edgekit._ort import Level
 from edgekit.app_runtime import AppRuntime
-from edgekit.bundle.folder import MANIFEST, Bundle
+from edgekit.bundle.folder import GOLDEN, MANIFEST, Bundle
+from edgekit.bundle.golden.expected import EXPECTED
+from edgekit.bundle.golden.golden import read_inputs
 from edgekit.bundle.manifest.buckets import Bucket, Buckets
 from edgekit.bundle.manifest.checks import read_bounded
-from edgekit.bundle.manifest.manifest import BundledFile, Manifest
+from edgekit.bundle.manifest.manifest import BundledFile, BundledTensor, Manifest
+from edgekit.bundle.manifest.open_dims import list_open
 from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.statement import SIGNATURE
+from edgekit.data.npz import read_rows
+from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import Tensors, TensorSpec, shape_matches
 from edgekit.package.contents import Cut
 
 # GraphOptimizationLevel of onnxruntime_c_api.h.
@@ -213,6 +218,8 @@ def clean_name(text: str) -> str:
 
 
 def _list_inputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
+    if bundle.manifest.open_dims:
+        return _close(bundle, bundle.manifest.inputs, _read_open_sample(bundle))
     open_one = next((tensor for tensor in bundle.manifest.inputs if not tensor.is_static), None)
     if open_one is not None:
         raise UsageError(
@@ -224,6 +231,9 @@ def _list_inputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
 
 def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
     """Returns the outputs of fixed shape: the loaders' self-test compares those, row by row."""
+    if bundle.manifest.open_dims:
+        expected = next(read_rows(bundle.folder / GOLDEN / EXPECTED))
+        return _close(bundle, [spec for spec in bundle.manifest.outputs if spec.name in expected], expected)
     fixed = tuple(tensor.spec for tensor in bundle.manifest.outputs if tensor.is_static)
     if not fixed:
         raise UsageError(
@@ -232,6 +242,31 @@ def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
             hint="let the model give one output of fixed shape too, such as the number of detections",
         )
     return fixed
+
+
+def _read_open_sample(bundle: Bundle) -> Tensors:
+    """Returns a sample of the self-test of a bundle with open dimensions: all of them have its shapes.
+
+    Raises:
+        UsageError: there is no self-test, or open dimensions are of state.
+    """
+    chosen, state = bundle.manifest.golden.chosen, bundle.manifest.state
+    held = {name for _, name, _ in list_open(bundle.manifest.inputs)} & (state.feeds.keys() if state else set[str]())
+    if not chosen or held:
+        why = f"its state '{min(held)}' may grow, and no loader feeds it back" if held else "it has no self-test"
+        raise UsageError(
+            f"'{bundle.folder}' cannot be packaged with open dimensions: {why}",
+            hint="build it with the size of every dimension: --dim NAME=INT",
+        )
+    return next(iter(select_samples(read_inputs(bundle.golden), [chosen[0].row])))
+
+
+def _close(bundle: Bundle, tensors: Sequence[BundledTensor], sample: Tensors) -> tuple[TensorSpec, ...]:
+    """Returns tensors with the shapes of a sample, which are those of the loaders' self-test."""
+    odd = next((each.name for each in tensors if not shape_matches(sample[each.name].shape, each)), None)
+    if odd is not None:
+        raise BundleError(f"the self-test of '{bundle.folder}' has another '{odd}'", hint="build the bundle again")
+    return tuple(TensorSpec(name=each.name, dtype=each.dtype, shape=sample[each.name].shape) for each in tensors)
 
 
 def _name(bundle: Bundle) -> str:

@@ -115,8 +115,10 @@ class FixedModel(msgspec.Struct, frozen=True, kw_only=True):
     fixes: tuple[Fix, ...]
 
 
-def ready_model(source: Model, folder: Path, dims: Mapping[str, int]) -> FixedModel:
+def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> FixedModel:
     """Writes into a folder what every build starts from: a model prepared, with the rewrites for every provider.
+
+    A dimension without a number stays open where it `may_stay_open`.
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
@@ -124,7 +126,8 @@ def ready_model(source: Model, folder: Path, dims: Mapping[str, int]) -> FixedMo
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `folder` cannot be written.
     """
-    prepared = prepare_model(source, folder / "prepared" / f"{source.name}.onnx", dims)
+    out = folder / "prepared" / f"{source.name}.onnx"
+    prepared = prepare_model(source, out, dims, may_stay_open=may_stay_open)
     return fix_model(prepared, folder / "fixed" / f"{source.name}.onnx")
 
 

@@ -1,17 +1,19 @@
 """Verifying a bundle that is there already: on devices by name, with its own samples or with others."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden.golden import INPUTS, make_golden, read_inputs
+from edgekit.bundle.golden.golden import INPUTS, Golden, make_golden, read_inputs, read_outputs
 from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.labels import read_task_labels
+from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_sequences
 from edgekit.data.split import load_sequences
 from edgekit.devices.device import Device
@@ -20,10 +22,12 @@ from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import OutputError, UsageError
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
+from edgekit.model.tensors import TensorSpec
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.causes.attribute import keep_attribution
+from edgekit.verify.devices.buckets import Unfilled
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import read_known, write_report
@@ -100,7 +104,7 @@ def verify_with(
     source = _open_source(bundle, reference)
     devices = find_devices(bundle, read_target(bundle), choice)
     state = bundle.manifest.state or State()
-    every = load_sequences(data.source, bundle.manifest.inputs, state, data.preprocess)
+    every = load_sequences(data.source, _list_inputs(bundle), state, data.preprocess)
     metric = task or bundled_task(bundle.manifest)
     kind = "class" if metric is None else find_metric(metric).labels
     labels = None if data.labels is None else read_task_labels(data.labels, kind, every)
@@ -108,20 +112,45 @@ def verify_with(
     with work_folder() as work:
         (progress or say_nothing)("run the float model")
         sequences = plan_sequences(source, state, bundle.golden.inputs, bundle.golden.outputs, work)
-        chosen = refusing_bad(sequences.unroll(select_samples(every, kept), "evaluation"))
+        given = select_samples(every, kept)
+        chosen = refusing_bad(sequences.unroll(_fill(bundle, given), "evaluation"))
         known = None if labels is None else [labels[index] for index in kept]
-        golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE)
+        golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE, ragged=True)
         check_class_labels(golden)
         return verify_bundle(
             bundle,
             devices,
-            golden=golden,
+            golden=_add_lengths(bundle, source, given, golden, work / "unpadded"),
             task=task,
             float_model=source.path,
             layers=layers,
             ancestry=_describe_ancestry(bundle, digest_file(golden.folder / INPUTS)),
             progress=progress,
         )
+
+
+def _list_inputs(bundle: Bundle) -> Sequence[TensorSpec]:
+    """Returns the inputs that samples are read for: of any length where the bundle has several sizes."""
+    inputs, buckets = bundle.manifest.inputs, bundle.manifest.buckets
+    return free_axes(buckets.padding.inputs, inputs) if buckets else inputs
+
+
+def _fill(bundle: Bundle, samples: Samples) -> Samples:
+    buckets = bundle.manifest.buckets
+    return pad_samples(buckets.padding, samples, buckets.sizes[-1].size) if buckets else samples
+
+
+def _add_lengths(bundle: Bundle, source: Model, given: Samples, golden: Golden, work: Path) -> Golden | Unfilled:
+    """Returns golden samples with what the float model makes of them as long as they are, in a bundle with buckets.
+
+    `given` are those samples before they were filled.
+    """
+    buckets = bundle.manifest.buckets
+    if not buckets:
+        return golden
+    lengths = tuple(buckets.padding.measure(sample) for sample in given)
+    whole = make_golden(source, given, work, at_once=_AT_ONCE, ragged=True)
+    return Unfilled(golden=golden, lengths=lengths, outputs=read_outputs(whole))
 
 
 def _open_source(bundle: Bundle, reference: Path) -> Model:
@@ -143,7 +172,7 @@ def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -
     """
     if data is None:
         return read_inputs(bundle.golden)
-    return limit_samples(load_samples(data.source, bundle.manifest.inputs, data.preprocess), samples)
+    return limit_samples(load_samples(data.source, _list_inputs(bundle), data.preprocess), samples)
 
 
 def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[Device]:

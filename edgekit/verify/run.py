@@ -31,9 +31,10 @@ from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, fi
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
 from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
-from edgekit.verify.devices.buckets import run_buckets
+from edgekit.verify.devices.buckets import Unfilled, run_buckets
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
+from edgekit.verify.devices.open_sizes import compare_sizes
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
@@ -51,10 +52,18 @@ from edgekit.verify.tasks.tasks import measure_task
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    golden: Golden | None
+    given: Golden | Unfilled | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
+
+    @property
+    def golden(self) -> Golden | None:
+        return self.given.golden if isinstance(self.given, Unfilled) else self.given
+
+    @property
+    def unfilled(self) -> Unfilled | None:
+        return self.given if isinstance(self.given, Unfilled) else None
 
 
 class _Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +105,7 @@ def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
     *,
-    golden: Golden | None = None,
+    golden: Golden | Unfilled | None = None,
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
@@ -119,7 +128,7 @@ def verify_bundle(
     """
     manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = find_present(devices)
-    asked = _Asked(golden=golden, task=task or bundled_task(manifest), float_model=float_model, layers=layers)
+    asked = _Asked(given=golden, task=task or bundled_task(manifest), float_model=float_model, layers=layers)
     runs, broken, held = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
     return VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
@@ -223,10 +232,12 @@ def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
 
 
 def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> SizesReport | None:
-    """Returns what the device makes of samples in each bucket: of other samples nobody knows how long they were."""
-    if asked.golden is not None:
+    """Returns how samples of each size do: in buckets, as far as it is known how long they were, or as they are."""
+    if trial.bundle.manifest.open_dims and trial.run.failure is None:
+        return compare_sizes(trial.bundle.manifest, trial.inputs, trial.reference, trial.run.outputs)
+    if asked.golden is not None and asked.unfilled is None:
         return None
-    return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work)
+    return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work, asked.unfilled)
 
 
 def _score(trial: _Trial, asked: _Asked) -> Scored | None:
@@ -347,7 +358,7 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
     done, planned = len(trial.rows), trial.job.samples.count
     if done < planned:
         yield f"it stopped after {done} of {planned} samples: only these were compared"
-    if trial.bundle.manifest.buckets and asked.golden is not None:
+    if trial.bundle.manifest.buckets and asked.golden is not None and asked.unfilled is None:
         yield "samples of your own run in the largest size alone: the others were not judged"
     if trial.bundle.manifest.precision != "fp16":
         yield from find_own_half_values(trial.reference, trial.run.outputs, trial.bundle, trial.inputs)

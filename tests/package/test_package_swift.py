@@ -36,7 +36,7 @@ def test_the_package_names_its_module_platform_and_dependency(package: Path) -> 
     assert '.iOS("16.0")' in text
     assert 'from: "1.29.0"' in text
     assert {path.name for path in (package / "Sources" / "DigitsMobilenet").iterdir()} == {
-        "Bundles.swift", "Loader.swift", "Resources", "SelfTest.swift", "Variant.swift",
+        "Bundles.swift", "Loader.swift", "Resources", "SelfTest.swift", "Sizes.swift", "Variant.swift",
     }  # fmt: skip
 
 

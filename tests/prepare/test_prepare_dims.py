@@ -94,6 +94,16 @@ def test_a_formula_of_other_dims_follows(tmp_path: Path) -> None:
         ("-a + b", 1),
         ("b/2", None),
         ("((b - 1)//2) + 1", 2),
+        ("b**2", 9),
+        ("a**-1", None),
+        ("(" * 20 + "b" + "**8)" * 20, None),
+        ("FloorDiv(b, 2)", 1),
+        ("FloorDiv(b)", None),
+        ("Mod(b, a) + PythonMod(b, a)", 2),
+        ("CeilToInt(IntTrueDiv(b, 2))", 2),
+        ("TruncToInt(b/2) + FloorToInt(b/2) + CeilDiv(b, 2)", 4),
+        ("CleanDiv(4*b, a)", 6),
+        ("Mod(b, 0)", None),
     ],
 )
 def test_formulas(formula: str, size: int | None) -> None:
@@ -128,6 +138,33 @@ def test_a_name_follows_from_a_formula_and_must_agree_with_it(tmp_path: Path) ->
         prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 16, "seq": 1, "past": 3})
     with pytest.raises(UsageError, match="comes to -1"):
         prepare_model(load_model(path), tmp_path / "out.onnx", {"past + seq": 2, "seq": 3})
+
+
+@pytest.mark.parametrize(
+    ("dims", "given", "sizes"),
+    [
+        (("s0", "s1", "s0 + s1"), {"s0": 2, "s1": 3}, (2, 3, 5)),
+        (("s0", "2*s0", "s0**2"), {"s0": 3}, (3, 6, 9)),
+        (("2*s0", "s0 + s1", "s1"), {"s0": 2, "s1": 0}, (4, 2, 0)),
+        (("past", "seq", "past + seq"), {"past": 0, "seq": 4}, (0, 4, 4)),
+        (("s77", "((s77 - 1)//2) + 1", "Max(1, s77)"), {"s77": 6}, (6, 3, 6)),
+    ],
+)
+def test_a_formula_of_dynamo_is_never_asked_for(
+    tmp_path: Path, dims: tuple[str, str, str], given: dict[str, int], sizes: tuple[int, int, int]
+) -> None:
+    path = tmp_path / "m.onnx"
+    text = "g (float[A] x, float[B] y, float[C] z) => (float[A] a, float[B] b, float[C] c) {a=Abs(x) b=Abs(y) c=Abs(z)}"
+    proto = onnx.load(str(make_model(text, path).path))
+    for place, name in enumerate(dims):
+        for value in (proto.graph.input[place], proto.graph.output[place]):
+            value.type.tensor_type.shape.dim[0].dim_param = name
+    onnx.save(proto, str(path))
+    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", given)
+    assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(size,) for size in (*sizes, *sizes)]
+    with pytest.raises(UsageError, match="without a number") as caught:
+        prepare_model(load_model(path), tmp_path / "none.onnx", {})
+    assert caught.value.hint == "add " + " ".join(f"--dim {name}=INT" for name in sorted(given))
 
 
 def test_a_negative_dimension_is_dynamic(tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
 from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
+from edgekit.verify.on_devices import verify_with
 from edgekit.verify.run import verify_bundle
 
 
@@ -87,6 +89,9 @@ def test_a_model_that_does_not_mask_what_fills_a_sample_is_found(tmp_path: Path)
     (run,) = verify_bundle(open_bundle(made), [InProcess()]).runs
     assert {gate.name for gate in run.gates if gate.failures} == {"size"}
     assert any("what fills a sample changes what the float model itself makes of it" in line for line in run.failures)
+    own = Data(source=str(tmp_path / "data"))
+    (run,) = verify_with(open_bundle(made), tmp_path / "net.onnx", own, DeviceChoice(names=("host",))).runs
+    assert {gate.name for gate in run.gates if gate.failures} == {"size"}
 
 
 def test_the_loader_of_a_package_fills_picks_and_cuts(bundle: Bundle, tmp_path: Path) -> None:
@@ -112,6 +117,38 @@ def test_the_loader_of_a_package_fills_picks_and_cuts(bundle: Bundle, tmp_path: 
         np.testing.assert_allclose(got["t"], wanted["t"][:, :length], rtol=1e-4)
     with pytest.raises(loader.LoaderError, match="takes no sample of 13"):
         sizes.run(make_sample(13, 0))
+
+
+def test_the_swift_package_knows_sizes_and_what_fills_them(bundle: Bundle, tmp_path: Path) -> None:
+    package_bundles([bundle.folder], "swiftpm", tmp_path / "p")
+    (table,) = (tmp_path / "p").rglob("Bundles.swift")
+    text = " ".join(table.read_text().split())
+    assert 'sizes: [ ModelSize(size: 4, file: "net-4.onnx"), ModelSize(size: 8, file: "net-8.onnx"), ' in text
+    assert 'FilledTensor(name: "mask", axes: [1], element: [0, 0, 0, 0]), ], cut: [ FilledTensor(name: "half",' in text
+    # No compiler is here: at least every name that the table uses is declared with these words.
+    (declared,) = (tmp_path / "p").rglob("Variant.swift")
+    words = declared.read_text()
+    assert all(
+        f"let {name}:" in words for name in ("size", "file", "name", "axes", "element", "sizes", "filled", "cut")
+    )
+    assert "`Sizes(loader:bundle:)`" in (tmp_path / "p" / "README.md").read_text()
+
+
+def test_samples_of_ones_own_go_to_the_smallest_size_that_takes_them(bundle: Bundle, tmp_path: Path) -> None:
+    data = Data(source=write_samples(tmp_path / "own", (1, 6, 7, 12)))
+    float_model = write_net(tmp_path)
+    (run,) = verify_with(bundle, float_model, data, DeviceChoice(names=("host",))).runs
+    assert run.passed, (run.failures, run.unproven)
+    assert run.sizes is not None
+    assert [size.lengths for size in run.sizes.sizes] == [(1,), (6, 7), (1, 6, 7, 12)]
+    long = Data(source=write_samples(tmp_path / "long", (9, 10)))
+    (run,) = verify_with(bundle, float_model, long, DeviceChoice(names=("host",))).runs
+    assert not run.failures
+    assert [line for line in run.unproven if "sequence" in line] == [
+        "no sample ran with sequence=4", "no sample ran with sequence=8",
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="has 13 of 'sequence', the largest bucket 12"):
+        verify_with(bundle, float_model, Data(source=write_samples(tmp_path / "13", (13,))), DeviceChoice())
 
 
 def test_a_joined_bundle_keeps_its_sizes(bundle: Bundle, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from mutate_file import mutate_path
 from nasty import OUTSIDE, draw_text
 
 _TARGETS = ("cpu", "nnapi", "xnnpack", "qnn", "coreml")
-_FLOAT_MODELS = ("net", "dyn", "loop", "branch", "function", "attention", "lstm", "shapes")
-_INPUTS = ("x", "x:0", "N", "H", "W", "c", "sizes", "mask", "nowhere")
+_FLOAT_MODELS = ("net", "dyn", "loop", "branch", "function", "attention", "lstm", "shapes", "words")
+_INPUTS = ("x", "x:0", "N", "H", "S", "W", "c", "sizes", "mask", "nowhere")
 
 
 class Case:
@@ -92,6 +92,15 @@ class Case:
             found += ["--dim", f"{name}={self.rng.choice(('1', '2', '8', '0', '65536', '2147483647', 'x'))}"]
         return found
 
+    def buckets(self) -> list[str]:
+        """Returns several sizes of a dimension, mostly of one that has such, and what fills inputs."""
+        sizes = self.rng.choice(
+            ("2,8", "2,5,8", "2,5,8", "8,2", "2,2", "2,", "0,8", "2,x", "2,2147483647", ",".join("8" * 70))
+        )
+        name = self.rng.choice(("S", "S", "S", "S", "N", "ids:1", "nowhere"))
+        batch = self.some(0.8, "--dim", "N=1")
+        return [*batch, "--dim", f"{name}={sizes}", *self.option(0.3, "--pad", "ids=1", "mask=nan", "y=1", "ids=1e99")]
+
     def out(self, name: str) -> list[str]:
         """Returns the option --out with a place in the case's folder."""
         self.writes.add(name)
@@ -103,6 +112,8 @@ class Case:
             "bundles/net-cpu",
             "bundles/net-nnapi",
             "stateful/recurrent-cpu",
+            "open/words-cpu",
+            "sized/words-cpu",
             "joined",
             "made/joined.zip",
             "made/joined.tar",
@@ -113,6 +124,8 @@ class Case:
     def data(self, model: str) -> list[str]:
         """Takes samples that fit a model, or others."""
         stem = Path(model).stem
+        if stem == "words" and self.rng.random() < 0.9:
+            return ["--data", self.take("data/words")]
         name = f"data/{stem if stem in {'net', 'lstm', 'loop', 'attention', 'recurrent'} else 'net'}.npz"
         kind = self.rng.random()
         if kind < 0.1:
@@ -195,7 +208,7 @@ def _convert(case: Case) -> list[str]:
 
 
 def _build(case: Case) -> list[str]:
-    model = case.model("net", "net", "net", "attention", "lstm", "recurrent")
+    model = case.model("net", "net", "net", "attention", "lstm", "recurrent", "words", "words")
     has_state = Path(model).stem == "recurrent"
     more = case.file(0.5, "--recipe", "texts/state.toml" if has_state else "texts/recipe.toml")
     more += case.option(0.5 if has_state else 0.05, "--steps", "1", "2", "3", "4096", "0", "8")
@@ -205,7 +218,13 @@ def _build(case: Case) -> list[str]:
     if case.rng.random() < 0.2:
         more += ["--eval", case.take("data/net.npz"), "--labels", case.take("data/labels.npy")]
     verify = "--verify" if case.rng.random() < 0.2 else "--no-verify"
-    return [model, *case.data(model), "--target", case.target(), *more, verify, *case.dims(), *case.out("out")]
+    if Path(model).stem == "words":
+        # Half of them with open dimensions, which the cpu takes.
+        sizes = case.buckets() if case.rng.random() < 0.5 else case.some(0.5, "--dim", "N=1")
+        targets = ["--target", case.target() if case.rng.random() < 0.3 else "cpu"]
+    else:
+        sizes, targets = case.dims(), ["--target", case.target()]
+    return [model, *case.data(model), *targets, *more, verify, *sizes, *case.out("out")]
 
 
 def _compare(case: Case) -> list[str]:
@@ -270,7 +289,8 @@ def _verify_device(case: Case) -> list[str]:
         *case.some(0.2, "--html", "verify.html"),
     ]
     if case.rng.random() < 0.2:
-        more += ["--data", case.take("data/net.npz"), "--reference", case.model("net")]
+        model = "words" if "words" in bundle else "net"
+        more += [*case.data(f"{model}.onnx"), "--reference", case.model(model)]
     return [bundle, *devices, *more, *_judging(case)]
 
 

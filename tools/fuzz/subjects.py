@@ -40,6 +40,10 @@ _MODELS: Mapping[str, str] = {
         y, h = LSTM<hidden_size=3>(x, w, r) }""",
     "recurrent": """recurrent (float[1,4] x, float[1,4] h) => (float[1,4] y, float[1,4] new_h) <float[4,4] w> {
         m = MatMul(x, w) a = Add(m, h) new_h = Tanh(a) y = Relu(new_h) }""",
+    "words": """words (int64[N,S] ids, float[N,S] mask) => (float[N,5] y, float[N,S,8] t)
+        <float[20,8] table, float[8,8] u, float[8,5] v, int64[1] one = {1}, int64[1] two = {2}> {
+        e = Gather(table, ids) t = MatMul(e, u) m = Unsqueeze(mask, two) k = Mul(t, m)
+        s = ReduceSum<keepdims=0>(k, one) y = MatMul(s, v) }""",
     "shapes": """shapes (float[1,4,2] x, int64[2] sizes) => (float[A,B] y, int64[3] s) <int64[1] one = {1}> {
         s = Shape(x) f = Reshape(x, sizes) g = Unsqueeze(f, one) y = Squeeze(g, one) }""",
 }
@@ -61,6 +65,11 @@ def make_subjects(folder: Path) -> None:
     _save_texts(folder)
     shutil.copytree(TARGETS / "cpu", folder / "target")
     _run_commands(folder)
+
+
+def _place(folder: Path, name: str) -> Path:
+    _make(folder)
+    return folder / name
 
 
 def _make(folder: Path) -> bool:
@@ -108,6 +117,9 @@ def _save_data(rng: np.random.Generator, folder: Path) -> None:
     np.savez(
         data / "attention.npz", x=rng.normal(size=(8, 1, 6, 8)).astype(np.float32), mask=np.ones((8, 1, 6), np.int64)
     )
+    for index, length in enumerate((1, 2, 3, 4, 5, 6, 7, 8)):
+        ids, mask = rng.integers(0, 20, (1, length)), np.ones((1, length), np.float32)
+        np.savez(_place(data / "words", f"{index}.npz"), ids=ids, mask=mask)
     np.save(data / "labels.npy", rng.integers(0, 5, 12))
     tensor = numpy_helper.from_array(rows[0], "x")
     (folder / "sets/test_data_set_0/input_0.pb").write_bytes(tensor.SerializeToString())
@@ -161,6 +173,10 @@ def _run_commands(folder: Path) -> None:
     _edgekit(
         "build", *recurrent, "--target", "cpu", "--precision", "fp32", "--no-verify", "--out", str(folder / "stateful")
     )
+    plain = ("--target", "cpu", "--no-verify", "--precision", "fp32")
+    words = (str(folder / "models/words.onnx"), "--data", str(folder / "data/words"), *plain)
+    _edgekit("build", *words, "--out", str(folder / "open"))
+    _edgekit("build", *words, "--dim", "N=1", "--dim", "S=2,5,8", "--out", str(folder / "sized"))
     shutil.copy(folder / "texts/group.toml", folder / "models/group.toml")
     labelled = ("--data", data, "--eval", data, "--labels", str(folder / "data/labels.npy"))
     grouped = ("--target", "cpu", "--no-verify", "--accept-unproven", "--out", str(folder / "grouped"))

@@ -35,7 +35,7 @@ _RUNNABLE: tuple[Form, ...] = ("onnx", "full", "runtime")
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What decides whether a sample is chosen, and how far its outputs are off: `errors` and `sizes` by output.
 
-    `shapes` are those of the outputs.
+    `fed` are the shapes of the inputs, `shapes` those of the outputs.
     """
 
     row: int
@@ -44,6 +44,7 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     noise: float
     errors: dict[str, float]
     sizes: dict[str, float]
+    fed: dict[str, tuple[int, ...]]
     shapes: dict[str, tuple[int, ...]]
 
 
@@ -54,8 +55,9 @@ def write_expected(
 
     The bundle's own model runs on the CPU provider of this machine without optimisation. Of at most CANDIDATES golden
     samples three are chosen: the one with the median output energy, the one with the largest input, and the one whose
-    output is furthest from the float model's. Outputs whose shape depends on the data are left out. Where no file of
-    the bundle runs here, or no output is left, there is no self-test, and `expected_from` says why.
+    output is furthest from the float model's. Of inputs with open dimensions they all have the sizes that most have:
+    loaders read rows of one shape. Outputs whose shape depends on the data are left out. Where no file of the bundle
+    runs here, or no output is left, there is no self-test, and `expected_from` says why.
 
     Raises:
         DataError: the golden samples cannot be read, or an output changes its shape.
@@ -68,12 +70,13 @@ def write_expected(
         # Not optimised: fusions differ between versions and machines of ONNX Runtime, and would be in the expected
         # numbers.
         session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
-        seen = list(_look(session, golden))
+        seen = _keep_common(list(_look(session, golden)))
         chosen = _choose(seen)
+        is_open = not all(spec.is_static for spec in golden.inputs)
         fixed = {
             spec.name
             for spec in golden.outputs
-            if spec.is_static and len({item.shapes[spec.name] for item in seen}) == 1
+            if (is_open or spec.is_static) and len({item.shapes[spec.name] for item in seen}) == 1
         }
         if not fixed:
             return _untested(golden, "nothing: the shape of each output depends on the data")
@@ -111,8 +114,15 @@ def _look(session: CpuSession, golden: Golden) -> Iterator[_Seen]:
             noise=sum(_energy(errors[name]) / max(_energy(value), 1e-30) for name, value in real.items()),
             errors={name: _largest(value) for name, value in errors.items()},
             sizes={name: _largest(value) for name, value in real.items()},
+            fed={name: value.shape for name, value in sample.items()},
             shapes={name: value.shape for name, value in got.items()},
         )
+
+
+def _keep_common(seen: Sequence[_Seen]) -> list[_Seen]:
+    """Returns the samples of the shapes that most of them have."""
+    common = max(seen, key=lambda item: sum(other.fed == item.fed for other in seen))
+    return [item for item in seen if item.fed == common.fed]
 
 
 def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:

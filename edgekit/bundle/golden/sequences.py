@@ -38,7 +38,7 @@ def unroll_samples(model: Model, samples: Samples, state: State, inputs: Sequenc
     `inputs` have the shapes that the target will have.
 
     Raises:
-        DataError: a sample changes its shape.
+        DataError: a sample changes its rank.
         RuntimeRefusal: ONNX Runtime cannot run the model.
     """
     if state.steps == 1:
@@ -57,5 +57,5 @@ def unroll_samples(model: Model, samples: Samples, state: State, inputs: Sequenc
             for (given,), _ in run_steps(sequence, state.feeds, specs, run):
                 yield given
 
-    write_rows(path, rows())
+    write_rows(path, rows(), ragged=True)
     return msgspec.structs.replace(samples, batches=0, read=load_samples(str(path), inputs).read)

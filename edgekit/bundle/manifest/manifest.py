@@ -7,6 +7,7 @@ import msgspec
 from edgekit.bundle.manifest.buckets import Buckets
 from edgekit.bundle.manifest.buckets import find_fault as find_bucket_fault
 from edgekit.bundle.manifest.migrate import migrate_manifest
+from edgekit.bundle.manifest.open_dims import find_fault as find_open_fault
 from edgekit.bundle.manifest.tuned import TunedSession
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError, quote_error
@@ -130,8 +131,9 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     """Everything an app or a device needs to know, without times, paths or host names.
 
     `forms` names the files of each form of the model, the one to load first; `form` is the one an app should load.
-    `inputs` and `outputs` have the shapes of one sample. `files` covers every file of the bundle but the manifest
-    itself, its signature, and the `evidence` (accuracy and latency as they were measured, with device and
+    `inputs` and `outputs` have the shapes of one sample; dimensions of inputs that an app may choose have a name or
+    null there, and `open_dims` the sizes that golden samples have of them. `files` covers every file of the bundle but
+    the manifest itself, its signature, and the `evidence` (accuracy and latency as they were measured, with device and
     environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
     `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
     edgekit's layout of ORT-format files, None without such a file. `state` says which outputs an app passes as inputs
@@ -175,6 +177,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     state: State | msgspec.UnsetType = msgspec.UNSET
     buckets: Buckets | msgspec.UnsetType = msgspec.UNSET
     tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
+    open_dims: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def steps(self) -> int:
@@ -214,6 +217,7 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
             raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
     _check_state(manifest, source)
     _check_buckets(manifest, source)
+    _check_open_dims(manifest, source)
     return manifest
 
 
@@ -238,6 +242,16 @@ def _check_buckets(manifest: Manifest, source: str) -> None:
         fault = f"lack '{UNPADDED}'"
     if fault is not None:
         raise BundleError(f"the buckets in '{source}' {fault}", hint="build the bundle again")
+
+
+def _check_open_dims(manifest: Manifest, source: str) -> None:
+    if manifest.open_dims is msgspec.UNSET:
+        return
+    fault = find_open_fault(manifest.open_dims, manifest.inputs, manifest.golden.samples)
+    if fault is None and manifest.buckets:
+        fault = "stand beside buckets"
+    if fault is not None:
+        raise BundleError(f"the open dimensions in '{source}' {fault}", hint="build the bundle again")
 
 
 def decode_plain(data: bytes, source: str) -> Any:

@@ -17,21 +17,50 @@ def _ceil(value: Fraction) -> Fraction:
     return Fraction(math.ceil(value))
 
 
+def _ceil_div(left: Fraction, right: Fraction) -> Fraction:
+    return _ceil(left / right)
+
+
+def _floor_div(left: Fraction, right: Fraction) -> Fraction:
+    return _floor(left / right)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    # A formula is a stranger's: without bounds, s0**999999999 would be computed, and powers of powers.
+    if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_BASE:
+        raise ValueError(f"{base} to the power of {exponent}")
+    return base**exponent.numerator
+
+
+_MAX_EXPONENT, _MAX_BASE = 8, 2**31
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.FloorDiv: _floor_div,
     ast.Mod: operator.mod,
+    ast.Pow: _power,
 }
-# What sympy writes, in upper or lower case: exporters print its formulas.
+# What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
-    "floor": _floor,
     "ceil": _ceil,
+    "ceildiv": _ceil_div,
     "ceiling": _ceil,
+    "ceiltoint": _ceil,
+    "cleandiv": operator.truediv,
+    "floor": _floor,
+    "floordiv": _floor_div,
+    "floortoint": _floor,
+    "inttruediv": operator.truediv,
     "max": max,
     "min": min,
+    "mod": operator.mod,
+    "pow": _power,
+    "powbynatural": _power,
+    "pythonmod": operator.mod,
+    # Towards zero, which is down: sizes are not negative.
+    "trunctoint": _floor,
 }
 _MAX_LENGTH = 200
 

@@ -204,7 +204,9 @@ class FloatReference:
             return {name: each for name, each in outputs.items() if name not in stated or stated[name].kind == "scores"}
 
         image = find_image(next(iter(self._samples)))
-        if image is None:
+        # Anchors and strides are told by the sizes of a picture and of outputs, which one sample has of open ones.
+        is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
+        if image is None or is_open:
             return None
         listed = find_list([keep(first)], image)
         if listed is None and not may_be_head(keep(first)):

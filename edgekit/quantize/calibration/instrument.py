@@ -15,7 +15,14 @@ from edgekit.quantize.calibration.moments import patches_per_sample
 from edgekit.quantize.graph.attention_masks import MASK_VALUE, AttentionScores, find_attention_scores
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
-from edgekit.quantize.graph.layers import Layer, PatchIndices, locate_patches, read_layers, spread_positions
+from edgekit.quantize.graph.layers import (
+    Layer,
+    PatchIndices,
+    locate_patches,
+    read_layers,
+    spread_parts,
+    spread_positions,
+)
 
 LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
 PICKS, PATCHES = "edgekit.picks", "edgekit.vectors."
@@ -230,12 +237,27 @@ class _Builder:
             where = locate_patches(self._graph, layer, patches_per_sample(layer, samples))
             if where is None:
                 continue
-            name = layer.source
+            name = self._gather_open(layer.source, where.open_rows) if where.open_rows else layer.source
             for axis, indices in where.gathers:
                 name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
             self.proto.graph.node.append(helper.make_node("Identity", [name], [PATCHES + layer.node]))
             self.proto.graph.output.append(onnx.ValueInfoProto(name=PATCHES + layer.node))
             yield layer, where
+
+    def _gather_open(self, name: str, count: int) -> str:
+        """Returns rows of a tensor with another number of them in each sample, where `spread_positions` puts them."""
+        axis, double = len(self._graph.dims(name)) - 2, onnx.TensorProto.DOUBLE
+        shape = self._node("Shape", [name])
+        rows = self._node("Gather", [shape, self._constant(f"edgekit.axes.{axis}", np.array([axis]))], axis=0)
+        taken = self._node("Min", [rows, self._constant(f"edgekit.rows.{count}", np.array([count]))])
+        parts = self._store(f"edgekit.parts.{count}", spread_parts(count))
+        parts = self._node("Slice", [parts, self._constant("edgekit.axes.0", np.array([0])), taken])
+        sizes = (self._node("Cast", [each], to=double) for each in (rows, taken))
+        places = self._node(
+            "Cast", [self._node("Mul", [parts, self._node("Div", [*sizes])])], to=onnx.TensorProto.INT64
+        )
+        last = self._node("Sub", [rows, self._constant("edgekit.rows.1", np.array([1]))])
+        return self._node("Gather", [name, self._node("Min", [places, last])], axis=axis)
 
     def concat(self, name: str, parts: list[str]) -> None:
         """Adds an output of joined vectors, if there are any."""

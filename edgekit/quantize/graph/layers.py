@@ -48,16 +48,20 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     """Where patches of a layer's input lie: which indices to gather along which axes, and what they mean.
 
     `gathers` holds (axis, indices). For a Conv the indices of a spatial axis are `positions` x `kernel` many, and those
-    not `inside` [positions, kernel] fall into the padding.
+    not `inside` [positions, kernel] fall into the padding. Of a tensor with another number of rows in each sample at
+    most `open_rows` are gathered, spread over those that there are.
     """
 
     gathers: tuple[tuple[int, Array], ...]
+    open_rows: int = 0
     kernel: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
     inside: tuple[Array, ...] = ()
 
     def cut(self, value: Array) -> Array:
         """Returns the patches [P, V] of a whole tensor."""
+        if self.open_rows:
+            value = np.take(value, spread_positions(value.shape[-2], self.open_rows), -2)
         for axis, indices in self.gathers:
             value = np.take(value, indices, axis)
         return self.patches(value)
@@ -87,8 +91,11 @@ def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | Non
     """Returns where about `count` patches lie, spread over where a layer works; None where sizes are not known."""
     shape = graph.dims(layer.source)
     if layer.op != "Conv":
-        rows = shape[-2] if len(shape) > 1 else None
-        return None if rows is None else PatchIndices(gathers=((len(shape) - 2, spread_positions(rows, count)),))
+        if len(shape) < 2:
+            return None
+        if shape[-2] is None:
+            return PatchIndices(gathers=(), open_rows=count)
+        return PatchIndices(gathers=((len(shape) - 2, spread_positions(shape[-2], count)),))
     spatial = tuple(dim for dim in shape[2:] if dim is not None)
     if len(shape) < 3 or len(spatial) < len(shape) - 2:
         return None
@@ -106,8 +113,13 @@ def spread_positions(size: int, count: int) -> Array:
 
     Where in its part each lies is random, always alike: every n-th would fall in step with rows of an image.
     """
-    jitter = np.random.default_rng(0).random(min(count, size))
-    return ((np.arange(len(jitter)) + jitter) * (size / max(1, len(jitter)))).astype(np.int64).clip(0, size - 1)
+    parts = spread_parts(min(count, size))
+    return (parts * (size / max(1, len(parts)))).astype(np.int64).clip(0, size - 1)
+
+
+def spread_parts(count: int) -> Array:
+    """Returns for each of `count` equal parts a place in it, as a number of parts from the beginning."""
+    return np.arange(count) + np.random.default_rng(0).random(count)
 
 
 def read_layer(graph: Graph, node: Node) -> Layer | None:

@@ -99,7 +99,7 @@ def _find_order(pairs: _Pairs) -> str | None:
     Each value of the reference, as a point of its values in all samples, is looked for among those that came back: one
     sample alone could be sorted into anything.
     """
-    if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED:
+    if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED or len({wanted.size for wanted, _ in pairs}) > 1:
         return None
     wanted, found = (np.stack([pair[side] for pair in pairs], axis=1) for side in (0, 1))
     nearest = np.array([int(((found - row) ** 2).sum(axis=1).argmin()) for row in wanted])

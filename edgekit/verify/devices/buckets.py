@@ -24,13 +24,30 @@ from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 
 
-def run_buckets(
-    bundle: Bundle, device: Device, job: Job, run: DeviceRun, rows: Sequence[int], work: Path
-) -> SizesReport | None:
-    """Returns what becomes of the golden samples `rows` in the smallest bucket that takes each; None without buckets.
+class Unfilled(msgspec.Struct, frozen=True, kw_only=True):
+    """Golden samples that were filled up to the largest bucket: how long each was, and what the float model made of it.
 
-    `job` and its `run` are those of the largest, with every sample: what they gave is cut back, and not run again. A
-    bucket that no sample falls into takes shorter ones.
+    `outputs` are its results for them as they were.
+    """
+
+    golden: Golden
+    lengths: tuple[int, ...]
+    outputs: Samples
+
+
+def run_buckets(
+    bundle: Bundle,
+    device: Device,
+    job: Job,
+    run: DeviceRun,
+    rows: Sequence[int],
+    work: Path,
+    unfilled: Unfilled | None = None,
+) -> SizesReport | None:
+    """Returns what becomes of the samples `rows` in the smallest bucket that takes each; None without buckets.
+
+    They are the golden ones, or those of `unfilled`. `job` and its `run` are those of the largest, with every sample:
+    what they gave is cut back, and not run again. A bucket that no sample falls into takes shorter ones.
 
     Raises:
         DataError: the bundle's float results cannot be read.
@@ -38,10 +55,14 @@ def run_buckets(
     buckets = bundle.manifest.buckets
     if not buckets or run.failure is not None:
         return None
-    whole = _read_unpadded(bundle.golden, buckets)
+    if unfilled is None:
+        whole, filled = _read_unpadded(bundle.golden, buckets), read_outputs(bundle.golden)
+    else:
+        whole, filled = unfilled.outputs, read_outputs(unfilled.golden)
+        buckets = msgspec.structs.replace(buckets, lengths=unfilled.lengths)
     return SizesReport(
         dim=buckets.padding.dim,
-        filled=_compare(buckets, whole, read_outputs(bundle.golden), rows, buckets.sizes[-1].size),
+        filled=_compare(buckets, whole, filled, rows, buckets.sizes[-1].size),
         sizes=tuple(_run_sizes(bundle.folder, buckets, device, job, run, rows, whole, work)),
     )
 

@@ -40,14 +40,14 @@ public struct ModelLoader {
         throw LoaderError("no bundle can be opened here: \(refusals.joined(separator: "; "))")
     }
 
-    /// Opens one bundle.
-    public func open(_ bundle: ModelBundle) throws -> ORTSession {
+    /// Opens one bundle; `model` is the file of one size of a bundle with several, for which nothing was tuned.
+    public func open(_ bundle: ModelBundle, model: String? = nil) throws -> ORTSession {
         if let version = ORTVersion(), version.compare(bundle.minimumOrt, options: .numeric) == .orderedAscending {
             throw LoaderError("'\(bundle.name)' needs ONNX Runtime \(bundle.minimumOrt), this is \(version)")
         }
         try checkFiles(bundle)
         let options = try ORTSessionOptions()
-        let setting = tuned && !onCpu ? bundle.foundTuned : nil
+        let setting = tuned && !onCpu && (model ?? bundle.model) == bundle.model ? bundle.foundTuned : nil
         for (key, value) in setting?.sessionConfig ?? bundle.sessionConfig where !(onCpu && key == "session.disable_cpu_ep_fallback") {
             try options.addConfigEntry(withKey: key, value: value)
         }
@@ -62,7 +62,7 @@ public struct ModelLoader {
                 try options.setIntraOpNumThreads(setting.threads)
             }
         }
-        let path = place(bundle, bundle.model).path
+        let path = place(bundle, model ?? bundle.model).path
         return try ORTSession(env: env, modelPath: path, sessionOptions: options)
     }
 

@@ -9,6 +9,18 @@ public struct ModelTensor {
     var count: Int { shape.reduce(1, *) }
 }
 
+/// One size of a bundle that has models of several, and the file of its model.
+public struct ModelSize {
+    public let size: Int
+    public let file: String
+}
+
+/// Axes of a tensor that have the size of a bucket, and the bytes of one element that fill an input there.
+public struct FilledTensor {
+    let name: String
+    let axes: [Int]
+    let element: [Int8]
+}
 
 /// What a session is told on devices of a kind, as `edgekit tune` found it; the bundle's own words are in it.
 public struct TunedSession {
@@ -61,6 +73,10 @@ public struct ModelBundle {
     let chosen: [Int]
     let tolerance: [(name: String, value: Double)]
     let tuned: [TunedSession]
+    /// The sizes of a bundle with several, the smallest first; `Sizes` fills `filled`, picks, and cuts `cut`.
+    public let sizes: [ModelSize]
+    let filled: [FilledTensor]
+    let cut: [FilledTensor]
 
     /// The settings that were found for devices like this one.
     public var foundTuned: TunedSession? { tuned.first { $0.holds } }
