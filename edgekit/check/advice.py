@@ -207,6 +207,7 @@ _REWRITTEN: Mapping[str, str] = {
     "flatten-to-reshape": "write {count} of Flatten as Reshape, which is the same",
     "plain-reshape": "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
     "index-to-int32": "give {count} of Gather 32-bit indices, which is the same",
+    "plain-gather": "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
     "pad-reflect": "write {count} of Pad with mode reflect as slices and Concat, which is the same",
     "plain-gemm": "put alpha, beta and transA of {count} of Gemm into nodes of their own",
     "matmul-to-2d": "give {count} of MatMul two dimensions, between Reshapes",

@@ -27,6 +27,7 @@ from edgekit.prepare.rewrites import (
     join_rms_norm,
     matmul_to_2d,
     pad_reflect,
+    plain_gather,
     plain_gemm,
     plain_reshape,
     resize_inputs,
@@ -64,6 +65,7 @@ FIXES: Mapping[str, Rewrite] = {
 
 SPELLINGS: Mapping[str, Rewrite] = {
     index_to_int32.FIX_ID: index_to_int32.narrow_indices,
+    plain_gather.FIX_ID: plain_gather.write_plain_gathers,
     pad_reflect.FIX_ID: pad_reflect.write_mirrors,
     plain_gemm.FIX_ID: plain_gemm.write_plain_gemms,
     matmul_to_2d.FIX_ID: matmul_to_2d.flatten_matmuls,

@@ -101,6 +101,8 @@ def subject_of(op: str) -> Subject:
         ({"ranks": {"0": (3,)}}, False),
         ({"fed_by": ("Relu", "Neg")}, True),
         ({"fed_by": ("Neg",)}, False),
+        ({"leaves": True}, True),
+        ({"leaves": False}, False),
         ({"single": (1,)}, False),
         ({"single": (2,)}, False),
     ],

@@ -19,6 +19,13 @@ WITH = {
     "index-to-int32": (
         "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
     ),
+    "plain-gather": (
+        "g (float[3,4] x) => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f) "
+        "<float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, 3, 0, 0}, int64[1,2,1,1,1] q = {2, 0}, "
+        "int64[3,4] k = {0, 3, 2, 1, 1, 1, 0, 2, 3, 3, 0, 1}> "
+        "{ b = Greater(x, h) s = Gather(b, i) y = Cast<to=1>(s) t = GatherND(b, p) z = Cast<to=1>(t) "
+        "u = GatherElements<axis=1>(b, k) e = Cast<to=1>(u) f = GatherND(x, q) }"
+    ),
     "pad-reflect": (
         "g (float[1,2,5,4] x) => (float[1,2,8,7] y) <int64[8] p = {0,0,1,3,0,0,2,0}> "
         '{ a = Relu(x) y = Pad<mode="reflect">(a, p) }'
@@ -92,6 +99,7 @@ WITHOUT = {
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}, float six = {6}> { y = Clip(x, low, six) }",
     "index-to-int32": "g (float[5,3] x, int32[2] i) => (float[2,3] y) { y = Gather<axis=0>(x, i) }",
+    "plain-gather": "g (int32[5,3] x, int32[2] i) => (int32[2,3] y) { y = Gather<axis=0>(x, i) }",
     "pad-reflect": (
         "g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}> "
         '{ y = Pad<mode="reflect">(x, p) z = Pad<mode="edge">(x, q) }'

@@ -21,7 +21,7 @@ class When(_Strict, frozen=True, kw_only=True):
     `settings`, `below` and `at_least` look at the target's parameters and at `ort_minor`, the 31 of ORT 1.31;
     `attribute` at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs
     by position, `single` at inputs that hold one element, `since` at its version, `fed_by` at
-    the operators of which one makes an input.
+    the operators of which one makes an input, `leaves` at whether an output is one of the graph.
     """
 
     settings: dict[str, tuple[str, ...]] = {}
@@ -42,6 +42,7 @@ class When(_Strict, frozen=True, kw_only=True):
     ops: tuple[str, ...] = ()
     except_ops: tuple[str, ...] = ()
     fed_by: tuple[str, ...] = ()
+    leaves: bool | None = None
 
 
 class _Rule(_Strict, frozen=True, kw_only=True, tag_field="kind"):

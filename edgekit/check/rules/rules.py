@@ -58,6 +58,7 @@ def _operands_fit(when: kinds.When, subject: Subject) -> bool:
         # An unknown shape, and one of rank 0, is not known to be a single element here: (0,) never equals {1}.
         and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in when.single)
         and (not when.fed_by or _is_fed_by(when.fed_by, subject))
+        and when.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
     )
 
 
