@@ -18,8 +18,10 @@ from stepped_models import STEPS, make
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
+from edgekit.devices.process import held
 from edgekit.devices.process.child import Runner, refuse_run
 from edgekit.devices.process.held import hold_session
 from edgekit.devices.remote.adb import AdbDevice
@@ -57,7 +59,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
         return self.inner.run_job(job, work)
 
 
-def keeps_its_state(bundle: Bundle, device: Device) -> None:
+def keeps_its_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:
     """Holds a device to what an honest one does: all steps in one session, and the state costs it nothing."""
     watched = Watched(inner=device)
     (run,) = verify_bundle(bundle, [watched]).runs
@@ -65,11 +67,16 @@ def keeps_its_state(bundle: Bundle, device: Device) -> None:
     assert run.state is not None
     assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
     assert (run.state.steps, run.state.sequences) == (STEPS, len(run.find_places(bundle.golden.samples)) // STEPS)
-    assert len(watched.jobs) == 2, "the golden samples, and all steps of all sequences"
+    assert len(watched.jobs) == jobs, "the golden samples, and all steps of all sequences"
 
 
 def test_the_host_keeps_a_session(bundle: Bundle) -> None:
     keeps_its_state(bundle, Host())
+
+
+def test_where_pipes_cannot_be_waited_for_each_step_is_a_run(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "_WAITS_FOR_PIPES", False)
+    keeps_its_state(bundle, Emulated(), jobs=1 + STEPS)
 
 
 @pytest.mark.slow

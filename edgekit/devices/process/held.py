@@ -18,6 +18,8 @@ from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import Tensors
 
+_WAITS_FOR_PIPES = os.name != "nt"
+
 Turn = Callable[[Sequence[Tensors]], list[Tensors]]
 """Runs some samples and returns what each gave."""
 
@@ -127,7 +129,7 @@ def hold_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
     """
     # No turn may stop early: what follows needs what every sample gave.
     job = msgspec.structs.replace(job, budget_s=job.timeout_s)
-    if os.name == "nt":
+    if not _WAITS_FOR_PIPES:
         folders = (work / f"turn-{turn}" for turn in itertools.count())
         yield lambda samples: _run_alone(device, job, samples, next(folders))
         return
