@@ -15,7 +15,6 @@ from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
 from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
-from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
@@ -24,7 +23,7 @@ from edgekit.graph.constants import read_array
 from edgekit.graph.rewrite import copy_fields, set_nodes
 from edgekit.model.model import find_reads
 from edgekit.model.tensors import Array
-from edgekit.quantize._ort_model import IndexedModel, reading_from
+from edgekit.quantize._ort_model import ChannelQuantizer, IndexedModel, channel_overrides, reading_from
 
 GENERAL_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 """The operators that ORT's general rules can quantize."""
@@ -132,7 +131,7 @@ def _open_quantizer(
     copy = _leave_weights_out(proto, left_out)
     with _asking_ort(subject), reading_from(folder):
         add_infer_metadata(copy)
-        return QDQQuantizer(
+        return ChannelQuantizer(
             copy,
             False,  # noqa: FBT003 - per_channel: `axes` says it weight by weight
             request.weight_limit < _FULL,
@@ -235,7 +234,9 @@ def _options(
 ) -> tuple[dict[str, Any], list[str]]:
     weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
     overrides: dict[str, list[dict[str, Any]]] = {
-        name: _channel_overrides(read_array(weights[name], folder), axis, request.weight_limit)
+        name: channel_overrides(
+            channel_scales(read_array(weights[name], folder), axis, request.weight_limit), axis, QuantType.QInt8
+        )
         for name, axis in request.axes.items()
     }
     for name, grid in request.grids.items():
@@ -292,21 +293,6 @@ def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
     others = tuple(index for index in range(weight.ndim) if index != axis)
     scales = np.abs(weight).max(axis=others).astype(np.float32) / np.float32(limit)
     return np.where(scales > np.finfo(np.float32).tiny, scales, scales.max() or np.float32(1)).astype(np.float32)
-
-
-class _Overrides(list[dict[str, Any]]):
-    """Overrides that nobody changes: `get_qnn_qdq_config` copies all it is given, entry by entry of each channel."""
-
-    def __deepcopy__(self, memo: object) -> "_Overrides":
-        return self
-
-
-def _channel_overrides(weight: Array, axis: int, limit: int) -> list[dict[str, Any]]:
-    """Spells out scales that ORT would find itself, one channel at a time in Python, at half the speed."""
-    return _Overrides(
-        {"quant_type": QuantType.QInt8, "axis": axis, "scale": scale, "zero_point": np.int8(0)}
-        for scale in channel_scales(weight, axis, limit)
-    )
 
 
 def _grid_override(grid: Grid, activation: str) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
@@ -15,6 +17,7 @@ from quantize_models import make_model, random_samples
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize import _ort_quantizer as door
+from edgekit.quantize._ort_model import ChannelQuantizer
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.variants import free_grids
 from edgekit.quantize.qdq.build import find_plan_grids, place_plan
@@ -48,8 +51,14 @@ def _write(model: Model, plan: QuantPlan) -> bytes:
     return place_plan(read_float_graph(model), plan, model.name).SerializeToString(deterministic=True)
 
 
+def _spell_channels(scales: Any, axis: int, quant_type: Any) -> list[dict[str, Any]]:
+    return [{"quant_type": quant_type, "axis": axis, "scale": scale, "zero_point": np.int8(0)} for scale in scales]
+
+
 def _as_ort_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "IndexedModel", ONNXModel)
+    monkeypatch.setattr(door, "ChannelQuantizer", qdq_quantizer.QDQQuantizer)
+    monkeypatch.setattr(door, "channel_overrides", _spell_channels)
     for module in (base_quantizer, qdq_quantizer):
         monkeypatch.setattr(module, "find_by_name", find_by_name)
 
@@ -66,6 +75,20 @@ def test_the_bytes_are_those_of_onnxruntimes_own_search(
     placed = _place(model, calibration, target, precision)
     _as_ort_does(monkeypatch)
     assert _place(model, calibration, target, precision) == placed
+
+
+def test_scales_grow_for_biases_that_32_bits_do_not_hold_as_onnxruntime_lets_them() -> None:
+    scales = np.array([1e-3, 1e-9, 1e-12, 0.0, 3e-10], np.float32)
+    bias = numpy_helper.from_array(np.array([0.5, -1.25, 2.0, 1.0, 0.0], np.float32), "b")
+    results: list[tuple[bool, Any]] = []
+    for kind in (ChannelQuantizer, qdq_quantizer.QDQQuantizer):
+        quantizer: Any = object.__new__(kind)
+        step = np.float32(0.02)
+        results.append(quantizer._adjust_weight_scale_for_int32_bias(step, scales.copy(), "w", bias, True))
+    (grew, own), (wanted, theirs) = results
+    assert grew
+    assert wanted
+    assert own.tobytes() == theirs.tobytes() != scales.tobytes()
 
 
 def test_the_work_grows_with_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
