@@ -22,6 +22,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from edgekit.graph.constants import read_array
+from edgekit.model.tensors import Array
 
 _folder: ContextVar[Path] = ContextVar("folder")
 
@@ -146,13 +147,13 @@ class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no
 
     def _adjust_weight_scale_for_int32_bias(
         self,
-        input_scale: Any,
-        weight_scale: Any,
+        input_scale: Array,
+        weight_scale: Array,
         weight_name: str,
         bias_tp: Any,
         is_per_channel: bool,  # noqa: FBT001 - as the original has it
     ) -> tuple[bool, Any]:
-        bias = np.abs(_read(bias_tp))
+        bias: Array = np.abs(_read(bias_tp))
         if not is_per_channel or weight_scale.ndim != 1 or bias.shape != weight_scale.shape:
             whole: tuple[bool, Any] = super()._adjust_weight_scale_for_int32_bias(
                 input_scale, weight_scale, weight_name, bias_tp, is_per_channel
@@ -163,8 +164,7 @@ class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no
         step = np.float64(input_scale.item()) * channels
         small = (step < least) & (step > 0.0)
         ratio = least / np.where(small, step, 1.0)
-        raised: Any = np.where(small, (channels * ratio).astype(weight_scale.dtype), weight_scale)
-        return bool(small.any()), raised
+        return bool(small.any()), np.where(small, (channels * ratio).astype(weight_scale.dtype), weight_scale)
 
 
 def channel_overrides(scales: Any, axis: int, quant_type: Any) -> list[dict[str, Any]]:

@@ -126,6 +126,39 @@ def test_a_search_takes_a_collapsed_model_as_far_as_its_ratio_asks_where_less_do
     assert state.trials == found.trials
 
 
+# The worst tensor makes 93 % of the noise, the worst three 98 %.
+@pytest.mark.parametrize(
+    ("drops", "tried"),
+    [
+        ({"all": 0.02, "relieve 1": 0.004}, ["all", "relieve 1"]),
+        ({"all": 0.3, "relieve 3": 0.004}, ["all", "relieve 3"]),
+        (
+            {"all": 0.3, "relieve 3": 0.28, "relieve 8": 0.28, "relieve 1": 0.281},
+            ["all", "relieve 3", "relieve 8", "relieve 1"],
+        ),
+    ],
+    ids=["one may be enough", "one cannot be enough", "one comes about as near"],
+)
+def test_only_what_may_be_enough_is_tried(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], tried: list[str]
+) -> None:
+    model, calibration = collapsing
+    steps: list[str] = []
+
+    def measure(quantized: Model) -> Prediction:
+        steps.append(quantized.path.stem)
+        return told(drops[steps[-1]], 25.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=measure, work=tmp_path,
+    )  # fmt: skip
+    _, searched = plan_sparingly(search)
+    assert steps[: len(tried)] == tried
+    assert searched is not None
+    assert searched.chosen.step == tried[-1]
+
+
 def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:

@@ -10,12 +10,12 @@ import onnx
 from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
-from edgekit.progress import Budget
+from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.decided_logits import find_decisions
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision.score import Closeness, judge_candidate, judge_grids
+from edgekit.quantize.mixed_precision.score import FEW_SAMPLES, Closeness, judge_candidate, judge_grids
 from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq.build import find_plan_grids, place_plan, round_weights
@@ -29,6 +29,9 @@ FAITHFUL_DB = 40.0
 # Rounding with second moments makes up for what rounded weights cost, and a little of what activations do. On ten nets
 # of the zoo and of tools/bench/architectures.py it gained 0.35 dB at most where rounded weights cost no more than that.
 _WORTH_MOMENTS_DB = 0.5
+# What rounding must cost for a second way of it, where the first gained less than a little: on the zoo and on
+# tools/bench/architectures.py it gained something only where rounded weights cost more. Both by hand.
+_MUCH_DB, _SOME_DB = 1.0, 0.1
 # A model so far off needs every tenth, whatever it takes.
 _POOR_DB = 20.0
 # With so few weights it takes a tenth of a second, and is tried on all but faithful models: over eight draws of its
@@ -44,7 +47,6 @@ _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
 # What roundings of 4 bits gained over GPTQ on tools/bench/four_bits.py.
 _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
-_LEARNED: tuple[Rounding, ...] = ("bias", *_SLOW)
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +57,8 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     judged: dict[str, tuple[Candidate, ...]] = {}
-    ranked: dict[str, tuple[str, ...]] = {}
+    chosen: dict[str, tuple[str, Rounding]] = {}
+    ranked: dict[str, dict[str, float]] = {}
     budget: Budget = msgspec.field(default_factory=Budget)
 
 
@@ -133,17 +136,46 @@ def judge_draft(draft: Draft, memo: Memo, *, floor_db: float = -math.inf) -> tup
     return judged
 
 
-def choose_again(draft: Draft, budget: Budget) -> tuple[QuantPlan, Candidate]:
-    """Returns a relieved plan with the range method and the rounding that are best for it, and how it was judged.
+def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
+    """Returns a relieved plan with the range method and the rounding that are best for it.
 
-    Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise.
+    Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise. A few
+    samples tell, and the ranges and the rounding that the plan has stay where others gain little.
     """
-    plan, unsigned = draft.plan, draft.use_unsigned()
-    ranges = _judge_ranges(unsigned, (plan.method, *(each for each in AUTO_METHODS if each != plan.method)), budget)
-    best = prefer_method(ranges, plan.method)
-    tried = _judge_roundings(unsigned.choose(best, plan.rounding), _LEARNED, budget)
-    lead = max(tried, key=lambda candidate: candidate.sqnr_db)
-    return choose_ranges(plan, draft.calibration, best, lead.rounding), lead
+    key = digest_draft(draft, -math.inf)
+    if key not in memo.chosen:
+        found = _find_best(draft.use_unsigned(), memo.budget)
+        if memo.budget.left_out:
+            return choose_ranges(draft.plan, draft.calibration, *found)
+        memo.chosen[key] = found
+    return choose_ranges(draft.plan, draft.calibration, *memo.chosen[key])
+
+
+def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
+    """Returns the best range method and rounding of a draft, by a few samples."""
+    present, placed = draft.plan.method, place_draft(draft)
+    methods = (present, *(each for each in AUTO_METHODS if each != present))
+    ranges = _judge_ranges(draft, methods, budget, placed, most=FEW_SAMPLES)
+    best = prefer_method(ranges, present)
+    if draft.plan.bits:
+        return best, draft.plan.rounding
+    chosen = draft.choose(best, draft.plan.rounding)
+    placed = placed if best == present else place_draft(chosen)
+    tried = list(_judge_roundings(chosen, ("bias",), budget, placed, most=FEW_SAMPLES))
+    if needs_moments(tried[0].sqnr_db, ranges[best].ratio_db, -math.inf, count_weights(draft.graph)):
+        tried += _judge_learned(chosen, ranges[best].ratio_db, tried, budget, placed, most=FEW_SAMPLES)
+    return best, max(tried, key=lambda candidate: candidate.sqnr_db).rounding
+
+
+def judge_plan(draft: Draft) -> Candidate:
+    """Returns how near a draft comes with the ranges and the rounding that its plan has."""
+    (found,) = _judge_roundings(draft.use_unsigned(), (draft.plan.rounding,), NO_LIMIT)
+    return found
+
+
+def count_weights(graph: Graph) -> int:
+    """Returns how many weights the layers of a graph have."""
+    return sum(math.prod(graph.constants[layer.weight].dims) for layer in read_layers(graph))
 
 
 def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -> str:
@@ -195,6 +227,7 @@ def digest_draft(draft: Draft, floor_db: float) -> str:
     facts = msgspec.structs.replace(
         plan,
         target="",
+        judged=(),
         unsigned_ops=(),  # another name for the same numbers
         op_types=tuple(op for op in plan.op_types if op in ops),
         grids={name: grid for name, grid in plan.grids.items() if name in made},
@@ -226,15 +259,36 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
         if "minmax" in _change_fewest(ranges):
             yield from _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
-    layers = read_layers(draft.graph)
-    weights = sum(math.prod(draft.graph.constants[layer.weight].dims) for layer in layers)
-    has_layers = bool(layers)
+    weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db, weights):
-        for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
-            if budget.allows(f"rounding {rounding}"):
-                yield from _judge_roundings(chosen, (rounding,), budget, placed)
+        yield from _judge_learned(chosen, ranges[best].ratio_db, tried, budget, placed)
+
+
+def _judge_learned(
+    draft: Draft,
+    unrounded_db: float,
+    tried: Sequence[Candidate],
+    budget: Budget,
+    placed: onnx.ModelProto,
+    *,
+    most: int | None = None,
+) -> Iterator[Candidate]:
+    """Yields the candidates of a draft whose roundings learn from samples; `tried` are those of quick ones.
+
+    A second way takes its time again: where the first gains nothing it is tried only if rounding costs much, or the
+    model is poor or small.
+    """
+    quick_db = max(each.sqnr_db for each in tried)
+    both = unrounded_db - quick_db > _MUCH_DB or quick_db < _POOR_DB or count_weights(draft.graph) <= _QUICK_WEIGHTS
+    first, second = _FEW_BITS if draft.plan.bits else _SLOW
+    if not budget.allows(f"rounding {first}"):
+        return
+    (found,) = _judge_roundings(draft, (first,), budget, placed, most=most)
+    yield found
+    if (both or draft.plan.bits or found.sqnr_db > quick_db + _SOME_DB) and budget.allows(f"rounding {second}"):
+        yield from _judge_roundings(draft, (second,), budget, placed, most=most)
 
 
 def needs_moments(reached_db: float, unrounded_db: float, floor_db: float, weights: int) -> bool:
@@ -249,31 +303,35 @@ def needs_moments(reached_db: float, unrounded_db: float, floor_db: float, weigh
 
 
 def _judge_ranges(
-    draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto | None = None
+    draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
 ) -> dict[str, Closeness]:
     """Returns how near the ranges of the first method come, and those of the others while there is time.
 
-    `placed` holds the draft with Q and DQ nodes by the first method, if they were placed before.
+    `placed` holds the draft with Q and DQ nodes by the first method; the first `most` held-out samples judge.
     """
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    placed = placed or place_plan(draft.graph, plans[methods[0]], "the candidate")
     # Methods differ in scales and zero points alone: one session takes those of each.
     stripped = strip_weights(placed, draft.graph)
     grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}
     names = free_grids(stripped, grids[methods[0]])
     fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
     decisions = find_decisions(draft.graph, draft.calibration)
-    return judge_grids(stripped, draft.compared, draft.statistics, fed, decisions)
+    return judge_grids(stripped, draft.compared, draft.statistics, fed, decisions, most=most)
 
 
 def _judge_roundings(
-    draft: Draft, roundings: Sequence[Rounding], budget: Budget, placed: onnx.ModelProto | None = None
+    draft: Draft,
+    roundings: Sequence[Rounding],
+    budget: Budget,
+    placed: onnx.ModelProto | None = None,
+    *,
+    most: int | None = None,
 ) -> Iterator[Candidate]:
     """Yields the candidates of a draft: of the first rounding, and of the others while there is time.
 
-    `placed` holds the draft with Q and DQ nodes if they were placed before.
+    `placed` holds the draft with Q and DQ nodes if they were placed before; the first `most` held-out samples judge.
     """
     placed = placed or place_draft(draft)
     for rounding in roundings:
@@ -281,7 +339,7 @@ def _judge_roundings(
             continue
         plan = msgspec.structs.replace(draft.plan, rounding=rounding)
         qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-        ratio = judge_candidate(qdq, draft.compared, draft.statistics)
+        ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=most)
         yield Candidate(
             method=plan.method,
             rounding=rounding,

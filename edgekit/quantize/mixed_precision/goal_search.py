@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,13 +12,13 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.accuracy.predict import LABELS, Prediction
+from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step
+from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step, weigh_relief
 from edgekit.quantize.mixed_precision.search_state import State, Trial
 from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import Precision, Target
@@ -36,6 +36,9 @@ _WORTH = 0.002
 # Shares of work that differ by less are the same.
 _SAME_SHARE = 0.005
 _HALF = 0.5
+# How far a forecast of a drop or a ratio may be off: choices, wide enough that a step which is skipped would fail.
+_NEAR, _NEAR_DB = 2.0, 2.0
+_TINY = 1e-30
 _MORE = "plans with more tensors out of 8 bits"
 
 
@@ -92,6 +95,14 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
         louder = 10 ** (max(0.0, self.sure_db - prediction.sqnr_db) / 20)
         return prediction.meets(self.max_drop / louder)
 
+    def may_meet(self, prediction: Prediction, share: float) -> bool:
+        """Returns True if a plan may meet the goal once such a share of the noise of its activations is gone."""
+        left = max(1 - share, _TINY)
+        if prediction.drop_estimate is None:
+            return prediction.sqnr_db - 10 * math.log10(left) >= FAITHFUL_DB - _NEAR_DB
+        # A drop falls no faster than the power of the noise.
+        return prediction.drop_estimate * left <= _NEAR * self.max_drop
+
 
 def search_quantization(search: Search, max_drop: float, state: State | None = None) -> Searched:
     """Returns the plan that meets a goal with the least loss of placement, and everything that was tried.
@@ -110,7 +121,8 @@ def search_quantization(search: Search, max_drop: float, state: State | None = N
     first = _find_known(state, "all") or _plan_first(search, relieve=False)
     if not (has_collapsed(first) and is_relievable(first)):
         return choose_trial(_run_trials(search, _Goal(max_drop=max_drop), first=first, state=state), max_drop)
-    spared = _spare(search, first, max_drop, state)
+    sparing = _Goal(max_drop=max_drop, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
+    spared = _spare(sparing, _run_trials(search, sparing, first=first, state=state))
     if spared.met or not search.memo.budget.allows(_MORE):
         return spared
     mixed = _run_trials(search, _Goal(max_drop=max_drop), state=state, earlier=spared.trials)
@@ -134,7 +146,8 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     first = _plan_first(search, relieve=False)
     if has_collapsed(first) and is_relievable(first):
         if search.memo.budget.allows(_MORE):
-            spared = _spare(search, first, PLAIN_DROP)
+            sparing = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
+            spared = _spare(sparing, _try_sparingly(search, sparing, first))
             if spared.met:
                 return spared.chosen.plan, spared
         first = _plan_first(search)
@@ -144,7 +157,7 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     if is_good and not makes_images(open_float_graph(search.model, search.calibration), search.calibration.outputs):
         return first, None
     goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
-    trials = _run_trials(search, goal, first=first)
+    trials = _try_sparingly(search, goal, first)
     least = min(trials, key=_drop)
     if least.prediction.drop_estimate is None:
         chosen = next((trial for trial in trials if trial.prediction.meets(PLAIN_DROP)), trials[0])
@@ -174,20 +187,18 @@ def has_collapsed(plan: QuantPlan) -> bool:
     return bool(plan.judged) and plan.judged[0].sqnr_db < COLLAPSED_DB
 
 
-def _spare(search: Search, first: QuantPlan, max_drop: float, state: State | None = None) -> Searched:
+def _spare(goal: _Goal, trials: Sequence[Trial]) -> Searched:
     """Returns what was tried to spare a collapsed model, `met` where a few tensors out of 8 bits lose little enough.
 
     A ratio says nothing of what outputs decide: classes far apart and neighbours of an embedding bear more noise than
     20 dB. Where it is worse than that, less may be lost, since the estimate errs too; but fewer tensors leave 8 bits
     where that costs 0.2 points at most. Whatever share of the work leaves integers here, a good ratio would take more.
     """
-    goal = _Goal(max_drop=max_drop, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
-    trials = _run_trials(search, goal, first=first, state=state)
     told = [trial for trial in trials if trial.prediction.drop_estimate is not None]
     meeting = next((trial for trial in told if goal.is_met(trial.prediction)), None)
     if meeting is None:
-        return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, max_drop), met=False)
-    chosen = next(trial for trial in told if _drop(trial) <= min(max_drop, _drop(meeting) + _WORTH))
+        return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, goal.max_drop), met=False)
+    chosen = next(trial for trial in told if _drop(trial) <= min(goal.max_drop, _drop(meeting) + _WORTH))
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
@@ -248,30 +259,94 @@ def _run_trials(
     known = {trial.step: trial for trial in state.trials} if state is not None else {}
     # Each step takes more from the accelerator than the one before: the first that is good enough is the cheapest.
     counts = (0, *(goal.reliefs if search.relievable else ()))
-    trials: list[Trial] = []
-    spent: list[float] = []
-    for index, count in enumerate(counts):
-        if count and not search.memo.budget.allows(_MORE):
-            break
-        step = _name_step(count, is_mixed=bool(earlier))
-        left = f", at most {sum(spent) / len(spent) * (len(counts) - index):.0f} s left" if spent else ""
-        left = ", known from the state" if step in known else left
-        search.progress(f"{search.target.name}: try {index + 1} of {len(counts)} ({step}){left}")
-        began = time.monotonic()
-        trial = known.get(step)
+    attempts = _Attempts(search, goal, len(counts), first=first, known=known, is_mixed=bool(earlier))
+    for count in counts:
+        trial = attempts.run(count)
         if trial is None:
-            plan = _plan_step(search, trials, count) if count else first or _plan_first(search)
-            trial = None if plan is None else _try_plan(search, step, plan)
-            spent.append(time.monotonic() - began)
-        if trial is None or (trials and trial.integer_macs < goal.least_integer * trials[0].integer_macs):
             break
-        trials.append(trial)
         # What was cut short is no step that a later search may go on from.
         if state is not None and not search.memo.budget.left_out:
-            state.write([*earlier, *trials])
-        if goal.is_met(trial.prediction) and trial.taken_macs >= trials[0].taken_macs - _SAME_SHARE:
+            state.write([*earlier, *attempts.trials])
+        if attempts.is_enough(trial):
             break
-    return trials
+    return attempts.trials
+
+
+def _try_sparingly(search: Search, goal: _Goal, first: QuantPlan) -> list[Trial]:
+    """Returns the trials of the plain mode, in rising order of how many tensors left 8 bits.
+
+    What activations cost about adds up: where ranking says that few tensors are not enough, the most are tried first,
+    and few only where they may come as near.
+    """
+    counts = goal.reliefs if search.relievable else ()
+    attempts = _Attempts(search, goal, 1 + len(counts), first=first)
+    plain = attempts.run(0)
+    if plain is None or not counts or attempts.is_enough(plain) or not search.memo.budget.allows(_MORE):
+        return attempts.trials
+    shares = weigh_relief(search.model, search.calibration, first, counts, search.memo)
+    hopeful = [count for count in counts if count == counts[-1] or goal.may_meet(plain.prediction, shares[count])]
+    for count in hopeful:
+        trial = attempts.run(count)
+        if trial is None or attempts.is_enough(trial):
+            break
+    for count in reversed(counts[: -len(hopeful)]):
+        found, most = attempts.trials[-1], max(attempts.found)
+        if most:
+            gained = (_drop(plain) - _drop(found)) * shares[count] / max(shares[most], shares[count])
+            if _drop(plain) - gained > max(goal.max_drop, _drop(found)) + 2 * _WORTH:
+                break
+        attempts.run(count)
+    return attempts.trials
+
+
+class _Attempts:
+    """Trials that were `found`, by how many tensors left 8 bits; `known` are of a state, `first` is the first plan."""
+
+    def __init__(
+        self,
+        search: Search,
+        goal: _Goal,
+        most: int,
+        *,
+        first: QuantPlan | None = None,
+        known: Mapping[str, Trial] | None = None,
+        is_mixed: bool = False,
+    ) -> None:
+        self._search, self._goal, self._most, self._first = search, goal, most, first
+        self._known, self._is_mixed = known or {}, is_mixed
+        self.found: dict[int, Trial] = {}
+        self._spent: list[float] = []
+
+    @property
+    def trials(self) -> list[Trial]:
+        """What was tried so far, fewer tensors out of 8 bits first."""
+        return [self.found[count] for count in sorted(self.found)]
+
+    def run(self, count: int) -> Trial | None:
+        """Returns a trial, None where time is over, so many cannot be taken, or too little would stay in integers."""
+        search = self._search
+        if count and not search.memo.budget.allows(_MORE):
+            return None
+        step = _name_step(count, is_mixed=self._is_mixed)
+        done, spent = len(self._spent), sum(self._spent)
+        left = f", at most {spent / done * (self._most - done):.0f} s left" if done else ""
+        left = ", known from the state" if step in self._known else left
+        search.progress(f"{search.target.name}: try {done + 1} of {self._most} ({step}){left}")
+        began = time.monotonic()
+        trial = self._known.get(step)
+        if trial is None:
+            plan = _plan_step(search, self.trials, count) if count else self._first or _plan_first(search)
+            trial = None if plan is None else _try_plan(search, step, plan)
+        self._spent.append(time.monotonic() - began)
+        least = self._goal.least_integer * self.found[0].integer_macs if self.found else 0.0
+        if trial is None or trial.integer_macs < least:
+            return None
+        self.found[count] = trial
+        return trial
+
+    def is_enough(self, trial: Trial) -> bool:
+        """Returns True if a trial meets the goal and leaves the target no less work than the first did."""
+        return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.found[0].taken_macs - _SAME_SHARE
 
 
 def _name_step(count: int, *, is_mixed: bool) -> str:

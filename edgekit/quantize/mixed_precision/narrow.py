@@ -16,7 +16,7 @@ from edgekit.prepare.weights.narrow_constants import narrow_constants
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import FAITHFUL_DB
-from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate
+from edgekit.quantize.mixed_precision.score import FEW_SAMPLES, has_held_out, judge_candidate
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.qdq.build import plan_graph
 
@@ -34,8 +34,8 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     """Returns the plan with the large constants of float nodes in 16 or 8 bits, as far as that does no harm.
 
     A session widens them when it loads the model: placement, memory and time of a run are those of float32. What they
-    cost is judged in the float model, over the held-out samples, since beside the rounding of activations it is lost in
-    chance: it must be so little that MOST_LOST_DB is taken from the ratio `reached_db` of the plan (that of the best
+    cost is judged in the float model, over a few held-out samples, since beside the rounding of activations it is lost
+    in chance: it must be so little that MOST_LOST_DB is taken from the ratio `reached_db` of the plan (that of the best
     candidate by default). Without held-out samples nothing is changed.
 
     Raises:
@@ -54,7 +54,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
         proto.CopyFrom(graph.model)
         bring_in(proto.graph, graph.folder, bits.keys())
         narrow_constants(proto.graph, bits)
-        return judge_candidate(proto, compared, statistics, keep_float_weights=True)
+        return judge_candidate(proto, compared, statistics, keep_float_weights=True, most=FEW_SAMPLES)
 
     chosen: dict[str, _Bits] = {}
     ratio = math.inf

@@ -13,7 +13,13 @@ from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.silu import clip_silu_tails
 from edgekit.quantize.graph.activations import find_before_activation
 from edgekit.quantize.graph.float_graph import folded_activations, range_source
-from edgekit.quantize.mixed_precision.candidates import Draft, Memo, choose_again, choose_ranges
+from edgekit.quantize.mixed_precision.candidates import (
+    Draft,
+    Memo,
+    choose_again,
+    choose_ranges,
+    judge_plan,
+)
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any
 from edgekit.quantize.qdq.build import build_qdq, plan_calibration, plan_graph
@@ -31,6 +37,7 @@ _FEW_RELIEVED = 8
 # So many tensors are ranked at once: few, which most models need, and then those that the steps behind take.
 _RANKED = (_FEW_RELIEVED, 40, 80)
 _RELIEF = "more tensors out of 8 bits"
+_TINY = 1e-30
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +77,13 @@ def relieve_plan(
     for count in schedule.counts:
         if not memo.budget.allows(_RELIEF):
             break
-        order = _rank_tensors(draft, memo, count)
+        order = tuple(_rank_tensors(draft, memo, count))
         names = order[:count]
         relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
         if not quantizes_any(draft.graph, relieved):
             break
-        relieved, found = choose_again(msgspec.structs.replace(draft, plan=relieved), memo.budget)
+        relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
+        found = judge_plan(msgspec.structs.replace(draft, plan=relieved))
         tried.append(msgspec.structs.replace(found, relieved=names))
         if found.sqnr_db >= reached + schedule.least_gain_db:
             best, reached, idle = relieved, found.sqnr_db, 0
@@ -104,10 +112,9 @@ def relieve_step(
     Raises:
         UsageError: the statistics are gone.
     """
-    graph = plan_graph(model, plan, calibration)
-    calibration = adapt_ranges(graph, plan_calibration(model, plan, calibration))
-    draft = Draft(graph=graph, calibration=calibration, plan=plan)
-    order = _rank_tensors(draft, memo, count)
+    draft = _open_draft(model, calibration, plan)
+    graph, calibration = draft.graph, draft.calibration
+    order = tuple(_rank_tensors(draft, memo, count))
     if count > 2 * len(order):
         return None
     relieved = relieve_tensors(graph, plan, order[:count], calibration, widens=target.widens(plan.precision))
@@ -116,8 +123,26 @@ def relieve_step(
     if count > _FEW_RELIEVED:
         return choose_ranges(relieved, calibration, before.method, before.rounding)
     if is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
-        relieved, _ = choose_again(msgspec.structs.replace(draft, plan=relieved), memo.budget)
+        relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
     return relieved
+
+
+def weigh_relief(
+    model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
+) -> dict[int, float]:
+    """Returns by how many of the most harmful tensors may leave 8 bits the share of all tensors' noise that they make.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    noise = list(_rank_tensors(_open_draft(model, calibration, plan), memo, max(counts)).values())
+    return {count: sum(noise[:count]) / max(sum(noise), _TINY) for count in counts}
+
+
+def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
+    graph = plan_graph(model, plan, calibration)
+    calibration = adapt_ranges(graph, plan_calibration(model, plan, calibration))
+    return Draft(graph=graph, calibration=calibration, plan=plan)
 
 
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
@@ -158,8 +183,11 @@ def relieve_tensors(
     return msgspec.structs.replace(plan, float_nodes=tuple(kept.values()))
 
 
-def _rank_tensors(draft: Draft, memo: Memo, count: int) -> tuple[str, ...]:
-    """Returns the tensors whose 8 bits hurt most, worst first, of which `count` count; the next steps remember them."""
+def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
+    """Returns the tensors whose 8 bits hurt most, worst first, of which `count` count, and the noise of each.
+
+    The next steps remember them.
+    """
     plan, worst = msgspec.structs.replace(draft.plan, judged=()), next(each for each in _RANKED if each >= count)
     key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs, worst), order="sorted"))
     if key in memo.ranked:
@@ -169,8 +197,10 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> tuple[str, ...]:
     errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, memo.budget, worst=worst)
     # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
     folded = folded_activations(draft.graph)
-    sources = (range_source(draft.graph, error.name) for error in errors)
-    order = tuple(dict.fromkeys(folded.get(name, name) for name in sources))
+    noise: dict[str, float] = {}
+    for error in errors:
+        source = range_source(draft.graph, error.name)
+        noise.setdefault(folded.get(source, source), 10 ** (-error.sqnr_db / 10))
     if not memo.budget.left_out:
-        memo.ranked[key] = order
-    return order
+        memo.ranked[key] = noise
+    return noise

@@ -18,8 +18,9 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores
 from edgekit.quantize.graph.sessions import open_graph
 
-# After so many held-out samples what is behind by so much is not judged any more: choices, for the time.
-_FEW_SAMPLES, _CLEARLY_DB = 4, 1.0
+FEW_SAMPLES = 4
+"""After so many held-out samples what is clearly behind is not judged any more: a choice, for the time."""
+_CLEARLY_DB = 1.0
 _TINY = float(np.finfo(np.float64).tiny)
 # A hundred times the signal, the -20 dB of `ratio_db`: what has another size is no worse.
 _MOST = 100.0
@@ -44,9 +45,14 @@ class Closeness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_candidate(
-    qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool = False
+    qdq: onnx.ModelProto,
+    compared: tuple[ComparedTensor, ...],
+    statistics: Path,
+    *,
+    keep_float_weights: bool = False,
+    most: int | None = None,
 ) -> float:
-    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples.
+    """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, or the first `most`.
 
     Of several tensors it is that of their mean noise. It runs on the CPU provider, without saturation; weights that
     were set aside are read from the folder `statistics`. With `keep_float_weights` ONNX Runtime may not quantize float
@@ -61,7 +67,7 @@ def judge_candidate(
     def run(held: tuple[Tensors, Tensors]) -> Tensors:
         return session.run(held[0])
 
-    for (_, expected), found in map_in_order(run, read_held_out(statistics)):
+    for (_, expected), found in map_in_order(run, islice(read_held_out(statistics), most)):
         powers += _all_powers(names, expected, found)
     return join_ratios([ratio_db(*power) for power in powers])
 
@@ -72,11 +78,14 @@ def judge_grids(
     statistics: Path,
     grids: Mapping[str, Tensors],
     decisions: Mapping[str, int] | None = None,
+    *,
+    most: int | None = None,
 ) -> dict[str, Closeness]:
     """Returns how near each of several grids comes, which are fed to a graph with float weights.
 
-    `decisions` holds the axis of the classes of those tensors that decide. What is clearly worse after a few held-out
-    samples, and changes no fewer decisions, is judged by these alone: by how much it is worse there.
+    They are judged by all held-out samples, or the first `most`. `decisions` holds the axis of the classes of those
+    tensors that decide. What is clearly worse after a few held-out samples, and changes no fewer decisions, is judged
+    by these alone: by how much it is worse there.
 
     Raises:
         UsageError: the statistics are gone.
@@ -91,8 +100,8 @@ def judge_grids(
     def rate() -> dict[str, Closeness]:
         return {name: tally.judge() for name, tally in tallies.items() if name not in behind}
 
-    held = read_held_out(statistics)
-    for part in (islice(held, _FEW_SAMPLES), held):
+    held = islice(read_held_out(statistics), most)
+    for part in (islice(held, FEW_SAMPLES), held):
         tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
         for (name, _, expected), found in map_in_order(run, tasks):
             tallies[name].add(names, expected, found)
