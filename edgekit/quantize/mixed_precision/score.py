@@ -20,7 +20,8 @@ from edgekit.quantize.graph.sessions import open_graph
 
 FEW_SAMPLES = 4
 """After so many held-out samples what is clearly behind is not judged any more: a choice, for the time."""
-_CLEARLY_DB = 1.0
+# Behind by so much is clear, and so is less where the difference is four times its standard error: choices.
+_CLEARLY_DB, _SURELY_DB, _SURE_ERRORS = 1.0, 0.3, 4.0
 _TINY = float(np.finfo(np.float64).tiny)
 # A hundred times the signal, the -20 dB of `ratio_db`: what has another size is no worse.
 _MOST = 100.0
@@ -40,8 +41,20 @@ class Closeness(msgspec.Struct, frozen=True, kw_only=True):
         """Returns True if samples do not tell the two apart: they are within one standard error of their difference."""
         if not len(self.noise) == len(best.noise) > 1:
             return False
+        return self._gap_errors(best) <= 1
+
+    def is_behind(self, best: "Closeness") -> bool:
+        """Returns True if it is clearly worse than the best, or surely by less, and changes no fewer decisions."""
+        behind_db = best.ratio_db - self.ratio_db
+        surely = len(self.noise) == len(best.noise) > 1 and self._gap_errors(best) > _SURE_ERRORS
+        is_worse = behind_db > _CLEARLY_DB or (surely and behind_db > _SURELY_DB)
+        return is_worse and (self.changed or 0.0) >= (best.changed or 0.0)
+
+    def _gap_errors(self, best: "Closeness") -> float:
+        """Returns by how many standard errors of the difference it has more noise than the best."""
         gap = np.subtract(self.noise, best.noise)
-        return bool(gap.mean() <= gap.std(ddof=1) / math.sqrt(gap.size))
+        mean, error = float(gap.mean()), float(gap.std(ddof=1)) / math.sqrt(gap.size)
+        return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
 
 
 def judge_candidate(
@@ -116,13 +129,9 @@ def judge_grids(
 
 
 def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
-    """Returns by how much those are behind that are clearly worse than the best, and change no fewer decisions."""
+    """Returns by how much those are behind that are worse than the best for sure (`Closeness.is_behind`)."""
     best = max(judged.values(), key=lambda each: each.ratio_db)
-    return {
-        name: best.ratio_db - each.ratio_db
-        for name, each in judged.items()
-        if each.ratio_db < best.ratio_db - _CLEARLY_DB and (each.changed or 0.0) >= (best.changed or 0.0)
-    }
+    return {name: best.ratio_db - each.ratio_db for name, each in judged.items() if each.is_behind(best)}
 
 
 class _Tally:

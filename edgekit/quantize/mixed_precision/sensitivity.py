@@ -26,12 +26,10 @@ from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
 
 # By how many held-out samples activations are ranked where all are and where only the worst are: choices, for the time.
-_SAMPLES, _FEWER_SAMPLES = 6, 2
+_SAMPLES, _FEWER_SAMPLES = 6, 4
 # Into how many spans activations are parted at first, and how many spans are judged at most for each that is looked
 # for: tools/bench/ranking.py shows how well what is found agrees with judging each activation.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
-# With no more runs for each that is looked for all are judged alone.
-_RUNS_EACH = 11
 _TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
 _Pair = tuple[Tensors, Tensors]
@@ -112,8 +110,8 @@ def rank_activations(
     switched = _Switched(graph, qdq, compared, budget)
     names = switched.names
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
-    # Few activations are judged by all samples in about as many runs.
-    if worst is not None and len(names) * len(held) > _RUNS_EACH * worst:
+    # Few activations are judged by all samples in no more runs.
+    if worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         few = switched.find_noisiest(held)[: max(1, _SPANS_EACH * worst // len(names))]
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
         chosen, held = sorted(chosen, key=lambda index: ratios[index])[:worst], held[:_FEWER_SAMPLES]
