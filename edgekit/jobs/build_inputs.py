@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.bundle.golden.golden import OUTPUTS, Golden, make_golden
+from edgekit._files import digest_bytes
+from edgekit.bundle.golden.golden import OUTPUTS, Golden, KnownOutputs, make_golden
 from edgekit.bundle.golden.recorded import Recorded, adopt_reference, adopt_unpadded
 from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.bundle.manifest.open_dims import list_open, open_specs
@@ -23,22 +24,29 @@ from edgekit.data.split import SampleSets, Sequences, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import TargetShare, fix_for_target
+from edgekit.jobs.prepare import list_versions
+from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
+from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
 from edgekit.prepare.buckets import BucketModels, choose_dims, prepare_buckets
 from edgekit.prepare.fix import SPELLINGS, Fix, FixedModel, list_asked
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.calibration.cache import CacheSettings
+from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
+from edgekit.quantize.calibration.checkpoint import Checkpoint
 from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
 from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
+
+# A thousand classes of 10,000 samples, and fields of scores of a few hundred.
+_MOST_KEPT_BYTES = 64 << 20
 
 
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +150,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
-    golden = _make_golden(source, prepared, samples, job.work / "golden")
+    golden = _make_golden(source, prepared, samples, job)
     recorded = _open_recorded(data, golden, source, job)
     buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, job)
     wanted = not is_quantized and job.wants_integers(floats)
@@ -175,9 +183,9 @@ def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | N
     return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, job.work)
 
 
-def _make_golden(source: Model, prepared: Model, samples: SampleSets, out: Path) -> Golden:
+def _make_golden(source: Model, prepared: Model, samples: SampleSets, job: BuildJob) -> Golden:
     """Returns the golden samples, with every dimension open that the model leaves open, whatever sizes they have."""
-    golden = make_golden(source, samples.evaluation, out, labels=samples.labels, ragged=True)
+    golden = _run_float(source, samples, job)
     check_class_labels(golden)
     if all(spec.is_static for spec in prepared.inputs):
         return golden
@@ -224,6 +232,46 @@ def _run_unpadded(
     for bundle in recorded.values():
         adopt_unpadded(golden, bundle)
     return BucketInputs(models=sized, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
+
+
+def _run_float(source: Model, samples: SampleSets, job: BuildJob) -> Golden:
+    """Returns the golden samples; with a cache the float model runs once for all builds of it on this machine."""
+    place = job.work / "golden"
+    # Operators of one's own may depend on more than their file.
+    if job.cache is None or source.custom_ops:
+        return make_golden(source, samples.evaluation, place, labels=samples.labels, ragged=True)
+    # Other CPUs, and other numbers of cores, sum up in another order.
+    facts = source.sha256, list_versions(), describe_machine()
+    key = digest_bytes(msgspec.json.encode(facts, order="sorted"))
+    with open_cache(CacheSettings(folder=job.cache, digests=()), key, job.progress, "golden") as cache:
+        found = cache.load(OUTPUTS, None, 2 * _MOST_KEPT_BYTES)
+        outputs = {} if found is None else _split_outputs(found, cache)
+        known = KnownOutputs(outputs=outputs, room_bytes=_MOST_KEPT_BYTES)
+        golden = make_golden(source, samples.evaluation, place, labels=samples.labels, ragged=True, known=known)
+        if not known.ran:
+            job.progress(f"what the float model gives for {golden.samples} samples is read from the cache")
+        elif outputs:
+            cache.save(OUTPUTS, dict(enumerate(outputs)), lambda: _join_outputs(outputs), now=True)
+    return golden
+
+
+def _join_outputs(known: Mapping[bytes, Tensors]) -> dict[str, Array]:
+    return {f"{place} {name}": value for place, each in enumerate(known.values()) for name, value in each.items()}
+
+
+def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Tensors]:
+    """Returns outputs by the digest of their sample, nothing where they do not belong together."""
+    known: dict[bytes, dict[str, Array]] = {digest: {} for digest in found.seen.values()}
+    try:
+        for key, value in found.arrays.items():
+            place, name = key.split(" ", 1)
+            known[found.seen[int(place)]][name] = value
+    except (LookupError, ValueError):
+        known.clear()
+    if len({frozenset(each) for each in known.values()}) == 1:
+        return dict(known)
+    cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
+    return {}
 
 
 def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> dict[str, Recorded]:

@@ -118,6 +118,27 @@ def test_a_killed_command_goes_on_and_gives_the_same_bytes(
     assert (folder / "q.onnx").read_bytes() == run(folder, None)[0]
 
 
+def test_the_float_model_runs_once_for_all_builds(folder: Path) -> None:
+    data, said = Data(source=str(folder / "d.npz")), list[str]()
+
+    def make(target: str) -> tuple[bytes, int]:
+        said.clear()
+        recipe, out = Recipe(targets=(target,), precision="fp32", samples=12), folder / target
+        build(folder / "m.onnx", data, out, recipe, verify=False, cache=folder / "cache", progress=said.append)
+        outputs = (out / f"m-{target}" / "golden" / "outputs.npz").read_bytes()
+        return outputs, sum("float model gives" in step for step in said)
+
+    ran, read = make("nnapi"), make("xnnpack")
+    assert (ran, read) == ((ran[0], 0), (ran[0], 1))
+    (kept,) = folder.glob("cache/golden-*/outputs.npz")
+    assert kept.parent.stat().st_mode & 0o77 == 0
+    # Other samples are not those that are known.
+    np.savez(folder / "d.npz", x=np.random.default_rng(1).normal(size=(12, 1, 3, 8, 8)).astype(np.float32))
+    others = make("nnapi")
+    assert others[0] != ran[0]
+    assert others[1] == 0
+
+
 def wait_for(folder: Path, part: str) -> None:
     end = time.monotonic() + 60
     while part not in parts(folder):

@@ -39,8 +39,11 @@ class CalibrationCache:
         self._next = time.monotonic() + _LEAST_SECONDS
         self.notes: list[str] = []
 
-    def load(self, part: str, digests: Mapping[int, bytes], most_bytes: int) -> Checkpoint | None:
-        """Returns what is kept of samples with these digests at their positions, None if there is none."""
+    def load(self, part: str, digests: Mapping[int, bytes] | None, most_bytes: int) -> Checkpoint | None:
+        """Returns what is kept of samples with these digests at their positions, None if there is none.
+
+        Without `digests` it is for the caller to look at those that are `seen`.
+        """
         if self._folder is None:
             return None
         try:
@@ -48,7 +51,8 @@ class CalibrationCache:
         except DataError as error:
             self.note(error.message)
             return None
-        if found is not None and any(digests.get(index) != digest for index, digest in found.seen.items()):
+        seen = {} if found is None or digests is None else found.seen
+        if digests is not None and any(digests.get(index) != digest for index, digest in seen.items()):
             self.note(f"'{self._folder / part}' is not used: it is of other samples")
             return None
         return found
@@ -77,8 +81,10 @@ class CalibrationCache:
 
 
 @contextlib.contextmanager
-def open_cache(settings: CacheSettings | None, key: str, progress: Progress) -> Generator[CalibrationCache]:
-    """Yields the cache of the calibration with a key; one that another run has open is left to it.
+def open_cache(
+    settings: CacheSettings | None, key: str, progress: Progress, kind: str = "calibration"
+) -> Generator[CalibrationCache]:
+    """Yields the cache of the calibration (or of another `kind`) with a key; one that another run has open is left.
 
     Raises:
         OutputError: the folder cannot be made.
@@ -86,7 +92,7 @@ def open_cache(settings: CacheSettings | None, key: str, progress: Progress) -> 
     if settings is None:
         yield CalibrationCache(None, key, progress)
         return
-    folder = settings.folder / f"calibration-{key[:32]}"
+    folder = settings.folder / f"{kind}-{key[:32]}"
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)
         # Its owner's alone: the samples held out to judge by are in it.
