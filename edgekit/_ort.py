@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import onnxruntime as _ort
 
-from edgekit.errors import RuntimeRefusal
+from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model.outside import keeps_inside
 from edgekit.model.skim import point_into
 from edgekit.model.tensors import Array, Tensors, flatten_value
@@ -81,15 +81,11 @@ class CpuSession:
 
     def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str | None = None) -> None:
         name = subject or (str(model) if isinstance(model, Path) else "the model")
-        source = str(model) if isinstance(model, Path) else model
-        # ONNX Runtime holds the protobuf beside what it makes of it: weights that stay in the file are mapped.
-        if isinstance(model, Path) and settings.save_to is None and keeps_inside(model):
-            source = point_into(model).SerializeToString()
-            settings = msgspec.structs.replace(settings, config={**settings.config, **external_config(model.parent)})
+        source, config = _leave_weights(model) if settings.save_to is None else (model, {})
         with translated(name):
             self._session: Any = _ort.InferenceSession(
-                source,
-                _session_options(settings),
+                str(source) if isinstance(source, Path) else source,
+                _session_options(msgspec.structs.replace(settings, config={**settings.config, **config})),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
                 # Python's own fallback makes another session on the CPU provider where one fails, and only prints that
@@ -139,6 +135,18 @@ def translated(subject: str) -> Generator[None]:
 def external_config(folder: Path) -> dict[str, str]:
     """Returns the session entry by which a model that comes as bytes finds external weights in a folder."""
     return {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
+
+
+def _leave_weights(model: Path | bytes) -> tuple[Path | bytes, dict[str, str]]:
+    """Returns what to load and with which entries, so that weights inside a large file are mapped.
+
+    ONNX Runtime would hold the protobuf beside what it makes of it.
+    """
+    if isinstance(model, Path) and keeps_inside(model):
+        # What is no model ONNX Runtime refuses itself.
+        with contextlib.suppress(ModelError):
+            return point_into(model).SerializeToString(), external_config(model.parent)
+    return model, {}
 
 
 def _hint(message: str) -> str:

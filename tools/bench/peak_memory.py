@@ -1,5 +1,7 @@
 """Peak memory of commands over the size of the model: `python peak_memory.py [90] [400] [1600] [3000] [--limit 8]`.
 
+`--net NAME` measures plain `quantize` of a net of architectures.py instead, with `--samples` of them.
+
 A model is a chain of hidden layers of so many MB; above 2 GB its weights lie in a file beside it. Each command is a
 process of its own: printed are its CPU seconds and its peak (`ru_maxrss`), which may be 1.2 times the model for
 `prepare` and `check` and twice for what quantizes, and 200 MB more for the interpreter and its libraries. With
@@ -18,9 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from architectures import ARCHITECTURES
 from onnx import TensorProto, helper
+from quantize_ratio import write_model
 
-WIDTH, HIDDEN = 1024, 4096
+WIDTH, HIDDEN, GAIN = 1024, 4096, 0.1
 LAYER_MB = 2 * WIDTH * HIDDEN * 4 / 1e6
 INT4 = ("--weights", "int4", "--target", "cpu")
 SIZES_MB = (90, 400, 1600, 3000)
@@ -30,14 +34,18 @@ SHARES = {"prepare": 1.2, "check": 1.2, "quantize": 2.0, "int4": 2.0, "build": 2
 
 
 def make_chain(path: Path, size_mb: int) -> None:
-    """Writes pairs of MatMul with a Relu between; in a process of its own, whose memory a child would inherit."""
+    """Writes pairs of MatMul with a Relu between; in a process of its own, whose memory a child would inherit.
+
+    Each pair is added to what it reads: what a chain of any length gives says something, also in 4 bits.
+    """
     rng, data = np.random.default_rng(0), path.with_name(f"{path.name}.data")
     external, weights, nodes = size_mb >= EXTERNAL_FROM_MB, list[TensorProto](), list[onnx.NodeProto]()
     x = "x"
     with data.open("wb") as file:
         for index in range(max(1, round(size_mb / LAYER_MB))):
-            for part, dims in (("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))):
-                array = rng.standard_normal(dims, np.float32) / np.float32(dims[0] ** 0.5)
+            before = x
+            for part, dims, gain in (("up", (WIDTH, HIDDEN), 1.0), ("down", (HIDDEN, WIDTH), GAIN)):
+                array = rng.standard_normal(dims, np.float32) * np.float32(gain / dims[0] ** 0.5)
                 weight = TensorProto(name=f"{part}{index}", data_type=TensorProto.FLOAT, dims=dims)
                 if external:
                     entries = {"location": data.name, "offset": str(file.tell()), "length": str(array.nbytes)}
@@ -55,7 +63,9 @@ def make_chain(path: Path, size_mb: int) -> None:
                 if part == "up":
                     nodes.append(helper.make_node("Relu", [x], [f"relu{index}"], name=f"relu{index}.node"))
                     x = f"relu{index}"
-    nodes.append(helper.make_node("Softmax", [x], ["y"], name="last"))
+            nodes.append(helper.make_node("Add", [before, x], [f"sum{index}"], name=f"sum{index}.node"))
+            x = f"sum{index}"
+    nodes.append(helper.make_node("Identity", [x], ["y"], name="last"))
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
@@ -107,13 +117,27 @@ def measure_model(size_mb: int, limit_bytes: int | None, only: list[str]) -> boo
         for name, arguments in list_commands(model).items():
             if only and name not in only:
                 continue
-            code, seconds, peak, line = measure(arguments, limit_bytes)
-            fits = code == 0 and peak <= SHARES[name] * size + SPARE_BYTES
-            within &= fits
-            share = (peak - SPARE_BYTES) / size
-            print(f"{size / 1e6:6.0f} MB  {name:8} exit {code}  {seconds:6.1f} CPU-s  {peak / 1e6:6.0f} MB", end="  ")
-            print(f"{share:5.2f} of {SHARES[name]}x {'ok' if fits else 'OVER'}  {line[:90]}", flush=True)
+            within &= show(name, arguments, size, limit_bytes)
     return within
+
+
+def measure_net(name: str, samples: int, limit_bytes: int | None) -> bool:
+    """Prints a line for plain `quantize` of an architecture; returns True if it stays within its share."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
+        subprocess.run([sys.executable, __file__, "--make-net", folder, name, str(samples)], check=True)
+        model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
+        given = ["quantize", str(model), "--target", "cpu", "--data", data, "--out", f"{folder}/int8.onnx", "-q"]
+        return show("quantize", given, model.stat().st_size, limit_bytes)
+
+
+def show(name: str, arguments: list[str], size: int, limit_bytes: int | None) -> bool:
+    """Measures a command and prints a line of it; returns True if it stays within its share."""
+    code, seconds, peak, line = measure(arguments, limit_bytes)
+    fits = code == 0 and peak <= SHARES[name] * size + SPARE_BYTES
+    share = (peak - SPARE_BYTES) / size
+    print(f"{size / 1e6:6.0f} MB  {name:8} exit {code}  {seconds:6.1f} CPU-s  {peak / 1e6:6.0f} MB", end="  ")
+    print(f"{share:5.2f} of {SHARES[name]}x {'ok' if fits else 'OVER'}  {line[:90]}", flush=True)
+    return fits
 
 
 def main() -> int:
@@ -121,14 +145,21 @@ def main() -> int:
     if sys.argv[1:2] == ["--make"]:
         make_chain(Path(sys.argv[2]), int(sys.argv[3]))
         return 0
+    if sys.argv[1:2] == ["--make-net"]:
+        write_model(ARCHITECTURES[sys.argv[3]](), Path(sys.argv[2]), int(sys.argv[4]))
+        return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", type=int, nargs="*", default=SIZES_MB)
     parser.add_argument("--limit", type=float, help="GB of private memory that a command may have")
     parser.add_argument("--only", action="append", default=[], choices=sorted(SHARES))
+    parser.add_argument("--net", action="append", default=[], choices=sorted(ARCHITECTURES))
+    parser.add_argument("--samples", type=int, default=32, help="of a net")
     options = parser.parse_args()
     limit = None if options.limit is None else int(options.limit * 1e9)
     # All are measured, also behind one that takes too much.
-    within = [measure_model(size, limit, options.only) for size in options.sizes]
+    within = [measure_net(name, options.samples, limit) for name in options.net]
+    if not options.net:
+        within = [measure_model(size, limit, options.only) for size in options.sizes]
     return 0 if all(within) else 1
 
 

@@ -1,0 +1,121 @@
+"""Large weights stay in their files while a model is quantized, and what comes out is the same."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_models import make_model, random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.errors import RuntimeRefusal
+from edgekit.graph.constants import read_array
+from edgekit.model.external import read_place
+from edgekit.model.model import Model, find_reads
+from edgekit.quantize import _ort_quantizer as door
+from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.calibrate import open_float_graph
+from edgekit.quantize.calibration.instrument import instrument_graph
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.variants import strip_weights
+from edgekit.quantize.qdq.build import place_plan
+from edgekit.target import load_target
+
+# A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
+NET = """
+<ir_version: 8, opset_import: ["" : 17]> g (float[4,256] u) => (float[4,256] y) <int64[4] ids = {3, 1, 4, 1}>
+{
+  rows = Gather(table, ids)
+  x = Add(rows, u)
+  h = Gemm(x, w1, b1)
+  r = Relu(h)
+  y = Gemm<transB=1>(r, w2, x)
+}
+"""
+SHAPES = {"table": (400, 256), "w1": (256, 256), "b1": (256,), "w2": (256, 256)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(NET, tmp_path / "m.onnx", SHAPES)
+
+
+def _quantize(model: Model, folder: Path) -> bytes:
+    samples = random_samples(model)
+    calibration = calibrate_model(model, samples, work=folder / "work")
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8")
+    return quantize_model(model, plan, calibration, folder / "q.onnx").model.path.read_bytes()
+
+
+def test_weights_inside_a_large_file_are_never_read_whole_and_give_the_same_bytes(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, plain_weight = _quantize(model, tmp_path / "plain"), read_float_graph(model).weight("w1")
+    monkeypatch.setattr("edgekit.model.outside.LARGE_BYTES", 0)
+    graph = read_float_graph(model)
+    places = [place for tensor in graph.proto.initializer if (place := read_place(tensor))]
+    # The transposed one was made anew.
+    assert [place.file for place in places] == ["m.onnx"] * 2
+    assert np.array_equal(graph.weight("w1"), plain_weight)
+    assert _quantize(model, tmp_path / "outside") == plain
+
+
+def test_planning_reads_the_graph_that_was_calibrated_and_another_models_anew(model: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    graph = open_float_graph(model, calibration)
+    assert graph.folder == tmp_path / "work"
+    table = next(tensor for tensor in graph.proto.initializer if tensor.name == "table")
+    assert not table.raw_data
+    assert np.array_equal(read_array(table, graph.folder), read_float_graph(model).weight("table"))
+    other = make_model(NET.replace("Relu", "Tanh"), tmp_path / "other.onnx", SHAPES)
+    assert {node.op_type for node in open_float_graph(other, calibration).nodes} >= {"Tanh"}
+
+
+def test_what_stands_in_for_quantized_weights_leaves_nothing_to_compute_in_vain(model: Model, tmp_path: Path) -> None:
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
+    graph = open_float_graph(model, calibration)
+    stripped = strip_weights(place_plan(graph, plan, "m"), graph).graph
+    assert all(find_reads(stripped) & {*node.output} for node in stripped.node)
+    assert {tensor.name for tensor in stripped.initializer} <= find_reads(stripped)
+    assert sum(len(tensor.raw_data) for tensor in stripped.initializer) < 4 * 256 * 8
+
+
+def test_an_activation_is_measured_before_the_next_but_one_is_computed(net: Model) -> None:
+    graph = read_float_graph(net)
+    nodes = instrument_graph(graph, picked=8, patch_samples=4).proto.graph.node
+    own = {node.name for node in graph.proto.node}
+    made = dict.fromkeys((*graph.inputs, *(tensor.name for tensor in graph.proto.initializer)), -1)
+    made |= {name: at for at, node in enumerate(nodes) for name in node.output}
+    places = [at for at, node in enumerate(nodes) if node.name in own]
+    for at, node in enumerate(nodes):
+        assert all(made.get(name, -1) < at for name in node.input)
+        read = [made[name] for name in node.input if made.get(name, -1) in places]
+        if node.name not in own and read:
+            assert not [first for first, _ in pairwise(places) if max(read) < first < at]
+
+
+def test_a_large_model_in_a_session_gives_the_same_and_one_that_is_cut_off_is_refused(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = {"u": np.ones((4, 256), np.float32)}
+    plain = CpuSession(model.path, SessionSettings()).run(sample)["y"]
+    monkeypatch.setattr("edgekit.model.outside.LARGE_BYTES", 0)
+    assert np.array_equal(CpuSession(model.path, SessionSettings()).run(sample)["y"], plain)
+    with model.path.open("ab") as file:
+        file.truncate(model.path.stat().st_size - 1)
+    with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
+        CpuSession(model.path, SessionSettings())
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_weights_are_rounded_part_by_part_as_at_once(axis: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = np.random.default_rng(0).normal(size=(37, 5)).astype(np.float32)
+    scale = np.float32(0.01) if axis is None else np.linspace(0.01, 0.02, weight.shape[axis], dtype=np.float32)
+    zero = np.asarray(np.zeros(np.shape(scale)), np.int8)
+    whole = door._round_weight(weight, np.asarray(scale), zero, axis or 0)
+    monkeypatch.setattr(door, "_ROUNDED_AT_ONCE", 10)
+    assert np.array_equal(door._round_weight(weight, np.asarray(scale), zero, axis or 0), whole)
+    shape = () if axis is None else [-1 if each == axis else 1 for each in range(2)]
+    assert np.array_equal(whole, np.clip(np.rint(weight / np.asarray(scale).reshape(shape)), -128, 127))
+    assert door._round_weight(np.float32(2) * np.ones(()), np.asarray(np.float32(0.5)), np.asarray(np.int8(0)), 0) == 4
