@@ -133,7 +133,7 @@ def test_quantized_model_is_refused(net: Model, calibration: Calibration, tmp_pa
     quantized = quantize(net, calibration, "qnn", tmp_path).model
     with pytest.raises(ModelError, match="quantized already") as caught:
         calibrate_model(quantized, random_samples(quantized), work=tmp_path / "work")
-    assert "edgekit build MODEL takes one that was trained so" in (caught.value.hint or "")
+    assert "one trained so: export it without Q and DQ" in (caught.value.hint or "")
 
 
 def test_plan_of_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:

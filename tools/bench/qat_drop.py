@@ -41,7 +41,7 @@ GRIDS = ("symmetric", "shifted")
 TARGETS = "nnapi:api_level=28,nnapi,qnn,xnnpack,cpu"
 ALLOWED = 0.4
 """How many points may be lost."""
-_FLOAT_STEPS, _STEPS, _BATCH, _RATE = 600, 300, 48, 3e-4
+_FLOAT_STEPS, _STEPS, _BATCH, _RATE = 600, 160, 48, 3e-4
 # Ranges of activations follow the batches at first, and stand still for the last quarter of the training.
 _KEPT, _FROZEN_FROM = 0.95, 0.75
 _CALIBRATE, _SCORED = 256, 16_000

@@ -162,7 +162,7 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
     if found:
         raise ModelError(
             f"'{model.path.name}' is quantized already: it has {', '.join(found)}",
-            hint="give the float model it was made from; edgekit build MODEL takes one that was trained so as it is",
+            hint="give the float model it was made from; one trained so: export it without Q and DQ, or build it as is",
         )
     opset = model.opsets.get("ai.onnx", 1)
     if opset < MINIMUM_OPSET:
