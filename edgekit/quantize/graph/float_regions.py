@@ -68,12 +68,13 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
     for node in graph.nodes:
         if any(_is_infinite(graph, name) for name in node.input):
             reasons.setdefault(node.name, "a constant of it is not finite")
-        for member in _listing(graph, node) if node.op_type in _RANKING else ():
-            reasons.setdefault(member.name, f"it lists what the {node.op_type} '{node.name}' picks")
         if node.output and graph.is_float(node.output[0]):
             for member, kind in _amplifying(graph, node):
                 reason = f"it leads to the {kind} '{node.name}', which magnifies rounding near 0"
                 reasons.setdefault(member.name, reason)
+    for node, listing in _find_lists(graph):
+        for member in listing:
+            reasons.setdefault(member.name, f"it lists what the {node.op_type} '{node.name}' picks")
     return reasons
 
 
@@ -97,10 +98,8 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
 
 def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
     """Returns the float tensors that an output lists numbers of, in graph order; () where it is no list."""
-    inside: dict[str, Node] = {}
-    for node in graph.nodes:
-        members = _listing(graph, node) if node.op_type in _RANKING else []
-        inside |= {member.name: member for member in ((node, *members) if members else ())}
+    lists = (members for members in _find_lists(graph) if members[1])
+    inside = {member.name: member for node, listing in lists for member in (node, *listing)}
     if output not in graph.producers or graph.producers[output].name not in inside:
         return ()
     made = {name for node in inside.values() for name in node.output}
@@ -108,10 +107,18 @@ def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in graph.producers and name not in made))
 
 
-def _listing(graph: Graph, ranking: Node) -> list[Node]:
-    """Returns the nodes behind one that ranks, [] where layers go on with what it picks."""
-    found = _descendants(graph, ranking)
-    return [] if _count_layers(found) else found
+def _find_lists(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
+    """Yields each node that ranks with all nodes behind it, unless layers go on with what it picks."""
+    ranking = [node for node in graph.nodes if node.op_type in _RANKING]
+    # Told from the end on for all at once: exporters write an Equal wherever a shape is open.
+    leading: set[str] = set()
+    for node in reversed(graph.nodes) if ranking else ():
+        readers = (reader for name in node.output for reader in graph.readers(name))
+        if any(reader.op_type in _LAYERS or reader.name in leading for reader in readers):
+            leading.add(node.name)
+    for node in ranking:
+        if node.name not in leading:
+            yield node, _descendants(graph, node)
 
 
 def _is_root(graph: Graph, node: Node) -> bool:

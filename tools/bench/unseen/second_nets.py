@@ -82,7 +82,7 @@ def make_convnext() -> Net:
     x = _normalise(net, net.add("ReduceMean", [x], axes=[2, 3], keepdims=0), 48)
     net.outputs[rename_last(net, net.linear(x, 48, KINDS), "logits")] = (KINDS,)
     images, kinds = shape_classes(TRAIN)
-    train_net(net, {"image": images, "label": kinds}, class_loss, steps=900, batch=32, rate=2e-3)
+    train_net(net, {"image": images, "label": kinds}, class_loss, steps=450, batch=32, rate=2e-3)
     return net
 
 
@@ -145,7 +145,7 @@ def make_unet() -> Net:
         x = block(net.add("Concat", [enlarge(x, sizes), skip], axis=1), (2 * sizes[1], sizes[1]))
     net.outputs[rename_last(net, net.conv(x, (12, 1 + KINDS), 1), "scores")] = (1 + KINDS, SIDE, SIDE)
     images, masks = scene_masks(TRAIN)
-    train_net(net, {"image": images, "mask": masks}, mask_loss, steps=700, batch=10)
+    train_net(net, {"image": images, "mask": masks}, mask_loss, steps=400, batch=10)
     return net
 
 
@@ -199,7 +199,7 @@ def make_hybrid() -> Net:
     x = reshape(net.add("GlobalAveragePool", [x]), 0, 96)
     net.outputs[rename_last(net, net.linear(x, 96, KINDS), "logits")] = (KINDS,)
     images, kinds = shape_classes(TRAIN)
-    train_net(net, {"image": images, "label": kinds}, class_loss, steps=900, batch=32, rate=2e-3)
+    train_net(net, {"image": images, "label": kinds}, class_loss, steps=450, batch=32, rate=2e-3)
     return net
 
 
