@@ -160,6 +160,19 @@ def test_boxes_that_belong_to_others_are_no_boxes() -> None:
     assert find_head(outputs, (SIDE, SIDE)) is None
 
 
+@pytest.mark.parametrize(("noise", "code"), [(2, "middle and size"), (4, None)])
+def test_boxes_that_overlap_when_mixed_too_are_told_from_noise(noise: float, code: str | None) -> None:
+    rng = np.random.default_rng(0)
+    outputs = [{"y": row["y"].copy()} for row in make_outputs("middle and size")]
+    for row in outputs:
+        # All objects lie near the middle of the image.
+        row["y"][0, :2] = 32 + 0.4 * (row["y"][0, :2] - 32)
+        row["y"][0, :4] += rng.normal(0, noise, (4, 80))
+        row["y"][0, 2:4] = np.maximum(row["y"][0, 2:4], 4)
+    head = find_head(outputs, (SIDE, SIDE))
+    assert (head and head.code) == code
+
+
 def draw_centres(seed: int, *, scale: float = 1.0) -> tuple[Tensors, Array]:
     """Returns maps of 16 x 16 cells as of CenterNet, with sizes in cells times `scale`, and the two boxes shown."""
     rng, grid = np.random.default_rng(seed), np.mgrid[:16, :16][::-1]
