@@ -88,18 +88,25 @@ def test_the_rare_class_wins_where_it_did(tmp_path: Path) -> None:
         assert found[0, :, 0, 0].argmax() == winner
 
 
-ENLARGED = HEAD + """ => (float[1,5,32,32] y) { l = Conv(x, w) r = Resize<mode = "MODE">(l, n, s) y = Identity(r) }"""
+RESIZED = """ => (float[1,5,32,32] y) { l = Conv(x, w) r = Resize<mode = "MODE">(l, n, s) y = Identity(r) }"""
+ENLARGED = {
+    "map": HEAD + RESIZED,
+    "softmax": HEAD + RESIZED.replace("Identity", "Softmax<axis = 1>"),
+    "labels": HEAD + RESIZED.replace("Identity", "ArgMax<axis = 1>").replace("float[1,5,", "int64[1,1,"),
+}
 
 
-@pytest.mark.parametrize(("mode", "kind", "found"), [
-    ("linear", "", True), ("cubic", "", True), ("nearest", "", False), ("linear", "values", False),
+@pytest.mark.parametrize(("tail", "mode", "kind", "found"), [
+    ("map", "linear", "", True), ("map", "cubic", "", True), ("map", "nearest", "", False),
+    ("map", "linear", "values", False), ("softmax", "linear", "", True), ("labels", "linear", "", True),
+    ("labels", "nearest", "", False),
 ])  # fmt: skip
 def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
-    mode: str, kind: str, found: bool, tmp_path: Path
+    tail: str, mode: str, kind: str, found: bool, tmp_path: Path
 ) -> None:
     scales = np.array([1, 1, 2, 2], np.float32)
     constants = {"w": np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1), "s": scales, "n": np.zeros(0, np.float32)}
-    model = make_model(ENLARGED.replace("MODE", mode), tmp_path / "m.onnx", constants=constants)
+    model = make_model(ENLARGED[tail].replace("MODE", mode), tmp_path / "m.onnx", constants=constants)
     samples = make_samples([{"x": image} for image in scenes()])
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     if kind:
