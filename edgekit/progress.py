@@ -68,6 +68,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             self.left_out.append(step)
         return False
 
+    def keep_back(self, seconds: float) -> "Budget":
+        """Returns the budget with so much less time, for what follows it; what is left out stands in both."""
+        return msgspec.structs.replace(self, end=self.end - seconds)
+
     def tell(self, step: str, done: int, total: int, began: float) -> None:
         """Says how far a step of so many equal parts has come, and how long the rest takes at the pace so far."""
         left = ""

@@ -310,14 +310,18 @@ def _find_plan(job: _Job, search: Search, method: str, state: State | None) -> t
 
 
 def _open_search(job: _Job, how: QuantizeOptions) -> Search:
+    began = time.monotonic()
+    calibration = _calibrate(job, how)
+    # What was planned is written and measured, which runs both models over about as many samples.
+    budget = job.budget.keep_back(time.monotonic() - began)
     return Search(
         model=job.prepared,
-        calibration=_calibrate(job, how),
+        calibration=calibration,
         target=job.target,
         precision=job.precision,
         measure=job.measure,
         work=job.work,
-        memo=Memo(budget=job.budget),
+        memo=Memo(budget=budget),
         progress=job.budget.progress,
     )
 

@@ -90,3 +90,12 @@ def test_the_time_that_is_left_is_told() -> None:
 def test_what_is_no_time_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["quantize", "m.onnx", "--data", "d", "--target", "nnapi", "--time-budget", text]) == 2
     assert "90s, 5m or 1h" in capsys.readouterr().err
+
+
+def test_what_is_kept_back_for_the_end_is_no_time_of_the_search_and_what_it_leaves_out_is_told() -> None:
+    whole = Budget(end=time.monotonic() + 60)
+    search = whole.keep_back(90)
+    assert whole.allows("a plan")
+    assert not search.allows("another plan")
+    assert whole.left_out == ["another plan"]
+    assert Budget().keep_back(90).allows("a plan")
