@@ -1,7 +1,7 @@
 """Options of `edgekit convert` that belong together, each group as one value."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -29,6 +29,18 @@ _CPUS: tuple[Cpu, ...] = ("arm", "x64")
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 
 
+class _RoundingChoice(click.Choice[BlockRounding]):
+    """The roundings of blocks; who asks for GPTQ is told what does its work."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BlockRounding:
+        if value == "gptq":
+            raise UsageError(
+                "--rounding gptq: blocks are rounded by COMQ, which makes the same error at the output least",
+                hint="--rounding comq --data DATA; edgekit quantize rounds layers by GPTQ where that gains",
+            )
+        return super().convert(value, param, ctx)
+
+
 class FormOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The files that are asked for where no target says which: in ORT format as `ort` and `styles` say, and ONNX."""
 
@@ -48,8 +60,10 @@ def forms(function: Command) -> Command:
     def command(
         *, style: str | None, level: str | None, cpu: Cpu | None, with_onnx: bool, target: str | None, **rest: Any
     ) -> int:
-        if target is not None and (style or level or cpu or with_onnx):
-            raise _explain_conflict(load_target(target), _STYLES[style] if style else ())
+        given = {"--style": style, "--level": level, "--cpu": cpu}
+        named = [name for name, value in given.items() if value]
+        if target is not None and (named or with_onnx):
+            _check_settled(load_target(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
         ort = OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all"))
         chosen = FormOptions(ort=ort, styles=_STYLES[style or "both"], with_onnx=with_onnx)
         return function(forms=chosen, target=target, **rest)
@@ -112,7 +126,7 @@ def weights(function: Command) -> Command:
     )
     @click.option("--keep", metavar="A,B", help="Nodes whose weights stay as they are.")
     @click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
-    @click.option("--rounding", type=click.Choice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
+    @click.option("--rounding", type=_RoundingChoice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
     @click.option("--accuracy-level", "accuracy", type=int, metavar="0-4", help="Of MatMulNBits; 4: int8 products.")
     @click.option("--lpbq", is_flag=True, help="Scales of int4 that Qualcomm's HTP holds.")
     @functools.wraps(function)
@@ -144,11 +158,22 @@ def weights(function: Command) -> Command:
     return command
 
 
-def _explain_conflict(target: Target, styles: tuple[Style, ...]) -> UsageError:
+def _check_settled(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:
+    """Refuses options that a target settles; an ONNX form that it loads may be asked for, and is written anyway."""
+    forms = ", ".join(target.conversion.forms)
     for style in styles:
         if style in target.conversion.unusable:
-            return UsageError(
+            raise UsageError(
                 f"{target.provider} cannot use a file of {style} style: {target.conversion.unusable[style]}",
-                hint=f"'{target.name}' loads {', '.join(target.conversion.forms)}: leave --style out",
+                hint=f"'{target.name}' loads {forms}: leave --style out",
             )
-    return UsageError(f"target '{target.name}' settles style, level and CPU", hint="give either --target or the others")
+    if named:
+        raise UsageError(
+            f"target '{target.name}' settles style, level and CPU, so that {' and '.join(named)} would go unheard",
+            hint=f"leave them out ('{target.name}' loads {forms}), or leave --target out",
+        )
+    if with_onnx and "onnx" not in target.conversion.forms:
+        raise UsageError(
+            f"target '{target.name}' loads no ONNX file, so that --onnx would write one for nobody",
+            hint=f"leave --onnx out ('{target.name}' loads {forms}), or leave --target out",
+        )

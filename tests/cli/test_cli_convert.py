@@ -62,6 +62,8 @@ def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureF
         (["--keep", "conv"], "add --weights"),
         (["--weights", "int4", "--keep", "nix"], "no node 'nix' to keep"),
         (["--weights", "int4", "--block", "7"], "no block of 7 weights"),
+        (["--weights", "int4", "--rounding", "gptq"], "--rounding comq --data DATA"),
+        (["--target", "cpu", "--onnx", "--level", "all"], "so that --level would go unheard"),
         (["--fuse", "transformer", "--model-type", "brt"], "no --model-type 'brt'"),
         (["--fuse", "transformer"], "no pattern of 'bert' was found"),
         (["--preprocess", "x.toml"], "add --data"),

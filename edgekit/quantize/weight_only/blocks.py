@@ -43,7 +43,7 @@ def pack_weights(
     proto: onnx.ModelProto,
     form: BlockForm,
     kept: Collection[str],
-    learned: Callable[[str], Blocks | None] = lambda _: None,
+    learned: Callable[[str, bool], Blocks | None] | None = None,
 ) -> tuple[str, ...]:
     """Replaces nodes with constant float32 weights in place, and returns their names.
 
@@ -54,12 +54,14 @@ def pack_weights(
         proto: the model.
         form: how the weights are stored: 4 or 8 bits, in blocks of a power of two from 16 on.
         kept: names of nodes to leave as they are.
-        learned: returns the blocks of a node's weight where better ones than the nearest are known.
+        learned: returns the blocks of a node's weight where better ones than the nearest are known; told of a head
+            whether its weight is a table too.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     chosen = [node for node in graph.node if node.name not in kept]
     tables = {node.input[0] for node in chosen if _takes_rows(node, weights, form)}
+    heads = _find_heads(chosen, weights, tables)
     packed: dict[tuple[str, bool], tuple[str, str]] = {}
     changed: list[str] = []
     for node in chosen:
@@ -71,7 +73,9 @@ def pack_weights(
         if not gathers:
             tensor, turned = _find_twin(tensor, [weights[name] for name in tables], turned=turned)
         if (tensor.name, turned) not in packed:
-            blocks = None if tensor.name in tables else learned(node.name)
+            is_table = tensor.name in tables
+            reader = heads.get(tensor.name) if is_table else node.name
+            blocks = None if learned is None or reader is None else learned(reader, is_table)
             blocks = blocks or _round_plainly(tensor, form, turned=turned)
             packed[tensor.name, turned] = _add_packed(graph, tensor.name, blocks, form.bits, turned=turned)
         (_gather if gathers else _replace)(node, packed[tensor.name, turned], shape, form)
@@ -148,6 +152,20 @@ def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
         return False
     return _attribute(node, "axis", 0) in {0, -2} and tensor.dims[1] % form.block == 0
+
+
+def _find_heads(
+    nodes: Sequence[onnx.NodeProto], weights: dict[str, onnx.TensorProto], tables: Collection[str]
+) -> dict[str, str]:
+    """Returns by the name of a table the node that multiplies by its transpose, a weight of its own: a tied head."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        if _takes_blocks(node, weights):
+            turned = bool(_attribute(node, "transB", 0))
+            twin, _ = _find_twin(weights[node.input[1]], [weights[name] for name in tables], turned=turned)
+            if twin.name in tables and twin.name != node.input[1]:
+                found[twin.name] = node.name
+    return found
 
 
 def _find_twin(

@@ -26,8 +26,10 @@ _MIDDLE, _MOST = 8, 15
 @contextmanager
 def learn_blocks(
     model: Model, samples: Samples, work: Path, form: BlockForm
-) -> Generator[Callable[[str], Blocks | None]]:
+) -> Generator[Callable[[str, bool], Blocks | None]]:
     """Yields a function that returns the blocks of a node's weight, rounded for what reaches the node.
+
+    It is told whether the weight is a table of words too.
 
     None for a node whose weight others read too, or whose input has no known size.
 
@@ -41,21 +43,22 @@ def learn_blocks(
     calibrate_model(model, samples, work=work, methods=PLAIN_METHODS)
     with open_moments(work / "moments.npz") as stored:
 
-        def learn(node: str) -> Blocks | None:
+        def learn(node: str, is_table: bool) -> Blocks | None:  # noqa: FBT001 - a callback
             layer, moments = layers.get(node), stored(node)
             if layer is None or moments is None:
                 return None
             matrix = layer.to_matrix(graph.weight(layer.weight))
-            return round_blocks(matrix[0].T, moments, form)
+            return round_blocks(matrix[0].T, moments, form, is_table=is_table)
 
         yield learn
 
 
-def round_blocks(weight: Array, moments: InputMoments, form: BlockForm) -> Blocks:
+def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_table: bool = False) -> Blocks:
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N] in 4 bits.
 
     Each block's scale is searched for, then the integers of all blocks are found by coordinate descent (`round_comq`),
-    so that one block makes up for what another errs.
+    so that one block makes up for what another errs. Where the weight `is_table` too, as a head tied to its embedding
+    is, the error of each number counts beside that of the output, as much as an input of mean energy makes it count.
     """
     depth, block = weight.shape[0], form.block
     energy = np.diagonal(moments.blocks, axis1=1, axis2=2).reshape(-1)
@@ -66,6 +69,8 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm) -> Block
     size = moments.blocks.shape[-1]
     kept = shrink_moment(moments.blocks.astype(np.float64), moments.count)
     kept = add_spread(kept, moments.spread.reshape(-1, size), moments.count)
+    if is_table:
+        kept = kept + np.eye(size) * np.diagonal(kept, axis1=1, axis2=2).mean()
     matrix, scale = (split_pieces(part[None], 1, size) for part in (weight.T, each))
     found = join_pieces(round_comq(matrix, kept, scale, fits_scale=False).integers, 1)[0]
     values = np.full((scales.shape[0], scales.shape[1] * block), _MIDDLE, np.uint8)
