@@ -16,6 +16,7 @@ from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
 from edgekit.jobs.forms.deploy import Deployed, deploy_model, fall_back
 from edgekit.jobs.forms.sizes import Making, make_sizes
 from edgekit.jobs.prepare import list_versions
+from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
@@ -185,7 +186,11 @@ def _compare_layers(inputs: BuildInputs, converted: ConvertedModel, quantized: Q
     deployed = None if quantized is None else quantized.model
     if names:
         deployed = load_model(converted.folder / names[0], custom_ops=prepared.custom_ops)
-    return encode_evidence(compare_with_float(prepared, deployed, inputs.golden))
+    # Layers take the most memory of a build, while emulators run: what planning has freed goes back first.
+    release_memory()
+    evidence = encode_evidence(compare_with_float(prepared, deployed, inputs.golden))
+    release_memory()
+    return evidence
 
 
 def _quantize(
