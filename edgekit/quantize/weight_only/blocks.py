@@ -15,6 +15,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import drop_unread
 from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import import_contrib
@@ -47,8 +48,8 @@ def pack_weights(
 ) -> tuple[str, ...]:
     """Replaces nodes with constant float32 weights in place, and returns their names.
 
-    MatMul and Gemm become MatMulNBits, a Gather of rows GatherBlockQuantized. Weights that several nodes read, a head
-    and its embedding too, turned or not, are stored once.
+    MatMul and Gemm become MatMulNBits, with an Add behind it where a Gemm adds a residual; a Gather of rows becomes
+    GatherBlockQuantized. Weights that several nodes read, a head and its embedding too, turned or not, are stored once.
 
     Args:
         proto: the model.
@@ -59,6 +60,7 @@ def pack_weights(
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
+    _split_sums(graph, kept)
     chosen = [node for node in graph.node if node.name not in kept]
     tables = {node.input[0] for node in chosen if _takes_rows(node, weights, form)}
     heads = _find_heads(chosen, weights, tables)
@@ -139,11 +141,29 @@ def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) ->
         return False
     if node.op_type == "MatMul":
         return True
-    # MatMulNBits takes a bias of one dimension alone, and no factors.
-    bias = _bias(node)
-    columns = _shape(tensor, turned=bool(_attribute(node, "transB", 0)))[1]
-    plain = not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
-    return plain and (not bias or (bias in weights and list(weights[bias].dims) == [columns]))
+    # MatMulNBits takes no factors.
+    return not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
+
+
+def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
+    """Writes what a Gemm adds as an Add where it is no constant of one dimension, the only bias of MatMulNBits.
+
+    ONNX Runtime makes one Gemm of MatMul and Add also where a residual is added (MatMulAddFusion).
+    """
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.op_type != "Gemm" or node.name in kept or not _takes_blocks(node, weights) or not (bias := _bias(node)):
+            continue
+        columns = _shape(weights[node.input[1]], turned=bool(_attribute(node, "transB", 0)))[1]
+        if bias in weights and list(weights[bias].dims) == [columns]:
+            continue
+        product = f"{node.output[0]}_product"
+        nodes.append(helper.make_node("Add", [product, bias], list(node.output), name=f"{node.name}_sum"))
+        del node.input[2:]
+        node.output[0] = product
+    set_nodes(graph, nodes)
 
 
 def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form: BlockForm) -> bool:
