@@ -56,10 +56,17 @@ def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
         skim_model(path)
 
 
-@pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
-def test_big_weights_are_used_where_they_lie(tmp_path: Path, *, raw: bool) -> None:
+# Of external data that were loaded the tensor says so: behind the data, where it hid that these lie outside again.
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(True, False), (True, True), (False, True)],
+    ids=["raw_data", "raw_data_once_outside", "float_data"],
+)
+def test_big_weights_are_used_where_they_lie(tmp_path: Path, *, raw: bool, said: bool) -> None:
     array = np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)
     tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
+    if said:
+        tensor.data_location = TensorProto.DEFAULT
     constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c"))
     node = helper.make_node("Add", ["w", "c"], ["y"])
     out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [300, 400])

@@ -71,6 +71,7 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
     With a `location` the raw data that are left out become external data there, and other data stay.
     """
     at, end = span
+    place = b""
     while at < end:
         start = at
         key, at = _read_varint(data, at)
@@ -95,9 +96,11 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             yield data[start:at]
         # External data are raw bytes (onnx.proto): other fields of data have another encoding, and stay in the message.
         elif location and kind == "tensor" and field == _RAW_DATA:
-            yield _external_fields(location, body, size)
+            place = _external_fields(location, body, size)
         elif location:
             yield data[start:at]
+    # Last, where it wins: tensors that were loaded from external data say that their data lie in the message.
+    yield place
 
 
 def _external_fields(location: str, offset: int, length: int) -> bytes:

@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.model import outside, skim
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
@@ -85,6 +86,20 @@ def test_a_gemm_that_is_to_be_kept_keeps_its_sum(tmp_path: Path) -> None:
     light = compress_weights(prepared, WeightOnlyOptions(form="int4", kept=(kept.name,)), tmp_path / "c.onnx")
     assert len(light.changed) == 3
     assert kept in read_proto(light.model).graph.node
+
+
+def test_what_came_from_external_data_loads_where_weights_inside_are_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_residuals(tmp_path / "m.onnx", draw_weights())
+    onnx.save(read_proto(model), str(tmp_path / "e.onnx"), save_as_external_data=True, location="e.data")
+    # As of 64 MB and more, and of weights of 128 kB and more.
+    monkeypatch.setattr(outside, "LARGE_BYTES", 1)
+    monkeypatch.setattr(skim, "MAX_DATA_BYTES", 1000)
+    options = WeightOnlyOptions(form="int4", kept=("down0", "up1"))
+    light = compress_weights(load_model(tmp_path / "e.onnx"), options, tmp_path / "c.onnx")
+    assert light.changed == ("up0", "down1")
+    assert run(light.model).shape == (ROWS, WIDTH)
 
 
 @pytest.mark.parametrize("bias", BIASES)
