@@ -1,10 +1,11 @@
-"""Tiny models given in onnx's text form."""
+"""Tiny models given in onnx's text form, and a net for tests that are about the run and not about the model."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import parser
+from onnx import numpy_helper, parser
 
 
 def parse_model(text: str, path: Path, **fields: Any) -> Path:
@@ -14,3 +15,19 @@ def parse_model(text: str, path: Path, **fields: Any) -> Path:
         setattr(model, name, value)
     onnx.save(model, str(path))
     return path
+
+
+def write_small_net(model: Path, samples: Path) -> None:
+    """Writes a net of three layers and ten classes, and 32 samples of it."""
+    rng = np.random.default_rng(5)
+    parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,10] y)'
+        "{ a = Conv(x, u)  b = Relu(a)  c = Conv(b, v)  d = Relu(c)  p = GlobalAveragePool(d)  f = Flatten(p)"
+        " y = Gemm(f, w) }",
+        model,
+    )
+    proto = onnx.load(str(model))
+    for name, shape in {"u": (8, 3, 3, 3), "v": (16, 8, 3, 3), "w": (16, 10)}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+    onnx.save(proto, str(model))
+    np.savez(samples, x=rng.normal(size=(32, 1, 3, 8, 8)).astype(np.float32))

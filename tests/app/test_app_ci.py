@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from demo_paths import MODEL
+from tiny_models import write_small_net
 
 import edgekit
 
@@ -32,8 +33,9 @@ def _run(script: str, folder: Path, **values: str) -> subprocess.CompletedProces
 
 
 def _write_app(folder: Path, limit: str = "") -> None:
+    write_small_net(folder / "m.onnx", folder / "m.npz")
     (folder / "edgekit.toml").write_text(
-        f'[models.m]\npath = "{MODEL}"\n[models.m.data]\nsource = "{MODEL.parent / "calibration.npz"}"\nsamples = 8\n'
+        '[models.m]\npath = "m.onnx"\n[models.m.data]\nsource = "m.npz"\nsamples = 8\n'
         f"[targets.coreml]\n{limit}\n"
     )
 

@@ -14,9 +14,8 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from demo_paths import CALIBRATION, MODEL
 from group_models import make_talk
-from tiny_models import parse_model
+from tiny_models import parse_model, write_small_net
 
 from edgekit.app.config import list_cells, load_app
 from edgekit.app.keys import STORE, Digests, make_key
@@ -52,9 +51,7 @@ as = "tar"
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
     """An app of one model and two targets, that passes."""
-    shutil.copyfile(MODEL, tmp_path / "model.onnx")
-    with np.load(CALIBRATION) as given:
-        np.savez(tmp_path / "samples.npz", **{name: rows[:16] for name, rows in given.items()})
+    write_small_net(tmp_path / "model.onnx", tmp_path / "samples.npz")
     (tmp_path / "edgekit.toml").write_text(TEXT.replace("{device}", 'host", "emulated'))
     return tmp_path / "edgekit.toml"
 

@@ -35,7 +35,7 @@ def test_bench_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_compares_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.md"
-    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "4", "--markdown", str(file)]) == 0
+    assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "2", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out
     title, *_, last = file.read_text().splitlines()
     assert title == f"### ✅ {MODEL.name} against {MODEL.name}".replace("_", "\\_")

@@ -3,8 +3,10 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from demo_paths import CALIBRATION, MODEL
+from tiny_models import write_small_net
 
 from edgekit.cli.main import run_command
 
@@ -115,15 +117,17 @@ def test_a_build_that_is_not_proven_is_exit_code_3(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("metric.toml").write_text('[metric]\nname = "top1"\nmax_drop = 0.1\n')
-    data = ["--data", str(CALIBRATION), "--eval", str(EVALUATION), "--labels", str(LABELS)]
-    fast = ["--samples", "8", "--target", "cpu", "--precision", "fp32", "--recipe", "metric.toml"]
-    argv = ["build", str(MODEL), *data, *fast, "--out", "out"]
-    # 400 labelled samples on which both sides agree leave half a point of doubt.
+    write_small_net(tmp_path / "small.onnx", tmp_path / "small.npz")
+    np.save("labels.npy", np.arange(32) % 10)
+    data = ["--data", "small.npz", "--eval", "small.npz", "--labels", "labels.npy"]
+    fast = ["--samples", "8", "--target", "coreml", "--precision", "fp32", "--recipe", "metric.toml"]
+    argv = ["build", "small.onnx", *data, *fast, "--out", "out"]
+    # 32 labelled samples on which both sides agree leave points of doubt.
     code = run_command([*argv, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert (code, report["verdict"], report["bundles"][0]["verdict"]) == (3, "not proven", "not proven")
     assert all(not run["failures"] for run in report["bundles"][0]["verify"]["runs"])
-    assert "cpu: not proven" in Path("out/report.html").read_text()
+    assert "coreml: not proven" in Path("out/report.html").read_text()
     assert run_command([*argv, "--accept-unproven"]) == 0
 
 

@@ -61,7 +61,6 @@ def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = No
         pytest.param("host", "nnapi", 0, id="host-float"),
         pytest.param("host:native", "nnapi", 1, id="native-int8"),
         pytest.param("android:x86_64", "xnnpack", 1, id="xnnpack-int8"),
-        pytest.param("qnn-htp-sim", "qnn", 0, id="qnn-float"),
         pytest.param("qnn-htp-sim", "qnn", 1, id="qnn-int8"),
     ],
 )
