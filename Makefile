@@ -17,7 +17,7 @@ wheel: .venv/dev.stamp  ## dist/edgekit_onnx-*.whl: pipx install, uv tool instal
 test: .venv/dev.stamp  ## install what the tests need, then run them all
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
-	# Rewriting all asserts takes seconds in each worker; what failed is run again with the values that it compared.
+	@# Rewriting all asserts takes seconds in each worker; what failed is run again with the values that it compared.
 	$(PYTEST) $(WORKERS) --assert=plain || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
 
 test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for the loop at the desk
