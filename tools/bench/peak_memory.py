@@ -1,5 +1,8 @@
 """Peak memory of commands over the size of the model: `python peak_memory.py [90] [400] [1600] [3000] [--limit 8]`.
 
+With `--residual` each pair is added to what a LayerNormalization before it reads, as transformers are, so that a signal
+reaches the end, and the bundle is verified too.
+
 `--net NAME` measures plain `quantize` of a net of architectures.py instead, with `--samples` of them.
 
 A model is a chain of hidden layers of so many MB; above 2 GB its weights lie in a file beside it. Each command is a
@@ -21,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from architectures import ARCHITECTURES
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from quantize_ratio import write_model
 
 WIDTH, HIDDEN = 1024, 4096
@@ -30,16 +33,20 @@ INT4 = ("--weights", "int4", "--target", "cpu")
 SIZES_MB = (90, 400, 1600, 3000)
 SPARE_BYTES = 200_000_000
 EXTERNAL_FROM_MB = 2000
-SHARES = {"prepare": 1.2, "check": 1.2, "quantize": 2.0, "int4": 2.0, "build": 2.0}
+SHARES = {"prepare": 1.2, "check": 1.2, "quantize": 2.0, "int4": 2.0, "build": 2.0, "verify": 2.0}
 
 
-def make_chain(path: Path, size_mb: int) -> None:
+def make_chain(path: Path, size_mb: int, *, residual: bool) -> None:
     """Writes pairs of MatMul with a Relu between; in a process of its own, whose memory a child would inherit."""
     rng, data = np.random.default_rng(0), path.with_name(f"{path.name}.data")
     external, weights, nodes = size_mb >= EXTERNAL_FROM_MB, list[TensorProto](), list[onnx.NodeProto]()
     x = "x"
     with data.open("wb") as file:
         for index in range(max(1, round(size_mb / LAYER_MB))):
+            before = x
+            if residual:
+                nodes.append(helper.make_node("LayerNormalization", [x, "ones"], [f"norm{index}"]))
+                x = f"norm{index}"
             for part, dims in (("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))):
                 array = rng.standard_normal(dims, np.float32) / np.float32(dims[0] ** 0.5)
                 weight = TensorProto(name=f"{part}{index}", data_type=TensorProto.FLOAT, dims=dims)
@@ -59,7 +66,14 @@ def make_chain(path: Path, size_mb: int) -> None:
                 if part == "up":
                     nodes.append(helper.make_node("Relu", [x], [f"relu{index}"], name=f"relu{index}.node"))
                     x = f"relu{index}"
-    nodes.append(helper.make_node("Softmax", [x], ["y"], name="last"))
+            if residual:
+                nodes.append(helper.make_node("Add", [before, x], [f"sum{index}"]))
+                x = f"sum{index}"
+    if residual:
+        weights.append(numpy_helper.from_array(np.ones(WIDTH, np.float32), "ones"))
+        nodes.append(helper.make_node("LayerNormalization", [x, "ones"], ["y"], name="last"))
+    else:
+        nodes.append(helper.make_node("Softmax", [x], ["y"], name="last"))
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
@@ -84,6 +98,7 @@ def list_commands(model: Path) -> dict[str, list[str]]:
             "build", small, "--target", "cpu", "--data", f"{folder}/data.npz", "--no-verify", "-q",
             "--out", f"{folder}/bundles",
         ],
+        "verify": ["verify", f"{folder}/bundles/model-cpu"],
     }  # fmt: skip
 
 
@@ -100,16 +115,17 @@ def measure(arguments: list[str], limit_bytes: int | None) -> tuple[int, float, 
     return child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, lines[-1] if lines else ""
 
 
-def measure_model(size_mb: int, limit_bytes: int | None, only: list[str]) -> bool:
+def measure_model(size_mb: int, limit_bytes: int | None, options: argparse.Namespace) -> bool:
     """Prints a line for each command on one model; returns True if all stay within their share."""
     within = True
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         model = Path(folder) / "model.onnx"
-        subprocess.run([sys.executable, __file__, "--make", str(model), str(size_mb)], check=True)
+        form = "--make-residual" if options.residual else "--make"
+        subprocess.run([sys.executable, __file__, form, str(model), str(size_mb)], check=True)
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
-        np.savez(f"{folder}/data.npz", x=np.random.default_rng(1).standard_normal((32, WIDTH), np.float32))
+        np.savez(f"{folder}/data.npz", x=np.random.default_rng(1).standard_normal((options.samples, WIDTH), np.float32))
         for name, arguments in list_commands(model).items():
-            if only and name not in only:
+            if (options.only and name not in options.only) or (name == "verify" and not options.residual):
                 continue
             within &= show(name, arguments, size, limit_bytes)
     return within
@@ -136,8 +152,8 @@ def show(name: str, arguments: list[str], size: int, limit_bytes: int | None) ->
 
 def main() -> int:
     """Returns 1 if a command fails or takes more than its share."""
-    if sys.argv[1:2] == ["--make"]:
-        make_chain(Path(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[1:2] in (["--make"], ["--make-residual"]):
+        make_chain(Path(sys.argv[2]), int(sys.argv[3]), residual=sys.argv[1] == "--make-residual")
         return 0
     if sys.argv[1:2] == ["--make-net"]:
         write_model(ARCHITECTURES[sys.argv[3]](), Path(sys.argv[2]), int(sys.argv[4]))
@@ -147,13 +163,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="GB of private memory that a command may have")
     parser.add_argument("--only", action="append", default=[], choices=sorted(SHARES))
     parser.add_argument("--net", action="append", default=[], choices=sorted(ARCHITECTURES))
-    parser.add_argument("--samples", type=int, default=32, help="of a net")
+    parser.add_argument("--residual", action="store_true", help="a chain that adds, and verify")
+    parser.add_argument("--samples", type=int, default=32, help="that calibrate and verify")
     options = parser.parse_args()
     limit = None if options.limit is None else int(options.limit * 1e9)
     # All are measured, also behind one that takes too much.
     within = [measure_net(name, options.samples, limit) for name in options.net]
     if not options.net:
-        within = [measure_model(size, limit, options.only) for size in options.sizes]
+        within = [measure_model(size, limit, options) for size in options.sizes]
     return 0 if all(within) else 1
 
 
