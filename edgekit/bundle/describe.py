@@ -30,6 +30,7 @@ from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.data.images import Preprocess
 from edgekit.data.samples import Samples
 from edgekit.errors import BundleError
+from edgekit.model.listed import ListColumns
 from edgekit.model.model import Model, read_proto
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
@@ -52,7 +53,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     `recorded` is the bundle of an earlier build, whose self-test is taken over if its model files are the same.
     `buckets` says of several sizes of the model which file has which, and `unpadded` is what the float model makes of
     the golden samples at their own sizes.
-    `layers` is what was found of the layers of the ONNX file, as `edgekit verify` reads it.
+    `layers` is what was found of the layers of the ONNX file, as `edgekit verify` reads it; `listed` says where outputs
+    list detections.
     """
 
     source: Model
@@ -70,6 +72,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     unpadded: Path | None = None
     recorded: Recorded | None = None
     layers: bytes | None = None
+    listed: ListColumns | None = None
 
 
 def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, BundledFile], check: str) -> Manifest:
@@ -86,9 +89,8 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
     # In the order of the target's own list: the first form that is there is the one an app should load.
     loadable: list[Form] = [form for form in target.conversion.forms if form in forms]
     if not loadable:
-        raise BundleError(
-            f"there is no model file in a form that target '{target.name}' loads", hint="convert it first"
-        )
+        message = f"there is no model file in a form that target '{target.name}' loads"
+        raise BundleError(message, hint="convert it first")
     return Manifest(
         name=contents.source.name,
         target=target.name,
@@ -121,6 +123,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         state=contents.state if contents.state.feeds else msgspec.UNSET,
         buckets=contents.buckets or msgspec.UNSET,
         open_dims=measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,
+        listed=contents.listed or msgspec.UNSET,
     )
 
 

@@ -27,6 +27,7 @@ from edgekit.recipe import choose_precision
 from edgekit.report.quantization_text import describe_narrow
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
+from edgekit.verify.metrics.listed import read_list
 from edgekit.verify.report import Step
 
 
@@ -158,7 +159,7 @@ def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -
 
 
 def _collect(inputs: BuildInputs, deployed: Deployed, quantized: QuantizedModel | None, job: BuildJob) -> Contents:
-    target, converted = deployed.target, deployed.converted
+    target, converted, listed = deployed.target, deployed.converted, read_list(inputs.golden)
     return Contents(
         source=inputs.source,
         target=target,
@@ -178,6 +179,8 @@ def _collect(inputs: BuildInputs, deployed: Deployed, quantized: QuantizedModel 
         state=inputs.state,
         preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
+        # What is stated of an output is what it is.
+        listed=None if listed is None or listed.outputs & inputs.outputs.keys() else listed.columns,
     )
 
 

@@ -76,7 +76,7 @@ def _count_seconds(run: RunReport) -> float:
 
 def _describe_output(output: OutputReport) -> str:
     figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
-    figures |= {"exact match": output.exact_match, "IoU": output.iou}
+    figures |= {"exact match": output.exact_match, "IoU": output.iou, "detection agreement": output.detection_agreement}
     known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
     return f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
 

@@ -284,14 +284,15 @@ def describe_size(bundle: BundleSummary) -> str:
 
 
 def describe_agreement(verify: VerifyReport | None) -> str:
-    """Returns how far the worst run agrees with the float model: top-1 where classes are ranked, else SQNR."""
-    runs = [] if verify is None else [run for run in verify.runs if run.outputs]
-    if not runs:
-        return "-"
-    top1 = [output.top1_agreement for run in runs for output in run.outputs if output.top1_agreement is not None]
-    sqnr = [output.sqnr_db for run in runs for output in run.outputs if output.sqnr_db is not None]
+    """Returns how far the worst run agrees with the float model: in detections, top-1 of classes, SQNR of the rest."""
+    outputs = [] if verify is None else [output for run in verify.runs for output in run.outputs]
+    lists = [output.detection_agreement for output in outputs if output.detection_agreement is not None]
+    by_rows = [output for output in outputs if output.detection_agreement is None]
+    top1 = [output.top1_agreement for output in by_rows if output.top1_agreement is not None]
+    sqnr = [output.sqnr_db for output in by_rows if output.sqnr_db is not None]
     # The worst of all runs and outputs: a summary that takes the mean would hide the device that fails.
-    parts = [f"{min(top1):.1%} top-1"] if top1 else []
+    parts = [f"{min(lists):.1%} of detections"] if lists else []
+    parts += [f"{min(top1):.1%} top-1"] if top1 else []
     parts += [f"{min(sqnr):.1f} dB"] if sqnr else []
     return ", ".join(parts) or "-"
 

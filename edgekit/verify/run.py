@@ -41,6 +41,7 @@ from edgekit.verify.facts import Located, SizesReport
 from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.metrics.dependence import compare_device_outputs
+from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -315,12 +316,13 @@ def _measure_task(trial: _Trial, asked: _Asked) -> TaskReport | None:
 def _compare(trial: _Trial) -> tuple[tuple[OutputReport, ...], tuple[str, ...]]:
     """Returns the comparison of the outputs, with a suspect for those that fail, and notes of what the model does."""
     manifest, plain = trial.bundle.manifest, compare_device_outputs(trial.reference, trial.run.outputs)
-    outputs = excuse_outputs(plain, trial.run.outputs, trial.bundle, trial.inputs)
+    listed = hold_lists(plain, trial.bundle, trial.reference, trial.run.outputs)
+    outputs = excuse_outputs(listed, trial.run.outputs, trial.bundle, trial.inputs)
     failing = _name_wrong(outputs, trial)
     is_half = manifest.precision == "fp16"
     suspects = find_suspects(trial.reference, trial.run.outputs, failing, is_half=is_half) if failing else {}
     named = tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
-    return named, tuple(describe_excused(plain, outputs))
+    return named, (*describe_excused(listed, outputs), *describe_lists(outputs))
 
 
 def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
@@ -333,6 +335,7 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
     yield from () if older is None else (older,)
     unmatched = describe_unmatched(trial.run, trial.job)
     yield from () if unmatched is None else (unmatched,)
+    yield from describe_unlisted(trial.bundle)
     if trial.plan.form == "runtime":
         ignored = find_ignored_optimisations(trial.run, trial.bundle.manifest.session_config)
         yield from () if ignored is None else (ignored,)

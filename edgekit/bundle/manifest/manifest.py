@@ -11,6 +11,7 @@ from edgekit.bundle.manifest.open_dims import find_fault as find_open_fault
 from edgekit.bundle.manifest.tuned import TunedSession
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError, quote_error
+from edgekit.model.listed import ListColumns
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Licence
@@ -140,6 +141,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
     are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
     settings that were found to be better on some machines: the first whose class is that of the machine counts.
+    `listed` says where outputs list detections, whose rows have no place of their own.
     """
 
     # A version to come is refused, not guessed at: what it adds may change what the rest means.
@@ -178,6 +180,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     buckets: Buckets | msgspec.UnsetType = msgspec.UNSET
     tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
     open_dims: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    listed: ListColumns | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def steps(self) -> int:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from edgekit.model.listed import CODES, Column, ListColumns
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.box_codes import EXPLICIT
 from edgekit.quantize.accuracy.heads import are_boxes
@@ -17,20 +18,10 @@ _LEAST_ROWS, _MOST_ROWS = 8, 1000
 _LEAST_SCORE, _MOST_CLASSES = 0.1, 2000
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of each row: a column of an output of rows."""
-
-    output: str
-    index: int
-
-
 class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a list holds the first of four columns of boxes, scores in falling order, and classes, if it has any."""
+    """How outputs that list detections are read."""
 
-    boxes: Column
-    score: Column
-    kind: Column | None
-    code: str
+    columns: ListColumns
 
     keeps_places: ClassVar[bool] = False
     centred: ClassVar[bool] = False
@@ -43,20 +34,34 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def outputs(self) -> frozenset[str]:
         """The outputs that are read."""
-        return frozenset(each.output for each in (self.boxes, self.score, self.kind) if each is not None)
+        return self.columns.outputs
+
+    def read_scores(self, outputs: Tensors) -> Array:
+        """Returns the score of each row as it stands there, float64 [rows]."""
+        return _read_tables(outputs)[self.columns.score.output][:, self.columns.score.index]
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
-        tables = _read_tables(outputs)
-        start = self.boxes.index
-        boxes = EXPLICIT[self.code](tables[self.boxes.output][:, start : start + _BOX])
-        scores = tables[self.score.output][:, self.score.index]
+        tables, columns = _read_tables(outputs), self.columns
+        start = columns.boxes.index
+        boxes = EXPLICIT[columns.code](tables[columns.boxes.output][:, start : start + _BOX])
+        scores = self.read_scores(outputs)
         kinds = np.zeros(len(scores), np.int64)
-        if self.kind is not None:
-            kinds = np.clip(np.rint(tables[self.kind.output][:, self.kind.index]), 0, _MOST_CLASSES).astype(np.int64)
+        if columns.kind is not None:
+            named = tables[columns.kind.output][:, columns.kind.index]
+            kinds = np.clip(np.rint(named), 0, _MOST_CLASSES).astype(np.int64)
         chances = np.zeros((len(scores), int(kinds.max(initial=0)) + 1))
         chances[np.arange(len(scores)), kinds] = np.clip(scores, 0, 1)
         return boxes, chances
+
+    def read_others(self, outputs: Tensors) -> Array:
+        """Returns the columns that are of no box, score or class, such as the number of the image in its batch."""
+        columns = self.columns
+        used = {(each.output, each.index) for each in (columns.score, columns.kind) if each is not None}
+        used |= {(columns.boxes.output, columns.boxes.index + side) for side in range(_BOX)}
+        tables = {name: each for name, each in _read_tables(outputs).items() if name in self.outputs}
+        kept = {name: [at for at in range(each.shape[1]) if (name, at) not in used] for name, each in tables.items()}
+        return np.concatenate([tables[name][:, kept[name]] for name in sorted(tables)], axis=1)
 
 
 def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionList | None:
@@ -84,9 +89,9 @@ def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionLi
                 for sample, kept in zip(samples, sure, strict=True)
             ]
         )
-        for code in sorted(EXPLICIT):
+        for code in CODES:
             if are_boxes(EXPLICIT[code](numbers), image, explicit=True):
-                return DetectionList(boxes=boxes, score=score, kind=kind, code=code)
+                return DetectionList(columns=ListColumns(boxes=boxes, score=score, kind=kind, code=code))
     return None
 
 

@@ -35,6 +35,23 @@ def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | Non
     return float(low), float(high)
 
 
+def bootstrap_share(parts: npt.NDArray[Any]) -> tuple[float, tuple[float, float] | None]:
+    """Returns the share that the first of two columns has of the second, over all rows, and its interval as above."""
+    share = _divide(parts.sum(axis=0))
+    if len(parts) < 2:
+        return float(share), None
+    rounds = min(_RESAMPLES, 100 + 200_000 // len(parts))
+    drawn = np.random.default_rng(0).integers(0, len(parts), (rounds, len(parts)))
+    low, high = np.percentile(_divide(parts[drawn].sum(axis=1)), [2.5, 97.5])
+    return float(share), (float(low), float(high))
+
+
+def _divide(parts: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns shares of at most one; two sides that name nothing agree."""
+    both, named = parts[..., 0], parts[..., 1]
+    return np.where(named > 0.0, both / np.where(named > 0.0, named, 1.0), 1.0).clip(0.0, 1.0)
+
+
 def interval_of_pairs(total: int, gained: int, lost: int) -> tuple[float, float]:
     """Returns the interval of the difference of two shares of hits on the same samples.
 

@@ -28,8 +28,10 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     samples; an output that is empty on the float model in every sample has none and proves nothing. Decibels are
     clamped to plus and minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite,
     `worst_position` the flat index in it, `worst_answers` what both sides say there; `changes` count which class became
-    which other one. `mismatch` says in words why the output cannot be compared, or what is wrong
-    with it beyond its distance, None if nothing is; `suspect` names a usual mistake that explains what came back.
+    which other one. `detection_agreement` is that of the detections which the output lists, alone or with others: where
+    there is one, no figure that compares row by row is judged. `mismatch` says in words why the output cannot be
+    compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names a usual mistake that
+    explains what came back.
     """
 
     name: str
@@ -51,6 +53,8 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     exact_match: Share | None = None
     iou: Share | None = None
     shape_agreement: Share | None = None
+    detection_agreement: Share | None = None
+    detection_interval: tuple[Share, Share] | None = None
     non_finite: Count = 0
     reference_non_finite: Count = 0
     worst_sample: Count | None = None
@@ -77,12 +81,16 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
     granted = _count_granted(thresholds) / output.samples
     shaped = thresholds.min_top1_agreement - granted * (output.shape_agreement or 0.0)
-    for label, value, least, unit in (
+    by_rows = (
         ("cosine", output.cosine, thresholds.min_cosine, ""),
         ("SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"),
         ("top-1 agreement", output.top1_agreement, thresholds.min_top1_agreement - granted, ""),
-        ("shape agreement", output.shape_agreement, shaped, ""),
         ("exact match", output.exact_match, thresholds.min_top1_agreement, ""),
+    )
+    for label, value, least, unit in (
+        *(by_rows if output.detection_agreement is None else ()),
+        ("shape agreement", output.shape_agreement, shaped, ""),
+        ("detection agreement", output.detection_agreement, thresholds.min_top1_agreement, ""),
     ):
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
@@ -98,15 +106,19 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     if thresholds.gate != "bound" or not output.samples or output.non_finite:
         return ()
     found: list[str] = []
-    for label, value, interval, least, unit in (
+    share = thresholds.min_top1_agreement
+    by_rows = (
         ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
-        ("top-1 agreement", output.top1_agreement, output.top1_interval, thresholds.min_top1_agreement, ""),
-    ):
+        ("top-1 agreement", output.top1_agreement, output.top1_interval, share, ""),
+    )
+    listed = (("detection agreement", output.detection_agreement, output.detection_interval, share, ""),)
+    for label, value, interval, least, unit in by_rows if output.detection_agreement is None else listed:
         if value is None or interval is None or value < least - 1e-12 or interval[0] >= least - 1e-12:
             continue
         worst = f"{format_near(interval[0], least)}{unit}, below {least:.12g}{unit}"
         by_width = find_enough(output.samples, value - interval[0], value - least)
-        enough = describe_enough(by_width if unit else find_enough_hits(output.samples, value, least))
+        by_hits = label == "top-1 agreement"
+        enough = describe_enough(find_enough_hits(output.samples, value, least) if by_hits else by_width)
         found.append(
             f"output '{output.name}' has {label} {value:.4g}{unit}, and with {output.samples} samples it could be"
             f" {worst}{enough}"
