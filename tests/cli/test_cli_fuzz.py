@@ -23,12 +23,12 @@ FILE = (0o100644, 5, 1)
 @pytest.mark.slow
 def test_hundreds_of_damaged_inputs_of_all_commands(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/fuzz/fuzz.py"), "--cases", "240", "--seed", "1", "--out", str(tmp_path)],
+        [sys.executable, str(ROOT / "tools/fuzz/fuzz.py"), "--cases", "400", "--seed", "1", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=550, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "fuzz: 240 cases of seed 1" in done.stdout
-    assert "no finding; the last 240 found nothing" in done.stdout
+    assert "fuzz: 400 cases of seed 1" in done.stdout
+    assert "no finding; the last 400 found nothing" in done.stdout
 
 
 def test_no_command_is_left_out() -> None:
