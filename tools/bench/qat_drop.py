@@ -14,6 +14,7 @@ calibrates and scores. Exit code 1: more than 0.4 points are lost, beyond the sa
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,19 @@ def train_rounded(net: Net, grid: str, images: Array, labels: Array) -> Ranges:
         values, seen = run_rounded(net, round_weights(weights, grid), rows["image"], ranges)
         return class_loss(values, rows), seen
 
-    @jax.jit
     def step(weights: Values, state: Any, rows: Values, ranges: Ranges) -> Any:
         (value, seen), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights, rows, ranges)
         updates, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state, value, seen
 
+    # Called, since as a decorator it has no type where jax is not installed.
+    fast_step: Callable[..., Any] = jax.jit(step)
+
     _, ranges = run_rounded(net, weights, images[:256], None)
     for number in range(_STEPS):
         chosen = rng.choice(len(images), _BATCH, replace=False)
         rows = {"image": images[chosen], "label": labels[chosen]}
-        weights, state, value, seen = step(weights, state, rows, ranges)
+        weights, state, value, seen = fast_step(weights, state, rows, ranges)
         if number < _FROZEN_FROM * _STEPS:
             ranges = {name: _follow(ranges[name], ends) for name, ends in seen.items()}
         if (number + 1) % (_STEPS // 4) == 0:
