@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from PIL import Image
 from edgekit._files import work_folder
 from edgekit.app.positions import FILE
 from edgekit.data.images import SUFFIXES, Preprocess
+from edgekit.data.samples import refuse_endless
 from edgekit.errors import DataError, UsageError
 from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, load_model, read_proto
@@ -148,7 +148,9 @@ def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise DataError(f"'{folder}' holds no images", hint="give a folder of JPEG or PNG files")
-    for path in islice(files, _MOST_IMAGES):
+    files = files[:_MOST_IMAGES]
+    refuse_endless(files)
+    for path in files:
         try:
             with Image.open(path) as image:
                 yield image.size

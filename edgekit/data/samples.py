@@ -276,12 +276,16 @@ def _from_folder(
 
 
 def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Tensors]) -> Samples:
-    _refuse_endless(files)
+    refuse_endless(files)
     return Samples(source=str(path), count=len(files), read=lambda: (read_one(file) for file in files))
 
 
-def _refuse_endless(files: Iterable[Path]) -> None:
-    """Refuses a pipe or a device that lies in a folder: who reads it waits for ever, or reads without end."""
+def refuse_endless(files: Iterable[Path]) -> None:
+    """Refuses a pipe or a device that lies in a folder: who reads it waits for ever, or reads without end.
+
+    Raises:
+        DataError: one of the files is such.
+    """
     odd = next((file for file in files if file.is_fifo() or file.is_char_device()), None)
     if odd is not None:
         kind = "pipe" if odd.is_fifo() else "device"
@@ -306,7 +310,7 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
     tensors: dict[str, Array] = {}
     for index, spec in enumerate(inputs):
         file = folder / f"input_{index}.pb"
-        _refuse_endless([file])
+        refuse_endless([file])
         try:
             tensors[spec.name] = onnx.numpy_helper.to_array(onnx.load_tensor(str(file)))
         except _NO_TENSOR as error:

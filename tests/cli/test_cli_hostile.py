@@ -193,6 +193,15 @@ def test_a_pipe_among_the_samples_is_not_waited_for(refused: Callable[..., str],
     assert "is a pipe" in refused("compare", model, model, "--data", "data", "--preprocess", "p.toml")
 
 
+def test_a_pipe_among_the_images_of_a_draft_is_not_waited_for(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    os.mkfifo(tmp_path / "images" / "a.png")
+    text = """<ir_version: 9, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,3,8,8] y) { y = Relu(x) }"""
+    model = write_model(text, lambda _: None, tmp_path / "m.onnx")
+    words = ("init", model, "--images", "images", "--target", "cpu", "--out", "e.toml")
+    assert "is a pipe, not a file" in refused(*words)
+
+
 def test_a_link_to_a_device_without_end_is_no_sample(refused: Callable[..., str], tmp_path: Path) -> None:
     folder = tmp_path / "sets" / "test_data_set_0"
     folder.mkdir(parents=True)
